@@ -10,8 +10,8 @@ FOLDER/small_hopper.png the curves, FOLDER/logs the output of each run.
 
 Predicted before their first run on an H200: `fp8_end_to_end_kv_sglang` has an error between 1.0001 and 1.001 (its
 linears are ours, its attention reads FP8 codes in another order than training) and the held-out accuracy of the others,
-1.0; `fp8_end_to_end_kv_tools`, whose policy may call the calculator, has an error of exactly 1 and learns to call it:
-0.5 to 0.99 held out.
+1.0; with the aligned model (`fp8_end_to_end_kv_sglang_aligned`) the error is exactly 1. `fp8_end_to_end_kv_tools`,
+whose policy may call the calculator, has an error of exactly 1 and learns to call it: 0.5 to 0.99 held out.
 """
 
 import argparse
@@ -46,6 +46,7 @@ NAMES = {
     "fp8_end_to_end_kv": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_stock": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_sglang": "fp8-end-to-end-kv",
+    "fp8_end_to_end_kv_sglang_aligned": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_tools": "fp8-end-to-end-kv",
     "bf16_megatron": "bf16",
     "fp8_end_to_end_megatron": "fp8-end-to-end",
@@ -66,6 +67,11 @@ _TOOLS = {
 _CHANGED: Mapping[str, Mapping[str, Any]] = {
     "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock"},
     "fp8_end_to_end_kv_sglang": {"rollout.engine": "sglang", "precision.rounding_points": "stepwise"},
+    "fp8_end_to_end_kv_sglang_aligned": {
+        "rollout.engine": "sglang",
+        "rollout.sglang.model": "aligned",
+        "rollout.sglang.page_size": 64,
+    },
     "fp8_end_to_end_kv_tools": _TOOLS,
     "bf16_megatron": _MEGATRON,
     "fp8_end_to_end_megatron": _MEGATRON,

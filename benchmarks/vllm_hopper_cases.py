@@ -33,8 +33,9 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, VllmBuild, find_build
+from fp8core.rollout.vllm.requirements import VllmBuild, find_build
 from fp8core.rollout.vllm.settings import WORKER
 from fp8core.run.policy import check_report
 from fp8core.training.exact import ExactTrainer
@@ -90,7 +91,7 @@ def contract(precision: str) -> PrecisionContract:
 
 def aligned(agreed: PrecisionContract) -> PrecisionContract:
     """The same, rounded as the engine rounds whose layers are the trainer's (`options(model="aligned")`)."""
-    return agreed.model_copy(update={"rounding_points": ALIGNED_POINTS})
+    return agreed.model_copy(update={"rounding_points": POINTS})
 
 
 def options(**changes: Any) -> VllmConfig:

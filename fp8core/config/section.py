@@ -176,6 +176,12 @@ class VllmConfig(Section):
 class SglangConfig(Section):
     """Settings of SGLang; `rollout.max_batch` is its max_running_requests."""
 
+    model: Literal["stock", "aligned"] = Field(
+        "stock",
+        description="stock runs SGLang's own model; aligned runs ours, as rollout.vllm.model, with pages of a multiple "
+        "of 16 tokens.",
+    )
+
     mem_fraction_static: float = Field(
         0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
     )

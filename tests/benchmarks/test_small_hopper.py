@@ -40,12 +40,14 @@ FORMATS = {
     "fp8_end_to_end_kv": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_stock": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_sglang": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "fp8_end_to_end_kv_sglang_aligned": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_tools": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "bf16_megatron": ("bf16", "bf16", "bf16", "bf16"),
     "fp8_end_to_end_megatron": ("fp8_block", "bf16", "fp8_block", "bf16"),
 }
 ALIGNED = {"fp8_end_to_end_kv", "fp8_end_to_end_kv_tools"}
-SGLANG, TOOLS = "fp8_end_to_end_kv_sglang", "fp8_end_to_end_kv_tools"
+SGLANG = {"fp8_end_to_end_kv_sglang": "stock", "fp8_end_to_end_kv_sglang_aligned": "aligned"}
+TOOLS = "fp8_end_to_end_kv_tools"
 MEGATRON = {"bf16_megatron", "fp8_end_to_end_megatron"}
 
 
@@ -62,11 +64,13 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
         assert config.precision.scale_rule == "pow2"
         assert config.correction.method == ("none" if variant == "fp8_rollout" else "token_tis")
         assert config.steps == 7
-        assert config.rollout.engine == ("sglang" if variant == SGLANG else "vllm")
-        if variant != SGLANG:
+        assert config.rollout.engine == ("sglang" if variant in SGLANG else "vllm")
+        if variant in SGLANG:
+            assert config.rollout.sglang.model == SGLANG[variant]
+        else:
             assert config.rollout.vllm.model == ("aligned" if variant in ALIGNED else "stock")
         assert (config.environment is not None) == (variant == TOOLS)
-    differing = {"precision": True, "correction": True, "rollout": {"engine": True, "vllm": {"model"}}}
+    differing = {"precision": True, "correction": True, "rollout": {"engine": True, "vllm": {"model"}, "sglang": True}}
     trainers = {"training": {"trainer", "deterministic"}, "replay": {"level"}}
     others = {variant: config.model_dump(exclude=differing) for variant, config in configs.items()}
     assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON - {TOOLS})
@@ -82,8 +86,8 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
 
 def _refusals(config, arch):
     if config.rollout.engine == "sglang":
-        yield from sglang.contract_refusals(config.precision, sglang.SglangBuild("0.5.15"))
-        yield from sglang.model_refusals(arch, config.precision)
+        yield from sglang.contract_refusals(config.precision, config.rollout.sglang, sglang.SglangBuild("0.5.15"))
+        yield from sglang.model_refusals(arch, config.precision, config.rollout.sglang)
     else:
         build = vllm.VllmBuild("vllm", "0.26.0", "cuda")
         yield from vllm.contract_refusals(config.precision, config.rollout.vllm, build)

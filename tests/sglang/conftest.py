@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-collect_ignore_glob = [] if find_spec("sglang") else ["test_engine_gpu.py"]
+collect_ignore_glob = [] if find_spec("sglang") else ["test_*_gpu.py"]
 # SGLang's processes import the faulty worker by its name.
 sys.path.insert(0, str(Path(__file__).parent))
 

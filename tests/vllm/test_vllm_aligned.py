@@ -15,7 +15,7 @@ from fp8core.models.checkpoint import initial_weights
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.logprobs import log_softmax
-from fp8core.rollout.vllm.settings import ALIGNED
+from fp8core.rollout.aligned import NAMES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_aligned_engine.py runs all of it")]
 QWEN3 = Architecture(
@@ -81,7 +81,7 @@ def test_processes_that_share_the_layers_compute_the_reference(vllm_build, tmp_p
 @pytest.mark.parametrize("arch", [LLAMA, QWEN2, QWEN3], ids=lambda arch: arch.family)
 def test_weights_lie_as_in_vllms_own_model(vllm_cpu, tmp_path, arch):
     aligned, stock = build(arch, "aligned", tmp_path), build(arch, "stock", tmp_path)
-    assert type(aligned).__name__ == ALIGNED[type(stock).__name__]
+    assert type(aligned).__name__ == NAMES[type(stock).__name__]
     assert isinstance(aligned, type(stock))
     assert specs(aligned) == specs(stock)
     # Sleep keeps buffers, and drops what else lies on the device.
@@ -99,7 +99,7 @@ def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
 
     # Each takes seconds in a process of its own; Mistral is ours for Llama by another name.
     for name in ("MistralForCausalLM", "Qwen3ForCausalLM"):
-        assert inspected(ALIGNED[name]) == inspected(name) | {"architecture": ALIGNED[name]}
+        assert inspected(NAMES[name]) == inspected(name) | {"architecture": NAMES[name]}
 
 
 @pytest.fixture

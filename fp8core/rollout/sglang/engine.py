@@ -27,6 +27,7 @@ from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
+from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -44,11 +45,11 @@ from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild
 from fp8core.rollout.sglang.settings import (
     LOWEST_TEMPERATURE,
-    POINTS,
     WORKER,
     Launch,
     engine_arguments,
     executed_formats,
+    executed_points,
     model_config,
     required_environment,
 )
@@ -96,7 +97,9 @@ class SglangEngine:
         self._sleeps, self._invariant = options.sleep, options.batch_invariant
         self._longest = options.context_length or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
-        Path(self._folder.name, "config.json").write_text(json.dumps(model_config(arch, contract)), encoding="utf-8")
+        Path(self._folder.name, "config.json").write_text(
+            json.dumps(model_config(arch, contract, options)), encoding="utf-8"
+        )
         arguments = engine_arguments(
             arch, contract, options, Launch(self._folder.name, self._longest, max_batch, worker)
         )
@@ -181,8 +184,8 @@ class SglangEngine:
             "engine": "sglang",
             "version": self._build.described,
             **executed_formats(described, self._contract, self._arch.num_layers),
-            "rounding_points": POINTS,
-            "model": described["model"],
+            "rounding_points": executed_points(described),
+            "model": "aligned" if is_aligned(described) else "stock",
             "kernels": {name.rpartition(".")[2]: linear["kernel"] for name, linear in described["linears"].items()},
             "backend": described["attention"][0],
             "graphs": self._resolved["graphs"],
@@ -451,7 +454,9 @@ def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str,
 
 
 def _probe_request(probe: Probe, temperature: float) -> dict[str, Any]:
-    return {"tokens": list(probe.context), "sampling": _sampling(temperature, 1, 0, []), "target": [probe.target]}
+    sampling = _sampling(temperature, 1, 0, [])
+    sampling["custom_params"]["target"] = probe.target
+    return {"tokens": list(probe.context), "sampling": sampling, "target": [probe.target]}
 
 
 def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> dict[str, Any]:
@@ -461,7 +466,7 @@ def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> d
         "stop_token_ids": stops,
         "no_stop_trim": True,
         "sampling_seed": seed,
-        "custom_params": {"seed": seed},
+        "custom_params": {"seed": seed, "temperature": temperature},
     }
 
 

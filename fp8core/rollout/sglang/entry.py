@@ -54,13 +54,13 @@ def _build_on(node: Node) -> SglangBuild:
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build = _build_on(node)
-    yield from contract_refusals(config.precision, build)
+    yield from contract_refusals(config.precision, config.rollout.sglang, build)
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    return model_refusals(arch, config.precision)
+    return model_refusals(arch, config.precision, config.rollout.sglang)
 
 
 def _requirements() -> str:
@@ -159,6 +159,7 @@ ENGINE = EngineEntry(
     memory=_memory,
     gpus=lambda config: config.cluster.engines,
     longest=_longest,
+    arithmetic=lambda config: "packed" if config.rollout.sglang.model == "aligned" else "own",
     products=_products,
     sleeps=lambda config: config.rollout.sglang.sleep,
 )

@@ -20,6 +20,20 @@ _BACKEND_PARTS = ("token_to_kv_pool", "kv_cache_dtype", "fa_impl_ver", "num_spli
 _POOL_PARTS = ("k_buffer", "v_buffer", "store_dtype", "dtype")
 
 
+def register_models(*models: type[nn.Module]) -> None:
+    """Let SGLang find classes by their names in a config.json."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.models |= {model.__name__: model for model in models}
+
+
+def pages(pool: Any, layer: Any, size: int) -> tuple[Tensor, Tensor]:
+    """Codes of K and V of a layer in pages of `size` tokens, E4M3 [pages, size, kv_heads, head_dim]."""
+    shape = (-1, size, layer.tp_k_head_num, layer.head_dim)
+    keys, values = (buffers[layer.layer_id].view(torch.float8_e4m3fn) for buffers in (pool.k_buffer, pool.v_buffer))
+    return keys.view(shape), values.view(shape)
+
+
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """Attention layers in the order of the decoder."""
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -10,16 +10,22 @@ from importlib.metadata import version as installed_version
 from typing import Final
 
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.section import SglangConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.rollout.aligned import contract_refusals as aligned_refusals
+from fp8core.rollout.aligned import shape_refusals
 
 SUPPORTED: Final = "0.5.15"
 _HOPPER = "sm_90"
 # FlashAttention 3 reads FP8 for these.
 _HEAD_DIMS = (64, 128, 256)
+_ALIGNED = "rollout.sglang.model=aligned"
+# Tokens that a page of the aligned model's attention is a multiple of.
+_PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,18 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
     return SglangBuild(version)
 
 
-def contract_refusals(contract: PrecisionContract, build: SglangBuild) -> Iterator[str]:
+def contract_refusals(contract: PrecisionContract, options: SglangConfig, build: SglangBuild) -> Iterator[str]:
     """The refusals of this build of SGLang: the setting, the build and what to change."""
     rollout = contract.rollout
+    if options.model == "aligned":
+        size = options.page_size
+        fitting = size if size % _PAGE == 0 else f"a multiple of {_PAGE}"
+        rest = {
+            "rollout.sglang.batch_invariant": (options.batch_invariant, False, "none of its operations see the batch"),
+            "rollout.sglang.page_size": (size, fitting, "its attention reads parts of pages"),
+        }
+        yield from aligned_refusals(_ALIGNED, contract, rest)
+        return
     if rollout.linear == "fp32":
         yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
     if contract.rounding_points != "stepwise":
@@ -81,8 +96,10 @@ def replay_refusals(build: SglangBuild) -> Iterator[str]:
     )
 
 
-def model_refusals(arch: Architecture, contract: PrecisionContract) -> Iterator[str]:
+def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:
     """The reasons why this engine cannot hold a model: the model's property and what to change."""
+    if options.model == "aligned":
+        yield from shape_refusals(_ALIGNED, arch)
     if arch.experts is not None:
         yield (
             "rollout.engine=sglang: the model has experts; on Hopper SGLang quantises their inputs by FP32 scales "

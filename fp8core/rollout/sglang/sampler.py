@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fp8core.numerics.logprobs import drawn_tokens
 
-SEED = "seed"
+SEED, TEMPERATURE, TARGET = "seed", "temperature", "target"
+"""Parameters of a request: of its draws, and of a probe the token whose log-prob it asks for."""
 
 
 class BringsSeed(CustomLogitProcessor):
@@ -21,6 +22,13 @@ class BringsSeed(CustomLogitProcessor):
 
     def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
         return logits
+
+
+def drawn(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens by the seeds of their requests, int64 [B], and their log-probs, FP32 [B], from FP32 [B, V]."""
+    seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
+    on_device = seeds.pin_memory().to(logits.device, non_blocking=True)
+    return drawn_tokens(logits, sampling_info.temperatures.flatten(), on_device, positions.long())
 
 
 class SeededSampler(Sampler):
@@ -45,13 +53,8 @@ class SeededSampler(Sampler):
         truncated = sampling_info.need_top_k_sampling or sampling_info.need_top_p_sampling
         assert not truncated, "requests of one kind run together, and of these none is truncated"
         assert not any(top_logprobs_nums), "nobody asks for the most likely ones"
-        seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
-        logits = logits_output.next_token_logits
-        tokens, logits_output.next_token_logprobs = drawn_tokens(
-            logits.float(),
-            sampling_info.temperatures.flatten(),
-            seeds.pin_memory().to(logits.device, non_blocking=True),
-            positions.long(),
+        tokens, logits_output.next_token_logprobs = drawn(
+            logits_output.next_token_logits.float(), sampling_info, positions
         )
         return tokens.int()
 

@@ -12,6 +12,9 @@ Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hoppe
   engine's function of logits, seed and position.
 - Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
 
+`rollout.sglang.model: aligned` runs the model of `fp8core.rollout.sglang.aligned`, which computes with the functions
+that train.
+
 All of it is registered where SGLang takes methods, backends and samplers from outside (`worker.register`). This module
 imports no SGLang.
 """
@@ -26,16 +29,18 @@ from fp8core.models.architecture import Architecture, architecture_to_hf, parame
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.plan.memory import cache_bytes_per_token
+from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
 
-REGISTERED = "fp8_grpo"
-"""Name of our quantisation method, attention backend and sampler in SGLang."""
+REGISTERED, ALIGNED = "fp8_grpo", "fp8_grpo_aligned"
+"""Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""
 WORKER = "fp8core.rollout.sglang.worker.answer"
-POINTS = "kernels of SGLang"
-"""Rounding points of its norms, rotary positions and SwiGLU; no contract has them."""
+# FlashAttention 3 with the policy's scales, and ours for all steps.
+_BACKENDS = ("ScaledAttention", "AlignedAttention")
+_POINTS = "kernels of SGLang"
 # SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
 LOWEST_TEMPERATURE = 1e-4
 # SGLang ends a request of the full length this many tokens before its context does.
-_BEYOND = 2
+BEYOND = 2
 _GIB = 1 << 30
 
 
@@ -80,11 +85,11 @@ def engine_arguments(
         "dtype": "bfloat16",
         "random_seed": 0,
         "quantization": REGISTERED,
-        "attention_backend": REGISTERED,
+        "attention_backend": ALIGNED if options.model == "aligned" else REGISTERED,
         # Deterministic inference has SGLang's own sampler, which takes seeds then.
-        **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler()),
+        **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler(options)),
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
-        "context_length": launch.longest + _BEYOND,
+        "context_length": launch.longest + BEYOND,
         "max_running_requests": launch.max_batch,
         "max_total_tokens": cache_tokens(arch, contract, options),
         "mem_fraction_static": options.mem_fraction_static,
@@ -100,9 +105,10 @@ def engine_arguments(
     }
 
 
-def own_sampler() -> dict[str, Any]:
+def own_sampler(options: SglangConfig) -> dict[str, Any]:
     """Our sampler, and the flag that brings the parameters of requests to it."""
-    return {"sampling_backend": REGISTERED, "enable_custom_logit_processor": True}
+    name = ALIGNED if options.model == "aligned" else REGISTERED
+    return {"sampling_backend": name, "enable_custom_logit_processor": True}
 
 
 def cache_tokens(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> int | None:
@@ -113,7 +119,7 @@ def cache_tokens(arch: Architecture, contract: PrecisionContract, options: Sglan
     return tokens // options.page_size * options.page_size
 
 
-def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, Any]:
+def model_config(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> dict[str, Any]:
     """The config.json of a policy under the contract, without tokens: the engine is told where completions end."""
     # A request that ignores the model's end would ignore its own stop tokens as well: the model has no end.
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
@@ -123,8 +129,9 @@ def model_config(arch: Architecture, contract: PrecisionContract) -> dict[str, A
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
-    positions = {"max_position_embeddings": arch.max_positions + _BEYOND}
-    return {**config, **positions, "quantization_config": {**section, **about}}
+    positions = {"max_position_embeddings": arch.max_positions + BEYOND}
+    made = {**config, **positions, "quantization_config": {**section, **about}}
+    return aligned_config(made, arch) if options.model == "aligned" else made
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
@@ -143,6 +150,11 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
     }
 
 
+def executed_points(described: Mapping[str, Any]) -> str:
+    """The contract's rounding points; or that norms, rotary positions and SwiGLU are SGLang's, as in no contract."""
+    return POINTS if is_aligned(described) else _POINTS
+
+
 def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
     prefix = f"model.layers.{layer}."
     return "+".join(dict.fromkeys(_kind(linear) for name, linear in linears.items() if name.startswith(prefix)))
@@ -158,6 +170,6 @@ def _kind(linear: Mapping[str, str]) -> str:
 
 def _attention_name(layer: Mapping[str, Any]) -> str:
     known = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-    if layer["implementation"] == "ScaledAttention" and layer["version"] == 3 and layer["cache"] in known:
+    if layer["implementation"] in _BACKENDS and layer["version"] == 3 and layer["cache"] in known:
         return known[layer["cache"]]
     return f"{layer['cache']} by {layer['implementation']} {layer['version']}"

@@ -16,7 +16,7 @@ from fp8core import end_with_parent
 from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout.engine import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.sglang import internals
-from fp8core.rollout.sglang.settings import REGISTERED
+from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
 from fp8core.rollout.sglang.weights import Slot
 
 
@@ -33,17 +33,31 @@ def register() -> None:
         return
     QUANTIZATION_METHODS[REGISTERED] = PolicyQuantisation
     server_args.add_quantization_method_choices([REGISTERED])
-    server_args.add_attention_backend_choices([REGISTERED])
+    server_args.add_attention_backend_choices([REGISTERED, ALIGNED])
     server_args.add_deterministic_attention_backend_choices([REGISTERED])
     server_args.add_radix_supported_deterministic_attention_backend_choices([REGISTERED])
     register_attention_backend(REGISTERED)(_scaled_attention)
+    register_attention_backend(ALIGNED)(_aligned_attention)
     register_sampler_backend(REGISTERED, _seeded_sampler)
+    register_sampler_backend(ALIGNED, _aligned_sampler)
 
 
 def _scaled_attention(runner: Any) -> Any:
     from fp8core.rollout.sglang.attention import ScaledAttention
 
     return ScaledAttention(runner)
+
+
+def _aligned_attention(runner: Any) -> Any:
+    from fp8core.rollout.sglang.aligned import AlignedAttention
+
+    return AlignedAttention(runner)
+
+
+def _aligned_sampler() -> Any:
+    from fp8core.rollout.sglang.aligned import AlignedSampler
+
+    return AlignedSampler()
 
 
 def _seeded_sampler() -> Any:
@@ -58,6 +72,9 @@ def run_scheduler(*arguments: Any, **settings: Any) -> None:
     register()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    if arguments[0].attention_backend == ALIGNED:
+        # Before the model is made.
+        import fp8core.rollout.sglang.aligned  # noqa: F401
     run_scheduler_process(*arguments, **settings)
 
 

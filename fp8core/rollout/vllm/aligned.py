@@ -1,9 +1,7 @@
 """Models of vLLM that compute with the functions that train, so that both sides have the same log-probs bit for bit.
 
 The modules are those of vLLM's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
-these. The forward is ours: linears, norms, rotary positions, SwiGLU, attention and head are called from
-`fp8core.numerics`, as the trainer calls them. None of them depends on other rows. So a token's log-prob is the same
-decoded alone, in a batch, after a prefix-cache hit, and scored in training.
+these. The forward is ours (`fp8core.rollout.aligned`).
 
 Attention: requests with one new token go through `kernels.decode_attention`, those with more through
 `kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
@@ -22,7 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -33,18 +31,14 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
-from fp8core.models.decoder import rotary_tables
 from fp8core.numerics.attention import Queries
-from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
-from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu_row_codes
-from fp8core.numerics.gemm import forward_gemm
+from fp8core.numerics.e4m3 import Codes
+from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
+from fp8core.rollout.aligned import AlignedDecoder, decoder_of
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, keys_and_values, largest_decode_batch
-from fp8core.rollout.vllm.requirements import ALIGNED_SCALE_RULE
-from fp8core.rollout.vllm.settings import decoder_of
 
 # FP32 scales of a column that begins on 16 bytes, as TMA reads it.
 _SCALE_PITCH = 4
@@ -162,34 +156,23 @@ def _ascending(device: torch.device, count: int) -> Tensor:
 register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.AlignedBackend")
 
 
-class AlignedForward(nn.Module):
+class AlignedForward(AlignedDecoder):
     """The forward; to be mixed into a model of vLLM, before it."""
 
-    model: Any
     lm_head: Any
     temperature: float = 1.0
-    cosines: Tensor
-    sines: Tensor
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._arch = decoder_of(vllm_config.model_config.hf_config)
+        arch = decoder_of(vllm_config.model_config.hf_config)
         _, self._ranks = internals.layer_share()
-        heads, kv_heads = self._arch.num_heads // self._ranks, self._arch.num_kv_heads // self._ranks
-        self._heads = HeadLayout(heads, kv_heads, self._arch.head_dim)
         for layer in self.model.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
                 for parameter in (linear.weight, linear.weight_scale_inv):
                     parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
-        device = self.lm_head.weight.device
-        with torch.device("cpu"):
-            tables = [KERNELS.tables(table) for table in rotary_tables(self._arch)]
-        # Buffers survive vLLM's sleep. The flag is not read: a value that is not finite reaches the log-probs.
-        self._flag = FiniteFlag(device)
-        self.register_buffer("not_finite", self._flag.not_finite, persistent=False)
-        for name, table in zip(("cosines", "sines"), tables, strict=True):
-            self.register_buffer(name, table.to(device), persistent=False)
+        heads, kv_heads = arch.num_heads // self._ranks, arch.num_kv_heads // self._ranks
+        self.prepare(arch, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     def forward(
         self,
@@ -201,16 +184,7 @@ class AlignedForward(nn.Module):
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
         assert intermediate_tensors is None, "an aligned model is not split into stages"
         assert inputs_embeds is None, "an aligned model reads tokens"
-        total, added = self.model.embed_tokens(input_ids), None
-        for layer in self.model.layers:
-            total, rows = self._add_norm_codes(total, added, layer.input_layernorm)
-            attended = self._attend(layer.self_attn, rows, positions)
-            total, rows = self._add_norm_codes(total, attended, layer.post_attention_layernorm)
-            gate_up = _multiply(rows, layer.mlp.gate_up_proj)
-            activated = swiglu_row_codes(gate_up, ALIGNED_SCALE_RULE, self._flag)
-            added = self._joined(_multiply(self._joined_codes(activated), layer.mlp.down_proj))
-        normed: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
-        return normed
+        return self.hidden(input_ids, positions, lambda attention, q, k, v: attention.attn(q, k, v))
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary].
@@ -219,15 +193,13 @@ class AlignedForward(nn.Module):
         sums in an order of its own, has no part in them.
         """
         # The head has rows beyond the vocabulary, which vLLM pads it with.
-        logits = self._joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
+        logits = self.joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
         return log_softmax(logits, self.temperature).float()
 
-    def _joined(self, part: Tensor) -> Tensor:
-        """All columns, of which this GPU has computed a part."""
+    def joined(self, part: Tensor) -> Tensor:
         return part if self._ranks == 1 else internals.gather(part, 1)
 
-    def _joined_codes(self, part: Codes) -> Codes:
-        """All columns of codes and scales; groups are whole on each GPU."""
+    def joined_codes(self, part: Codes) -> Codes:
         if self._ranks == 1:
             return part
         codes, scales = part
@@ -235,27 +207,6 @@ class AlignedForward(nn.Module):
         # Scales stay column-major, with columns that begin on 16 bytes.
         by_column = internals.gather(pad(scales.t(), (0, -rows % _SCALE_PITCH)), 0)
         return internals.gather(codes, 1), by_column.t()[:rows]
-
-    def _add_norm_codes(self, x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Codes]:
-        return add_norm_row_codes(x, added, norm.weight, self._arch.rms_norm_eps, ALIGNED_SCALE_RULE, self._flag)
-
-    def _attend(self, attention: Any, rows: Codes, positions: Tensor) -> Tensor:
-        """A layer's attention with both of its linears; vLLM's own layer stores K and V and tracks what is cached."""
-        heads, arch = self._heads, self._arch
-        norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
-        qkv = _multiply(rows, attention.qkv_proj)
-        if arch.qkv_bias:
-            qkv = qkv + attention.qkv_proj.bias
-        rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
-        sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]
-        attended = attention.attn(*rotated.split(sizes, dim=-1))
-        codes = self._joined_codes(row_codes(attended, ALIGNED_SCALE_RULE, self._flag))
-        return self._joined(_multiply(codes, attention.o_proj))
-
-
-def _multiply(rows: Codes, linear: Any) -> Tensor:
-    """BF16 [tokens, out], by the bytes that were shipped."""
-    return forward_gemm(rows, (linear.weight, linear.weight_scale_inv))
 
 
 class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):

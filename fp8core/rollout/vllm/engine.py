@@ -32,6 +32,7 @@ from fp8core.config.section import VllmConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
+from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -56,7 +57,6 @@ from fp8core.rollout.vllm.settings import (
     executed_formats,
     executed_points,
     experts_arguments,
-    is_aligned,
     model_config,
     required_environment,
 )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp8core.rollout.vllm.settings import ALIGNED
+from fp8core.rollout.aligned import NAMES
 
 # Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
 # no tensors among them.
@@ -34,7 +34,7 @@ def register_aligned_models() -> None:
     """Give vLLM the paths of the aligned models, by their names in a config.json; to be done in every process."""
     from vllm import ModelRegistry
 
-    for name in set(ALIGNED.values()):
+    for name in set(NAMES.values()):
         ModelRegistry.register_model(name, f"fp8core.rollout.vllm.aligned:{name}")
 
 

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
-from typing import Final, Literal
+from typing import Literal
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import TILE
-from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.plan.memory import gib
+from fp8core.rollout.aligned import contract_refusals as contract_needs
+from fp8core.rollout.aligned import shape_refusals
 
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.
@@ -36,11 +36,7 @@ _VOCABULARY_STEP = 64
 _HOPPER = "sm_90"
 # Of vLLM, the aligned model needs more than the engine does: the names of its decoders' modules, and its sampler.
 _ALIGNED_RELEASE = "0.26"
-# The aligned model's scale rule and rounding points.
-ALIGNED_SCALE_RULE: Final = "pow2"
-ALIGNED_POINTS: Final = "kernels"
-# Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
-_ALIGNED_ROW = 4
+_ALIGNED = "rollout.vllm.model=aligned"
 # DeepGEMM's experts are put together by a kernel that takes this many columns at once, or all of them.
 _GATHERED_COLUMNS = 1024
 
@@ -150,35 +146,10 @@ def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
 def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
     """The refusals of the aligned model: the setting, its required value and why."""
     if not build.takes_aligned:
-        yield (
-            f"rollout.vllm.model=aligned: {build.described}: "
-            f"it is made for vllm {_ALIGNED_RELEASE} on Hopper; set it to stock"
-        )
+        yield (f"{_ALIGNED}: {build.described}: it is made for vllm {_ALIGNED_RELEASE} on Hopper; set it to stock")
         return
-    rollout = contract.rollout
-    layers = "all of its linears multiply codes"
-    for setting, value, needed, reason in (
-        ("precision.rounding_points", contract.rounding_points, ALIGNED_POINTS, "its operations round there"),
-        (
-            "precision.scale_rule",
-            contract.scale_rule,
-            ALIGNED_SCALE_RULE,
-            "vLLM quantises Q by the reciprocal of its scale",
-        ),
-        ("precision.rollout.linear", rollout.linear, "fp8_block", "its linears multiply codes"),
-        ("precision.bf16_first_layers", contract.bf16_first_layers, 0, layers),
-        ("precision.bf16_last_layers", contract.bf16_last_layers, 0, layers),
-        ("precision.rollout.kv_cache", rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
-        ("precision.rollout.head", rollout.head, "fp32", "its logits are FP32"),
-        (
-            "rollout.vllm.decode_kernel",
-            options.decode_kernel,
-            "fp8_decode",
-            "prompts and decode steps share one kernel",
-        ),
-    ):
-        if value != needed:
-            yield f"rollout.vllm.model=aligned: {setting}={value}, it must be {needed}: {reason}"
+    kernel = (options.decode_kernel, "fp8_decode", "prompts and decode steps share one kernel")
+    yield from contract_needs(_ALIGNED, contract, {"rollout.vllm.decode_kernel": kernel})
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
@@ -227,28 +198,11 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
 
 def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
     """Properties of a decoder that the aligned model does not compute."""
-    group = arch.num_heads // arch.num_kv_heads
-    if arch.experts is not None:
-        yield "rollout.vllm.model=aligned: the model has experts, only dense ones are aligned; set it to stock"
-    if not decode_kernel_takes(arch.head_dim, group):
-        yield (
-            f"rollout.vllm.model=aligned: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
-            f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"
-        )
+    yield from shape_refusals(_ALIGNED, arch)
     if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
         yield (
-            f"rollout.vllm.model=aligned: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
+            f"{_ALIGNED}: a Qwen2 of {arch.num_heads} heads of {arch.head_dim}; vLLM divides the "
             f"hidden size, {arch.hidden_size}, among as many heads as fill tiles of {TILE}; set it to stock"
-        )
-    if arch.hidden_size % OUTPUT_MULTIPLE:
-        yield (
-            f"rollout.vllm.model=aligned: a hidden size of {arch.hidden_size}, which is no multiple of "
-            f"{OUTPUT_MULTIPLE}; set it to stock"
-        )
-    if arch.vocab_size % _ALIGNED_ROW:
-        yield (
-            f"rollout.vllm.model=aligned: a vocabulary of {arch.vocab_size}, which is no multiple of {_ALIGNED_ROW}; "
-            "set it to stock"
         )
 
 

@@ -18,7 +18,7 @@ train. This module imports no vLLM.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import (
     Architecture,
-    RopeScaling,
     architecture_to_hf,
     parameter_shapes,
     with_whole_tiles,
@@ -34,7 +33,8 @@ from fp8core.models.architecture import (
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
-from fp8core.rollout.vllm.requirements import ALIGNED_POINTS, ALIGNED_SCALE_RULE, VllmBuild
+from fp8core.rollout.aligned import POINTS, SCALE_RULE, aligned_config, is_aligned
+from fp8core.rollout.vllm.requirements import VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
@@ -68,35 +68,6 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
             yield f"{mlp}.gate"
         if formats.layers[layer].gate_up != "fp8_block":
             yield f"{mlp}.experts" if sparse else f"{mlp}.gate_up_proj"
-
-
-# vLLM's class -> the name that the one derived from it is registered under.
-ALIGNED = {
-    "LlamaForCausalLM": "AlignedLlamaForCausalLM",
-    "MistralForCausalLM": "AlignedLlamaForCausalLM",
-    "Qwen2ForCausalLM": "AlignedQwen2ForCausalLM",
-    "Qwen3ForCausalLM": "AlignedQwen3ForCausalLM",
-}
-# The key of a config.json that holds the decoder as an `Architecture`.
-_KEY = "fp8_grpo_decoder"
-
-
-def aligned_config(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
-    """A config.json for vLLM's class, as one for ours."""
-    (name,) = config["architectures"]
-    return {**config, "architectures": [ALIGNED[name]], _KEY: asdict(arch)}
-
-
-def decoder_of(config: Any) -> Architecture:
-    """The decoder that the configuration of an aligned model describes (`aligned_config`), as vLLM holds it."""
-    fields = dict(getattr(config, _KEY))
-    scaling = fields["rope_scaling"]
-    return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-
-
-def is_aligned(described: Mapping[str, Any]) -> bool:
-    """True if a worker reports itself as an aligned model (`PolicyWorker.policy_describe`)."""
-    return described["model"] in ALIGNED.values()
 
 
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
@@ -303,7 +274,7 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
     if is_aligned(described):
         kernels = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in kernels.items()}
     linears = [_linear_name(kernels, i) for i in range(num_layers)]
-    quantised = ALIGNED_SCALE_RULE if is_aligned(described) else _scale_rule(described)
+    quantised = SCALE_RULE if is_aligned(described) else _scale_rule(described)
     rule = quantised if "fp8_block" in linears else contract.scale_rule
     return {
         "linear": linears,
@@ -316,7 +287,7 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
 def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
     """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
     if is_aligned(described):
-        return ALIGNED_POINTS
+        return POINTS
     operations, norms = described["custom_ops"], set(described["norms"])
     compiled = described["compilation"] != "NONE"
     if build.platform == "cpu":

@@ -1,16 +1,20 @@
 """What SGLang is started with, what it is refused for, where its tensors lie, and what its report means."""
 
+import json
 import re
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 
+from fp8core.alignment.bounds import contract_of
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
+from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.sglang.engine import SglangEngine
@@ -56,6 +60,9 @@ ARCH = Architecture(
 )
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 LAUNCH = Launch("/folder", 256, 16)
+STOCK = SglangConfig()
+ALIGNED = SglangConfig(model="aligned", page_size=16)
+POINTS = FP8.model_copy(update={"rounding_points": "kernels"})
 
 
 def _installed(version):
@@ -95,24 +102,24 @@ def test_the_supported_version_is_found():
 
 
 def test_contracts_it_cannot_run_are_refused():
-    assert not list(contract_refusals(FP8, BUILD))
-    assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), BUILD))
-    _refused(contract_refusals(FP8.model_copy(update={"rounding_points": "kernels"}), BUILD), "set it to stepwise")
+    assert not list(contract_refusals(FP8, STOCK, BUILD))
+    assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), STOCK, BUILD))
+    _refused(contract_refusals(POINTS, STOCK, BUILD), "set it to stepwise")
     exact = FP8.model_copy(update={"rollout": SidePrecision(linear="fp32", kv_cache="fp32")})
-    _refused(contract_refusals(exact, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
+    _refused(contract_refusals(exact, STOCK, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
     _refused(replay_refusals(BUILD), "rollout.router_replay")
 
 
 def test_models_it_cannot_hold_are_refused():
-    assert not list(model_refusals(ARCH, FP8))
-    _refused(model_refusals(replace(ARCH, experts=EXPERTS, qk_norm=True), FP8), "the model has experts")
+    assert not list(model_refusals(ARCH, FP8, STOCK))
+    _refused(model_refusals(replace(ARCH, experts=EXPERTS, qk_norm=True), FP8, STOCK), "the model has experts")
     _refused(
-        model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8),
+        model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8, STOCK),
         "FlashAttention 3 reads FP8 for 64, 128, 256",
     )
-    _refused(model_refusals(replace(ARCH, intermediate_size=192), FP8), r"gate_proj.weight is \[192, 256\]")
-    assert not list(model_refusals(replace(ARCH, head_dim=32, intermediate_size=192), BF16))
-    _refused(model_refusals(replace(ARCH, hidden_size=288), BF16), "no multiple of 64")
+    _refused(model_refusals(replace(ARCH, intermediate_size=192), FP8, STOCK), r"gate_proj.weight is \[192, 256\]")
+    assert not list(model_refusals(replace(ARCH, head_dim=32, intermediate_size=192), BF16, STOCK))
+    _refused(model_refusals(replace(ARCH, hidden_size=288), BF16, STOCK), "no multiple of 64")
 
 
 def test_an_engine_is_started_as_the_contract_says():
@@ -135,6 +142,35 @@ def test_deterministic_inference_has_sglangs_own_sampler():
     assert not {"sampling_backend", "enable_custom_logit_processor"} & arguments.keys()
 
 
+def test_the_aligned_model_has_its_own_attention_sampler_and_class():
+    arguments = engine_arguments(ARCH, POINTS, ALIGNED, LAUNCH)
+    assert {arguments[name] for name in ("attention_backend", "sampling_backend")} == {"fp8_grpo_aligned"}
+    assert arguments["quantization"] == "fp8_grpo"
+    config = model_config(ARCH, POINTS, ALIGNED)
+    assert config["architectures"] == ["AlignedQwen3ForCausalLM"]
+    assert decoder_of(SimpleNamespace(**json.loads(json.dumps(config)))) == ARCH
+    assert "fp8_grpo_decoder" not in model_config(ARCH, POINTS, STOCK)
+
+
+def test_the_aligned_model_refuses_what_it_does_not_compute():
+    assert not [*contract_refusals(POINTS, ALIGNED, BUILD), *model_refusals(ARCH, POINTS, ALIGNED)]
+    _refused(contract_refusals(FP8, ALIGNED, BUILD), "precision.rounding_points=stepwise, it must be kernels")
+    pages = ALIGNED.model_copy(update={"page_size": 8})
+    _refused(contract_refusals(POINTS, pages, BUILD), "rollout.sglang.page_size=8, it must be a multiple of 16")
+    invariant = ALIGNED.model_copy(update={"batch_invariant": True})
+    _refused(contract_refusals(POINTS, invariant, BUILD), "rollout.sglang.batch_invariant=True, it must be False")
+    _refused(model_refusals(replace(ARCH, vocab_size=202), POINTS, ALIGNED), "a vocabulary of 202")
+
+
+def test_log_probs_of_the_aligned_model_are_promised_to_be_equal():
+    settings = {"rollout.engine": "sglang", "precision.rounding_points": "kernels", "rollout.sglang.page_size": 16}
+    contracts = {}
+    for model in ("stock", "aligned"):
+        config = load_config("h200-small", {**settings, "rollout.sglang.model": model})
+        contracts[model] = contract_of(config)[0]
+    assert contracts == {"stock": "matched", "aligned": "aligned"}
+
+
 def test_the_cache_has_whole_pages():
     sized = SglangConfig(kv_cache_gib=1e-5, page_size=4)
     assert cache_tokens(ARCH, FP8, sized) == 8
@@ -143,7 +179,7 @@ def test_the_cache_has_whole_pages():
 
 def test_the_model_says_what_is_quantised_and_how():
     contract = FP8.model_copy(update={"scale_rule": "fp32", "bf16_first_layers": 1})
-    config = model_config(ARCH, contract)
+    config = model_config(ARCH, contract, STOCK)
     section = config["quantization_config"]
     assert section["quant_method"] == "fp8_grpo"
     assert (section["scale_rule"], section["head"]) == ("fp32", "fp32")

@@ -11,6 +11,7 @@ from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Experts, RopeScaling
+from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
@@ -19,7 +20,6 @@ from fp8core.rollout.vllm.settings import (
     Launch,
     attention_backend,
     captured_sizes,
-    decoder_of,
     engine_arguments,
     executed_formats,
     executed_points,

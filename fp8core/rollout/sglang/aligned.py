@@ -1,0 +1,172 @@
+"""Models, attention and sampler of SGLang that compute with the functions that train: equal log-probs bit for bit.
+
+The modules are those of SGLang's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
+these. The forward is ours (`fp8core.rollout.aligned`). SGLang schedules, keeps the radix cache and captures decode
+steps; its page table says where keys are.
+
+Requests with one new token go through `kernels.decode_attention`, those with more through
+`kernels.sequence_attention`, which has the same bytes. Importing this module gives SGLang the models.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from torch import Tensor
+
+from fp8core.kernels.decode_attention import DecodeAttention
+from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
+from fp8core.numerics.attention import Queries
+from fp8core.numerics.fused import HeadLayout
+from fp8core.numerics.logprobs import token_statistics
+from fp8core.rollout.aligned import AlignedDecoder, decoder_of
+from fp8core.rollout.sglang import internals
+from fp8core.rollout.sglang.attention import ScaledAttention
+from fp8core.rollout.sglang.sampler import TARGET, TEMPERATURE, SeededSampler, drawn
+from fp8core.rollout.sglang.settings import BEYOND
+
+
+class AlignedAttention(ScaledAttention):
+    """Our kernels over SGLang's cache; what FlashAttention's backend lays out for a step is what they read."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._longest = runner.model_config.context_len - BEYOND
+        self._requests = int(runner.server_args.max_running_requests)
+        self._step: Any = None
+        self._prompts: list[Batch] = []
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """One token a request."""
+        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decode(codes, layer, out)
+        return out
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """Prompts, or the rest of them after what is cached."""
+        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decode(codes, layer, out)
+        keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
+        kernel = _sequence_attention(keys.device, keys.shape, keys.stride(), _group(layer), self._longest)
+        split, table = (-1, layer.tp_q_head_num, layer.head_dim), self.forward_metadata.page_table
+        work, scales = self._work(layer, forward_batch), internals.scale_buffers(layer)
+        kernel(codes.view(split), keys, values, table, work, scales, out.view(split))
+        return out
+
+    def _decode(self, codes: Tensor, layer: Any, out: Tensor) -> None:
+        """Write the rows of `out` that are a request's one new token."""
+        keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
+        kernel = _decode_attention(keys.device, keys.shape, keys.stride(), _group(layer), self._longest, self._requests)
+        step, split = self.forward_metadata, (-1, layer.tp_q_head_num, layer.head_dim)
+        queries = Queries(step.page_table, step.cu_seqlens_q, step.cache_seqlens_int32)
+        kernel(codes.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
+
+    def _work(self, layer: Any, forward_batch: Any) -> list[Batch]:
+        """Of a step's prompts, made at its first layer."""
+        if self._step is not self.forward_metadata:
+            spans, row = list[Span](), 0
+            for tokens, cached in zip(
+                forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu, strict=True
+            ):
+                spans.append(Span(row, tokens if tokens > 1 else 0, cached + tokens))
+                row += tokens
+            self._prompts = batches(spans, _group(layer), self._longest, forward_batch.seq_lens.device)
+            self._step = self.forward_metadata
+        return self._prompts
+
+
+def _group(layer: Any) -> int:
+    found: int = layer.tp_q_head_num // layer.tp_k_head_num
+    return found
+
+
+@cache
+def _decode_attention(
+    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, requests: int
+) -> DecodeAttention:
+    """One kernel and workspace for all layers, which run one after the other."""
+    return DecodeAttention(device, shape, stride, group, longest, requests)
+
+
+@cache
+def _sequence_attention(
+    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int
+) -> SequenceAttention:
+    return SequenceAttention(device, shape, stride, group, longest)
+
+
+class AlignedSampler(SeededSampler):
+    """Log-probs of drawn and of given tokens by the function that trains; of greedy ones at temperature 1."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: Any,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int] | None],
+        positions: Tensor,
+    ) -> Tensor:
+        """As SGLang's. Requests that run together have one temperature."""
+        parameters, logits = sampling_info.custom_params, logits_output.next_token_logits
+        if parameters is None:
+            # What SGLang captures and warms up with.
+            found: Tensor = super().forward(
+                logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            )
+            return found
+        (temperature,) = {each[TEMPERATURE] for each in parameters}
+        logits = logits.float()
+        tokens = logits.argmax(-1) if temperature == 0 else drawn(logits, sampling_info, positions)[0]
+        logits_output.next_token_logprobs, _ = token_statistics(logits, tokens, temperature or 1.0)
+        if any(TARGET in each for each in parameters):
+            targets = [each.get(TARGET, 0) for each in parameters]
+            given, _ = token_statistics(logits, torch.tensor(targets, device=logits.device), temperature or 1.0)
+            logits_output.next_token_token_ids_logprobs_val = list(given[:, None])
+            logits_output.next_token_token_ids_logprobs_idx = [[target] for target in targets]
+        return tokens.int()
+
+
+class AlignedForward(AlignedDecoder):
+    """The forward; to be mixed into a model of SGLang, before it."""
+
+    lm_head: Any
+    logits_processor: Any
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__(config, quant_config=quant_config, prefix=prefix)
+        arch = decoder_of(config)
+        self.prepare(arch, HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim), self.lm_head.weight.device)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Tensor | None = None, **more: Any
+    ) -> Any:
+        """SGLang's logits of the tokens that are sampled."""
+        assert input_embeds is None, "an aligned model reads tokens"
+        hidden = self.hidden(input_ids, positions, lambda layer, q, k, v: layer.attn(q, k, v, forward_batch))
+        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+
+class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
+    """Qwen3."""
+
+
+class AlignedQwen2ForCausalLM(AlignedForward, Qwen2ForCausalLM):
+    """Qwen2."""
+
+
+class AlignedLlamaForCausalLM(AlignedForward, LlamaForCausalLM):
+    """Llama, and Mistral without a window."""
+
+
+internals.register_models(AlignedQwen3ForCausalLM, AlignedQwen2ForCausalLM, AlignedLlamaForCausalLM)
