@@ -169,9 +169,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             own = batch.of_this_policy[row, :longest]
             found = first_differing(batch.rollout_logprobs[row, :longest], ours, own)
             if found is None and row in passed and batch.stale is not None:
-                theirs = passed[row]
-                ours, stale = ours[: len(theirs)], (batch.mask & batch.stale)[row, : len(theirs)]
-                found = first_differing(theirs, ours, stale, "a pass")
+                # Each is as wide as the longest of the rows that were computed with it.
+                columns = slice(min(longest, len(passed[row])))
+                stale = (batch.mask & batch.stale)[row, columns]
+                found = first_differing(passed[row][columns], ours[columns], stale, "a pass")
             if found:
                 raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
