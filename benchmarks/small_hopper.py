@@ -11,7 +11,8 @@ FOLDER/small_hopper.png the curves, FOLDER/logs the output of each run.
 Predicted before their first run on an H200: `fp8_end_to_end_kv_sglang` has an error between 1.0001 and 1.001 (its
 linears are ours, its attention reads FP8 codes in another order than training) and the held-out accuracy of the others,
 1.0; with the aligned model (`fp8_end_to_end_kv_sglang_aligned`) the error is exactly 1. `fp8_end_to_end_kv_tools`,
-whose policy may call the calculator, has an error of exactly 1 and learns to call it: 0.5 to 0.99 held out.
+whose policy may call the calculator, has an error of exactly 1 and learns to call it: 0.5 to 0.99 held out. So does
+`fp8_end_to_end_kv_tools_asynchronous`, from tokens that are up to two versions old.
 """
 
 import argparse
@@ -48,6 +49,7 @@ NAMES = {
     "fp8_end_to_end_kv_sglang": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_sglang_aligned": "fp8-end-to-end-kv",
     "fp8_end_to_end_kv_tools": "fp8-end-to-end-kv",
+    "fp8_end_to_end_kv_tools_asynchronous": "fp8-end-to-end-kv",
     "bf16_megatron": "bf16",
     "fp8_end_to_end_megatron": "fp8-end-to-end",
 }
@@ -64,6 +66,13 @@ _TOOLS = {
     "warm_start.steps": 1500,
     "rollout.max_new_tokens": 64,
 }
+# All tokens are scored again by the versions that wrote them.
+_AHEAD = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.max_staleness": 2,
+    "pipeline.verified_share": 1.0,
+    "rollout.vllm.sleep": False,
+}
 _CHANGED: Mapping[str, Mapping[str, Any]] = {
     "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock"},
     "fp8_end_to_end_kv_sglang": {"rollout.engine": "sglang", "precision.rounding_points": "stepwise"},
@@ -73,11 +82,13 @@ _CHANGED: Mapping[str, Mapping[str, Any]] = {
         "rollout.sglang.page_size": 64,
     },
     "fp8_end_to_end_kv_tools": _TOOLS,
+    "fp8_end_to_end_kv_tools_asynchronous": _TOOLS | _AHEAD,
     "bf16_megatron": _MEGATRON,
     "fp8_end_to_end_megatron": _MEGATRON,
 }
 """What more is unlike the configuration in variants that are trained when they are asked for: vLLM's own model, to show
-what the aligned one changes, SGLang beside vLLM, episodes with a tool, and Megatron beside torch."""
+what the aligned one changes, SGLang beside vLLM, episodes with a tool, also beside the update, and Megatron beside
+torch."""
 _USUAL = [name for name in NAMES if name not in _CHANGED]
 
 RESULT = "small_hopper"

@@ -490,7 +490,8 @@ def ledger_table(rows: Sequence[Row]) -> str:
 
 
 def _by_name(title: str, rows: Sequence[Row], key: str, form: Callable[[float], str]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row[key]))
+    # A sum comes after its parts, whichever row has a part first.
+    names = sorted(dict.fromkeys(name for row in rows for name in row[key]), key=lambda name: name == "total")
     return table([title, *names], [[_named(row), *(form(row[key].get(name, 0.0)) for name in names)] for row in rows])
 
 

@@ -191,8 +191,8 @@ def _load_claims() -> list[tuple[str, ...]]:
         ),
         (
             "generation beside the update",
-            (("fp8", 2, "asynchronous", 1, "rollout"), ("fp8", 2, "synchronous", 0, "rollout")),
-            "the same load on two H200s, one version of staleness; against the synchronous run",
+            (("fp8", 2, "asynchronous", 2, "rollout"), ("fp8", 2, "synchronous", 0, "rollout")),
+            "the same load on two H200s, two versions of staleness; against the synchronous run",
         ),
     )
     return [

@@ -2,7 +2,7 @@
 
 The modules are those of SGLang's own Llama, Qwen2 and Qwen3, so weights lie, are named, written and read back as in
 these. The forward is ours (`fp8core.rollout.aligned`). SGLang schedules, keeps the radix cache and captures decode
-steps; its page table says where keys are.
+steps; its page table has the places of keys.
 
 Requests with one new token go through `kernels.decode_attention`, those with more through
 `kernels.sequence_attention`, which has the same bytes. Importing this module gives SGLang the models.
@@ -119,7 +119,7 @@ class AlignedSampler(SeededSampler):
         """As SGLang's. Requests that run together have one temperature."""
         parameters, logits = sampling_info.custom_params, logits_output.next_token_logits
         if parameters is None:
-            # What SGLang captures and warms up with.
+            # Batches that SGLang captures and warms up with.
             found: Tensor = super().forward(
                 logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
             )
