@@ -26,11 +26,16 @@ class AttentionWorker(PolicyWorker):
 
     @torch.inference_mode()
     def policy_watched(self, path: str) -> None:
-        """Save what was kept, [tokens, values] each, and keep nothing any more; of several GPUs the first has it."""
+        """Save what was kept, [tokens, values] each, and the rotary tables; of several GPUs the first has it.
+
+        Nothing is kept any more.
+        """
         for hook in self.policy_hooks:
             hook.remove()
         if layer_share()[0] == 0:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in self.policy_kept.items()}, path)
+            model = self._policy_model()
+            kept = self.policy_kept | {"cosines": model.cosines, "sines": model.sines}
+            save_file({name: tensor.contiguous().cpu() for name, tensor in kept.items()}, path)
         self.policy_hooks, self.policy_kept = [], {}
 
     def _policy_keeper(self, layer: str) -> Any:
