@@ -17,6 +17,7 @@ from typing import Any
 
 from fp8core.config.load import leaves
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.section import Section
 from fp8core.models.architecture import Architecture
 from fp8core.plan.memory import CacheRoom, Device, longest_sequence
 
@@ -94,11 +95,13 @@ def step_time(config: RunConfig, arch: Architecture, gpu: Device | None, cache: 
 
 def time_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that two steps must share, by dotted key; of the pipeline its mode and its tasks."""
+    engines = (name for name, part in config.rollout if isinstance(part, Section))
+    unused = tuple(f"rollout.{name}." for name in engines if name != config.rollout.engine)
     return {
         key: value
         for key, value in leaves(public_dump(config)).items()
         if key.startswith(_SECTIONS)
-        and not key.startswith(_FREE)
+        and not key.startswith((*_FREE, *unused))
         and (not key.startswith("pipeline.") or key == "pipeline.mode" or key.endswith(".uses"))
     }
 
