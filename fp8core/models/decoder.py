@@ -26,13 +26,13 @@ from fp8core.numerics.kv_scales import LayerScales
 
 
 def rotary_tables(arch: Architecture) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, each FP32 [max_positions, head_dim / 2], not rounded."""
+    """Cosines and sines of every position, each FP32 [max_positions, head_dim / 2], not rounded, on the CPU."""
     frequencies = inverse_frequencies(arch.head_dim, arch.rope_theta)
     if (rope := arch.rope_scaling) is not None:
         frequencies = scale_frequencies(
             frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
         )
-    angles = torch.arange(arch.max_positions).float()[:, None] * frequencies
+    angles = torch.arange(arch.max_positions, device="cpu").float()[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

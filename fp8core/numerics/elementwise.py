@@ -197,8 +197,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
 
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
-    """FP32 [d / 2]: theta^(-2i / d)."""
-    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    """FP32 [d / 2], on the CPU: theta^(-2i / d). A GPU's power has other last bits."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:

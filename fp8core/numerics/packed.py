@@ -123,6 +123,11 @@ class Attended(NamedTuple):
     for_backward: tuple[Tensor, ...]
 
 
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, without a wait; torch keeps the pinned memory until a GPU has read it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 class DevicePack(NamedTuple):
     """A pack with what kernels read of it, on their device.
 
@@ -145,7 +150,7 @@ class DevicePack(NamedTuple):
         # Rows of shorter sequences run on into pages that no query reads.
         pages = pages.clamp(max=sequences.tokens // PAGE - 1)
         tensors = sequences.positions, starts, pages
-        return cls(sequences, *(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return cls(sequences, *(copied(tensor, device) for tensor in tensors))
 
 
 class PackedAttention(ABC):

@@ -121,8 +121,7 @@ class AlignedDecoder(nn.Module):
             device: of the weights.
         """
         self._arch, self._heads = arch, heads
-        with torch.device("cpu"):
-            tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
+        tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
         # Buffers survive an engine's sleep. The flag is not read: a value that is not finite reaches the log-probs.
         self._flag = FiniteFlag(device)
         self.register_buffer("not_finite", self._flag.not_finite, persistent=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8core.numerics.packed import PackedSequences
+from fp8core.numerics.packed import PackedSequences, copied
 from fp8core.rl.batch import TokenBatch
 
 
@@ -83,7 +83,7 @@ class Pack:
 
     def to(self, device: torch.device) -> "Pack":
         """The same on a device."""
-        tokens, written = (part.to(device, non_blocking=True) for part in (self.tokens, self.written))
+        tokens, written = (copied(part, device) for part in (self.tokens, self.written))
         experts = None if self.experts is None else self.experts.to(device)
         return replace(self, tokens=tokens, written=written, experts=experts)
 

@@ -23,6 +23,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
+from fp8core.numerics.packed import copied
 from fp8core.training.megatron.arguments import model_arguments
 from fp8core.training.megatron.conversion import LOCAL, TRANSFORMER_ENGINE, Style
 from fp8core.training.packing import Pack
@@ -62,7 +63,7 @@ class PolicyModel(GPTModel):
 def packed_call(pack: Pack) -> dict[str, Any]:
     """Arguments of the model's forward for packed sequences."""
     device, longest = pack.tokens.device, pack.sequences.longest
-    bounds = torch.tensor(pack.sequences.starts, dtype=torch.int32).to(device, non_blocking=True)
+    bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), device)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -72,7 +73,7 @@ def packed_call(pack: Pack) -> dict[str, Any]:
     )
     return {
         "input_ids": pack.tokens[None],
-        "position_ids": pack.sequences.positions[None].to(device, non_blocking=True),
+        "position_ids": copied(pack.sequences.positions, device)[None],
         "attention_mask": None,
         "packed_seq_params": packed,
     }
