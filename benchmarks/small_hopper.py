@@ -11,8 +11,8 @@ FOLDER/small_hopper.png the curves, FOLDER/logs the output of each run.
 Predicted before their first run on an H200: `fp8_end_to_end_kv_sglang` has an error between 1.0001 and 1.001 (its
 linears are ours, its attention reads FP8 codes in another order than training) and the held-out accuracy of the others,
 1.0; with the aligned model (`fp8_end_to_end_kv_sglang_aligned`) the error is exactly 1. `fp8_end_to_end_kv_tools`,
-whose policy may call the calculator, has an error of exactly 1 and learns to call it: 0.5 to 0.99 held out. So does
-`fp8_end_to_end_kv_tools_asynchronous`, from tokens that are up to two versions old.
+whose policy may call the calculator, has an error of exactly 1 and learns to call it: 0.5 to 0.99 held out. Nothing
+was written down before for `fp8_end_to_end_kv_tools_asynchronous`, whose tokens are up to two versions old.
 """
 
 import argparse
