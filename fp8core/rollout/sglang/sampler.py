@@ -12,6 +12,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 
 from fp8core.numerics.logprobs import drawn_tokens
+from fp8core.numerics.packed import copied
 
 SEED, TEMPERATURE, TARGET = "seed", "temperature", "target"
 """Parameters of a request: of its draws, and of a probe the token whose log-prob it asks for."""
@@ -27,7 +28,7 @@ class BringsSeed(CustomLogitProcessor):
 def drawn(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens by the seeds of their requests, int64 [B], and their log-probs, FP32 [B], from FP32 [B, V]."""
     seeds = torch.tensor([parameters[SEED] for parameters in sampling_info.custom_params], dtype=torch.int64)
-    on_device = seeds.pin_memory().to(logits.device, non_blocking=True)
+    on_device = copied(seeds, logits.device)
     return drawn_tokens(logits, sampling_info.temperatures.flatten(), on_device, positions.long())
 
 
