@@ -3,9 +3,9 @@
     python -m benchmarks.sglang_hopper --out FOLDER [--seconds 400] bf16 fp8_linear_kv aligned
 
 `aligned` is the last precision with our model. Each case is a process of its own and writes
-FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the
-seconds until the engine was ready (`start`), a sync that is proved, and the rollout, as rollout_hopper.py has it for
-vLLM. Weights are random, prompts are all different, every request generates its full length.
+FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until the engine was ready (`start`), a sync that
+is proved, and the rollout, as rollout_hopper.py has it for vLLM. Weights are random, prompts are all different, every
+request generates its full length.
 
 Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
 
