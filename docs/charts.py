@@ -221,7 +221,7 @@ def _run_claims() -> list[tuple[str, ...]]:
         ),
         (
             "resume",
-            f"{resumed:.2f} s",
+            f"at most {resumed:.2f} s",
             "after 10 and after 1000 steps of `tiny`",
             "durability_costs.json",
             "service.md#durability",

@@ -43,12 +43,12 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
 from fp8core.report.console import SAMPLE_EVERY, Console, StyleAccuracy
 from fp8core.report.drawing import draw_png
-from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
+from fp8core.report.summary import CURVES, Interval, StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.context import RunContext
-from fp8core.run.execute import Interval, StepError, TaskResult
+from fp8core.run.execute import StepError, TaskResult
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
 from fp8core.run.precision_gap import gap_line
@@ -167,7 +167,7 @@ class FlowExecution(PrefectExecution):
             if gap_unmeasured(run.config) == "engine":
                 run.console.note(
                     "FP8 and BF16 are not compared at step 0, which needs the embedded engine; "
-                    "fp8-grpo evaluate --precision fp8 --precision bf16 does"
+                    "fp8-grpo evaluate --precision fp8 --precision bf16 does, where the engine's model is stock"
                 )
         if name == "precision_gap" and not result.reused:
             run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))

@@ -12,11 +12,11 @@ from fp8core.numerics.kv_scales import (
     average_amax,
     scale_distance,
 )
-from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.run.policy import covered, read_histograms, scales_of, store_scales
 from fp8core.store.artifacts import Ref
+from tasks.logprobs import token_batch
 from tasks.step import step
 
 
@@ -44,8 +44,7 @@ def calibrate(
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
         table = spread(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
-        sequences = TokenBatch.of(table["prompt_tokens"].to_pylist(), table["tokens"].to_pylist())
-        current = covered(run.config, run.ready_trainer().statistics(sequences).histograms())
+        current = covered(run.config, run.ready_trainer().statistics(token_batch(table)).histograms())
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
 

@@ -57,6 +57,13 @@ def at_least(least: int) -> Callable[[str], int]:
     return count
 
 
+def numbers(text: str) -> list[int]:
+    """The type of an argument of natural numbers with commas between them."""
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
 def _output(option: str, kind: Kind, text: str) -> Output:
     output = Output(option, text, kind)
     output.refuse_place()

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
+from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts")
     parser.add_argument("--samples", type=int, metavar="N", help="completions of each prompt (default 1)")
     parser.add_argument(
-        "--k", type=_numbers, metavar="K[,K]", help="the k of pass@k and maj@k (default: 1 and all samples)"
+        "--k", type=numbers, metavar="K[,K]", help="the k of pass@k and maj@k (default: 1 and all samples)"
     )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default for one sample), else as configured")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit (default: as configured)")
@@ -79,9 +79,3 @@ def _run(parameters: dict[str, Any]) -> int:
         return 0
     explain(state)
     return 1
-
-
-def _numbers(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
-    return [int(part) for part in text.split(",")]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows.cli.arguments import numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect, say, stopped
 from flows.termination import keep_interrupt
@@ -23,7 +24,9 @@ def add_command(commands: Any) -> None:
         "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"
     )
     parser.add_argument("--name", help="name of the parity run; an existing one is continued")
-    parser.add_argument("--seeds", type=_seeds, metavar="N[,N]", help="seeds of every variant (default: as configured)")
+    parser.add_argument(
+        "--seeds", type=numbers, metavar="N[,N]", help="seeds of every variant (default: as configured)"
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="GRPO steps of each training (default: as configured)")
     parser.add_argument(
         "--variant",
@@ -78,9 +81,3 @@ def _variant(text: str) -> str:
     if text not in VARIANTS:
         raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(VARIANTS)}")
     return text
-
-
-def _seeds(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
-    return [int(part) for part in text.split(",")]

@@ -268,7 +268,7 @@ def follow_ledger(session: Session) -> None:
 def open_session(
     config: RunConfig, name: str, console: Console, *, new_code: bool = False, kernels: KernelFolders | None = None
 ) -> Iterator[Session]:
-    """Open a new or an existing run (arguments and errors: `opening.open_directory` and `opening.open_run`).
+    """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
     MLflow shows a run that was opened and failed as FAILED, one that was stopped or paused as KILLED.

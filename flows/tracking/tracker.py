@@ -76,7 +76,7 @@ class Held(NamedTuple):
 class Tracker:
     """The MLflow run of one training.
 
-    Every method but `open` raises MLflow's own errors (`outage.store_errors` makes ours of them).
+    Every method but `open` raises MLflow's own errors (`store.store_errors` makes ours of them).
     """
 
     uri: str

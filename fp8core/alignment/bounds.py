@@ -5,7 +5,7 @@ A contract is read from the configuration alone:
 | contract | when | promise |
 |---|---|---|
 | exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
-| aligned | vLLM's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
+| aligned | an engine's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
 | matched | equal formats, computed by different kernels | small errors |
 | unverifiable | exact, but the engine keeps its cache at an update (`pipeline`) | small errors |
 | mismatched | formats that differ | errors that the correction covers |
@@ -159,13 +159,13 @@ def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
         return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
     kernels = config.precision.rounding_points == "kernels"
     engine, trainer = engine_entry(config).arithmetic(config), trainer_of(config.training)
-    if engine == "reference" and trainer.arithmetic == "exact":
+    if engine == "exact" and trainer.arithmetic == "exact":
         return "exact", "engine and trainer compute the same operations in equal formats"
     by_kernels, device = kernels and trainer.arithmetic == "kernels", trainer.device(config.training)
-    if engine == "reference" and by_kernels and device == "cpu":
+    if engine == "exact" and by_kernels and device == "cpu":
         return "exact", "engine and packed trainer round at the same points in equal formats"
-    if engine == "packed" and by_kernels and device == "cuda" and config.training.deterministic:
-        return "aligned", "vLLM's aligned model and the packed trainer run the same kernels in equal formats"
+    if engine == "kernels" and by_kernels and device == "cuda" and config.training.deterministic:
+        return "aligned", "the engine's aligned model and the packed trainer run the same kernels in equal formats"
     return "matched", "engine and trainer compute equal formats with different kernels"
 
 

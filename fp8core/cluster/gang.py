@@ -255,12 +255,18 @@ class Gang:
         return started
 
     def _check_places(self) -> None:
-        code, python = current_code(), platform.python_version()
+        code, python, first = current_code(), platform.python_version(), self._all[0]
         for member in self._all:
             if member.place.code != code:
                 raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
             if member.place.python != python:
                 raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
+            if member.place.processor != first.place.processor:
+                raise UserError(
+                    f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "
+                    "rollout and training policy would differ; ATEN_CPU_CAPABILITY=default in the environment of "
+                    "`ray start` on every node makes them equal, and slower"
+                )
 
     def _end_members(self, reason: Exception | None = None) -> None:
         # Other threads may wait for them, and see no more than their end.

@@ -22,6 +22,7 @@ class Place:
         pid: its process.
         python: version of its interpreter.
         code: digest of the sources that it computes with.
+        processor: `numerics.elementwise.processor_digest`.
     """
 
     address: str
@@ -29,6 +30,7 @@ class Place:
     pid: int
     python: str
     code: str
+    processor: str
 
 
 class Member:
@@ -47,14 +49,16 @@ class Member:
         self._items: Iterator[Any] = iter(())
 
     def place(self) -> Place:
-        """Where this process runs, and with which code."""
+        """Where this process runs, with which code, and on what kind of processor."""
         import ray
 
+        from fp8core.numerics.elementwise import processor_digest
         from fp8core.store.manifest import current_code
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         address = ray.util.get_node_ip_address()
-        return Place(address, gpus[0] if gpus else None, os.getpid(), platform.python_version(), current_code())
+        python = platform.python_version()
+        return Place(address, gpus[0] if gpus else None, os.getpid(), python, current_code(), processor_digest())
 
     def build(self, key: str, build: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> None:
         """Make a part by a function or class of a module, from other parts and further arguments."""

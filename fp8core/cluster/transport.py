@@ -196,9 +196,6 @@ class GroupRanks:
             distributed.broadcast(tensor, src=self.count - 1)
         return _parts(present, flat, like)
 
-    def close(self) -> None:
-        """Leave the group; the end of the process does it where others are gone."""
-
 
 def _plus(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None or part is None:

@@ -291,7 +291,7 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
         return "random weights"
     if config.environment is not None:
         return "environment"
-    return None if engine_entry(config).arithmetic(config) == "reference" else "engine"
+    return None if engine_entry(config).arithmetic(config) == "exact" else "engine"
 
 
 def compared_prompts(config: RunConfig) -> int:

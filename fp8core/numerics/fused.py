@@ -1,6 +1,6 @@
 """The steps between two GEMMs of a packed layer, each as one operation on BF16, with its codes and its backward.
 
-Rounding is that of `rounding.KERNELS`. Where the kernels' results differ from the reference:
+Rounding is that of `elementwise.KERNELS`. Where the kernels' results differ from the reference:
 
 - Norms: total = bf16(x + added), and the norm reads the rounded total; the mean of squares and 1 / rms are FP64;
   normed = bf16(fp32(total / rms) * weight). Two FP64 sums of one row in different order round to different BF16 with

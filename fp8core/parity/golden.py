@@ -1,7 +1,7 @@
 """Preflight: log-ratios with known answers through the configured correction, before any training.
 
-The answers are worked out here number by number, with the formulas of `rl.importance`, `rl.rejection` and
-`rl.correction` and none of their code. The code that computes weights in a training must agree with them.
+The answers are worked out here number by number, with the formulas of `rl.correction` and none of its
+code. The code that computes weights in a training must agree with them.
 """
 
 import math

@@ -88,8 +88,10 @@ def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str
         settings |= {f"precision.{side}.linear": linear, f"precision.{side}.kv_cache": kv_cache}
     settings["precision.training.backward"] = None
     if variant.rollout != "fp8+kv":
-        # The aligned model of vLLM is made for FP8 everywhere.
-        settings["rollout.vllm.model"] = "stock"
+        # Aligned models are made for FP8 everywhere. The points of SGLang's own model are in no contract.
+        settings |= {"rollout.vllm.model": "stock", "rollout.sglang.model": "stock"}
+        if config.rollout.engine == "sglang":
+            settings["precision.rounding_points"] = "stepwise"
     if corrected(config) != config.correction:
         settings |= {f"correction.{key}": value for key, value in corrected(config).model_dump(mode="json").items()}
     if variant.name == STRESS:

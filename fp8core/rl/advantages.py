@@ -140,7 +140,7 @@ class Scores:
         groups: int [N].
         keep: bool [N], rows that make the baseline of their group.
         mask: bool [N, T], tokens that the loss counts.
-        penalties: FP64 [N, T], what each token takes off the reward of its row: `shaping.kl_penalties`; or None.
+        penalties: FP64 [N, T], what each token takes off the reward of its row: `kl_penalties`; or None.
     """
 
     rewards: Tensor

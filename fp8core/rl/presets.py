@@ -1,7 +1,7 @@
 """Mismatch correction as other systems ship it: one table of data, with what differs from the original.
 
-The same words mean different arithmetic in each system; here each is spelled out in the terms of `importance`,
-`rejection` and `losses`. Facts are of August 2026; `source` names the file in the system's repository.
+The same words mean different arithmetic in each system; here each is spelled out in the terms of `correction`
+and `losses`. Facts are of August 2026; `source` names the file in the system's repository.
 
 Golden vectors of every preset are in the tests: weights and mask for d = [0.1, -1.5, 0.8, -10, 0.3].
 """

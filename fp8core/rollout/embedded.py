@@ -496,6 +496,6 @@ ENGINE = EngineEntry(
     ),
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,
-    arithmetic=lambda config: "reference",
+    arithmetic=lambda config: "exact",
     continues=lambda config: True,
 )

@@ -137,7 +137,12 @@ class RolloutEngine(Protocol):
         ...
 
     def describe(self) -> dict[str, object]:
-        """Report what really runs: formats by layer, dtype by parameter, scales."""
+        """Report what really runs, read anew.
+
+        Returns:
+            `linear` (a format a layer), `attention`, `head`, `scale_rule` and `rounding_points` in the words of the
+            contract, which each sync compares. Further keys are recorded.
+        """
         ...
 
     def sleep(self) -> None:

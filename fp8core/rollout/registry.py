@@ -29,7 +29,7 @@ ENGINES: Final[Mapping[str, str]] = {
 """Name in `rollout.engine` -> import path of its entry."""
 ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
 
-Arithmetic = Literal["reference", "packed", "own"]
+Arithmetic = Literal["exact", "kernels", "own"]
 
 
 def no_refusals(*_: object) -> Iterable[str]:
@@ -74,8 +74,8 @@ class EngineEntry:
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
-        arithmetic: the operations it computes: `reference` those of the exact trainer, `packed` the kernels of the
-            packed trainer, `own` others.
+        arithmetic: the operations it computes: `exact` those of the exact trainer, `kernels` those of the packed
+            trainer, `own` others.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room.
         sleeps: whether it gives its memory back between a rollout and the next update.

@@ -153,7 +153,7 @@ def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolder
     if config.precision.training.linear == "fp8_block":
         arch = with_whole_tiles(arch)
     about = f"{arch} {config.precision.scale_rule} {current_code()}"
-    if entry.gpus(config) and entry.arithmetic(config) == "packed":
+    if entry.gpus(config) and entry.arithmetic(config) == "kernels":
         for rows in _ENGINE_ROWS:
             name, arguments = f"the engine with {rows} tokens", (arch, rows, config.precision.scale_rule)
             yield Job(name, about, folders.triton, decode, arguments)

@@ -17,7 +17,7 @@ from typing import Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
@@ -27,13 +27,11 @@ from fp8core.errors import StoredFileError, printable
 from fp8core.store import durable, schemas
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.durable import io_timer
-from fp8core.store.json_text import Bytes, canonical_json, parse_json, validated
+from fp8core.store.json_text import Bytes, canonical_json
 
 _FOLDER = "artifacts"
-# safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
-_METADATA_KEY = "fp8_grpo"
-
-_METADATA: TypeAdapter[dict[str, str]] = TypeAdapter(dict[str, str])
+# Empty: safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
+_METADATA = {"fp8_grpo": "{}"}
 
 
 class ArtifactError(StoredFileError):
@@ -155,14 +153,13 @@ class ArtifactStore:
         return decode_table(self._read(ref, "parquet"), ref.kind, self.path(ref), columns)
 
     @io_timer()
-    def put_tensors(self, kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Ref:
+    def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
         """Store named tensors, of any device and strides, as safetensors. Raises UserError when the disk refuses."""
         copies = {
             name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in sorted(tensors.items())
         }
-        header = {_METADATA_KEY: canonical_json(dict(metadata or {}), "metadata").decode()}
-        return self._commit(kind, "safetensors", encode_tensors(copies, header))
+        return self._commit(kind, "safetensors", encode_tensors(copies, _METADATA))
 
     @io_timer()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
@@ -174,20 +171,6 @@ class ArtifactStore:
             return dict(sorted(decode_tensors(data).items()))
         except (SafetensorError, ValueError) as error:
             raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
-
-    @io_timer()
-    def get_metadata(self, ref: Ref) -> dict[str, str]:
-        """The metadata stored with tensors. Raises ArtifactError."""
-        place, data = self.path(ref), self._read(ref, "safetensors")
-        with _refused():
-            schemas.read_tensor_header(place, ref.kind)
-            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], place)
-            where = f"{place}: __metadata__"
-            kept = validated(header.get("__metadata__"), _METADATA, where)
-            if _METADATA_KEY not in kept:
-                raise ArtifactError(f"{where}: {_METADATA_KEY} is missing")
-            metadata: dict[str, str] = validated(parse_json(kept[_METADATA_KEY].encode(), where), _METADATA, where)
-        return metadata
 
     @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:

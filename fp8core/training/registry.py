@@ -7,7 +7,7 @@ it is imported.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.kernels import Product
 from fp8core.plan.memory import Machine, longest_sequence
 from fp8core.rl.objective import Objective
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import Arithmetic, engine_entry
 from fp8core.training.lora import check_adapters
 from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
@@ -32,8 +32,6 @@ from fp8core.training.trainer import SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.training.packed.trainer import PackedTrainer
-
-Arithmetic = Literal["exact", "kernels", "own"]
 
 
 @dataclass(frozen=True)

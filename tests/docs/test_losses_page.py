@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8core.config.load import load_config
 from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.objective import Objective
-from fp8core.run.open import pipeline_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "losses.md").read_text()
 
@@ -27,16 +25,9 @@ def test_every_loss_has_a_row() -> None:
 
 
 def test_the_loss_of_the_page_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,), settings = blocks("python"), yaml.safe_load(blocks("yaml")[1])["loss"]
+    (code,), settings = blocks("python"), yaml.safe_load(blocks("yaml")[0])["loss"]
     (tmp_path / "my_loss.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     Objective(LossConfig(**settings), CorrectionConfig())
     with pytest.raises(UserError, match=r"loss\.options\.power: must be greater than 0, got -1"):
         Objective(LossConfig(policy=settings["policy"], options={"power": -1}), CorrectionConfig())
-
-
-def test_the_distillation_of_the_page_is_a_pipeline(tmp_path: Path) -> None:
-    (tmp_path / "taught.yaml").write_text(blocks("yaml")[0])
-    plan = pipeline_of(load_config(str(tmp_path / "taught.yaml")))
-    (train,) = (planned for planned in plan.steps if planned.name == "train")
-    assert train.inputs["teacher"] == "teacher"

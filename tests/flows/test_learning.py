@@ -49,8 +49,9 @@ def run_tiny(workplace: Path, name: str, *settings: str, config: str = "tiny") -
     return content
 
 
-# Updates large enough that twelve of them show; the demo below learns at the shipped rate, to the end.
+# An easier task, and updates large enough that twelve of them show; the demo below learns as it is shipped.
 SHORT = (
+    *("data.chain={min_operands: 4, max_operands: 4}", "warm_start.steps=700", "warm_start.batch_size=32"),
     *("steps=12", "evaluation.every=12", "rollout.prompts_per_step=16"),
     *("training.learning_rate=4e-4", "training.warmup_steps=2"),
 )
@@ -58,8 +59,7 @@ SHORT = (
 
 def test_it_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
     """Of 256 held-out prompts far more are right than before: seeds 0 to 2 gain 0.11 to 0.25; a wrong sign loses."""
-    shorter = ("data.chain={min_operands: 4, max_operands: 4}", "warm_start={steps: 700, batch_size: 32}")
-    summary = run_tiny(workplace, "short", *SHORT, *shorter)
+    summary = run_tiny(workplace, "short", *SHORT)
     assert 0.20 <= summary["heldout_first"] <= 0.60
     assert summary["heldout_last"] >= summary["heldout_first"] + 0.10
     assert summary["tmpe_max"] == 1.0
@@ -67,21 +67,21 @@ def test_it_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_learns_in_exact_fp8_within_twenty_steps(workplace: Path) -> None:
-    summary = run_tiny(workplace, "moe", "steps=20", config="tiny-moe")
-    assert 0.30 <= summary["heldout_first"] <= 0.60
-    assert summary["heldout_last"] >= 0.95
-    assert summary["reward_last10"] >= 0.70
+def test_a_mixture_of_experts_learns_in_exact_fp8_within_twelve_steps(workplace: Path) -> None:
+    """Seed 0 gains 0.39."""
+    summary = run_tiny(workplace, "moe", *SHORT, config="tiny-moe")
+    assert 0.20 <= summary["heldout_first"] <= 0.60
+    assert summary["heldout_last"] >= summary["heldout_first"] + 0.20
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
 
 
 @pytest.mark.slow
 def test_the_demo_learns_in_exact_fp8(workplace: Path) -> None:
-    """In 32 of its 80 steps, which are those of the whole: no setting depends on their number. It ends at 0.98."""
-    summary = run_tiny(workplace, "demo", "steps=32")
-    assert summary["steps"] == 32
-    assert summary["reward_last10"] >= 0.85
+    """In 20 of its 80 steps, which are those of the whole: no setting depends on their number. It ends at 1.00."""
+    summary = run_tiny(workplace, "demo", "steps=20")
+    assert summary["steps"] == 20
+    assert summary["reward_last10"] >= 0.70
     assert 0.30 <= summary["heldout_first"] <= 0.60
     assert summary["heldout_last"] >= 0.95
     assert summary["tmpe_max"] == 1.0
@@ -100,7 +100,9 @@ def test_the_demo_learns_from_tokens_of_older_policies(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_learns_to_hand_its_arithmetic_to_the_tool(workplace: Path) -> None:
-    summary = run_tiny(workplace, "tools", "steps=10", config="tiny-tools")
+    """Three operands instead of five. It ends at 1.00."""
+    shorter = ("data.chain={min_operands: 3, max_operands: 3}", "warm_start.steps=500", "warm_start.batch_size=32")
+    summary = run_tiny(workplace, "tools", *shorter, "steps=8", "evaluation.every=8", config="tiny-tools")
     assert summary["heldout_first"] <= 0.5
     assert summary["heldout_last"] >= 0.95
     assert summary["tmpe_max"] == 1.0

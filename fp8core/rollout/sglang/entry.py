@@ -159,7 +159,7 @@ ENGINE = EngineEntry(
     memory=_memory,
     gpus=lambda config: config.cluster.engines,
     longest=_longest,
-    arithmetic=lambda config: "packed" if config.rollout.sglang.model == "aligned" else "own",
+    arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
     products=_products,
     sleeps=lambda config: config.rollout.sglang.sleep,
 )

@@ -172,7 +172,7 @@ def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> st
 
 
 def _arithmetic(config: RunConfig) -> Arithmetic:
-    return "packed" if config.rollout.vllm.model == "aligned" else "own"
+    return "kernels" if config.rollout.vllm.model == "aligned" else "own"
 
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:

@@ -130,7 +130,7 @@ def _experts(arch: Architecture, on_gpu: bool) -> dict[str, Any]:
 def model_arguments(arch: Architecture, megatron: MegatronConfig) -> dict[str, Any]:
     """Keyword arguments of `megatron.core.models.gpt.GPTModel`, but for its configuration and layers.
 
-    Rotary frequencies are our own (`rotary.RotaryAngles`): Megatron's have the factors of Llama 3.1 alone.
+    Rotary frequencies are our own (`model.RotaryAngles`): Megatron's have the factors of Llama 3.1 alone.
     """
     return {
         "vocab_size": padded_vocabulary(arch, megatron.tensor_parallel),

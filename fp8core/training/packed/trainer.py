@@ -22,6 +22,7 @@ from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, store
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
+from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
@@ -132,7 +133,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             # The two kernels differ in bytes, and a replay can be on a host that has the other one.
             backward = attention_backward.describe(self.arch.head_dim, self._device)
             said |= {"accumulation": "hopper", "attention_backward": backward}
-        return {**said, **self._formats.training.describe(), **self._masters.describe()}
+        # A contract may leave the points to the engine (`stepwise`); the kernels have their own.
+        points = {"rounding_points": KERNELS.name}
+        return {**said, **self._formats.training.describe(), **points, **self._masters.describe()}
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
