@@ -114,15 +114,18 @@ asyncio.run(provide_database_interface().create_db())
 """
 
 
+def _folder_of_all_processes(factory: pytest.TempPathFactory) -> Path:
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Make a folder for PREFECT_HOME: prefect_home(folder). Its database has Prefect's tables and nothing in them.
 
     A server takes six seconds of processor time to make them. Here they are made once, for all processes of the tests.
     """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+    shared = _folder_of_all_processes(tmp_path_factory)
     database = shared / "tables" / "prefect.db"
     with (shared / "tables.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -136,6 +139,32 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], P
     def make(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(database, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Make a folder of runs: mlflow_store(folder). Its MLflow store, where a training looks for it, has no runs.
+
+    MLflow takes six seconds of processor time to migrate the schema of a new one. Here that is done once, for all
+    processes of the tests.
+    """
+    # Not above: they import MLflow.
+    from flows.tracking.store import create_sqlite_store, default_tracking_uri, quiet_store_logs
+
+    def database(folder: Path) -> Path:
+        return Path(default_tracking_uri(folder).removeprefix("sqlite:///"))
+
+    quiet_store_logs()
+    made = database(_folder_of_all_processes(tmp_path_factory) / "store")
+    create_sqlite_store(made)  # Under a lock, unless another process has.
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        assert not database(folder).exists()
+        shutil.copy(made, database(folder))
         return folder
 
     return make
@@ -265,6 +294,11 @@ class LoopRun:
         steps = self.ledger.steps()
         return [self.store.get_json(steps[index].manifest)["record"] for index in sorted(steps)]
 
+    def metric(self, key: str) -> dict[int, float]:
+        """Values by step."""
+        steps = sorted(self.ledger.steps())[1:]
+        return {index: self.store.get_json(self.ledger.artifacts(index)["metrics"])[key] for index in steps}
+
     def file(self, index: int, artifact: str) -> Path:
         return self.folder / self.ledger.artifacts(index)[artifact].uri
 
@@ -334,8 +368,9 @@ class LoopRun:
 def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoopRun]:
     """Make a small run of 4 steps without Prefect and MLflow: loop_run(name, **overrides)."""
 
-    def make(name: str, **overrides: Any) -> LoopRun:
-        config = load_config("tiny", {**small, "steps": 4, "runs": str(tmp_path_factory.mktemp("loop")), **overrides})
+    def make(name: str, shipped: str = "tiny", **overrides: Any) -> LoopRun:
+        settings = {**small, "steps": 4} if shipped == "tiny" else {}
+        config = load_config(shipped, {**settings, "runs": str(tmp_path_factory.mktemp("loop")), **overrides})
         with (
             open_directory(config, name) as directory,
             open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
@@ -344,6 +379,26 @@ def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
         return LoopRun(Path(config.runs) / name)
 
     return make
+
+
+@pytest.fixture
+def train_here() -> Callable[[list[str]], LoopRun]:
+    """Train in this process, without Prefect and MLflow, what a command line of `fp8-grpo run` names."""
+    # Not above: few tests need it.
+    from flows.cli import build_parser, run
+
+    def call(words: list[str]) -> LoopRun:
+        options = build_parser().parse_args(words)
+        assert options.command is run.run
+        config = load_config(options.config, options.overrides)
+        with (
+            open_directory(config, str(config.run)) as directory,
+            open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as context,
+        ):
+            train(context)
+        return LoopRun(config.runs / str(config.run))
+
+    return call
 
 
 @pytest.fixture(scope="session")

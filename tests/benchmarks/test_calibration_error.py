@@ -1,4 +1,7 @@
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +74,14 @@ def test_outlier_channels_change_nothing_without_fp8(material, qk_norm):
 
 
 @pytest.mark.slow
-def test_a_run_gives_two_policies_and_what_they_wrote(tmp_path):
+def test_a_run_gives_two_policies_and_what_they_wrote(tmp_path, train_here, monkeypatch):
+    def trained(command, *, cwd, check):
+        program, *words = command
+        assert (program, words[:2]) == (Path(sys.executable).with_name("fp8-grpo"), ["run", "tiny"])
+        assert (cwd, check) == (tmp_path, True)
+        train_here(words)
+
+    monkeypatch.setattr(calibration_error, "subprocess", SimpleNamespace(run=trained))
     found = calibration_error.trained_material(tmp_path, 4, SMALL)
     assert len(found.rollouts) == len(found.next_rollouts) == 16
     assert not torch.equal(found.rollouts.tokens, found.next_rollouts.tokens)

@@ -29,7 +29,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.report.run_data import read_run
 from fp8core.rollout.sglang import requirements as sglang
 from fp8core.rollout.vllm import requirements as vllm
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_directory import LEDGER, SUMMARY
 from fp8core.training.registry import trainer_grid, trainer_of
 
 FORMATS = {
@@ -258,8 +258,17 @@ def test_one_that_fails_is_a_row_and_the_next_one_is_tried(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_training_has_its_rows_and_its_picture(small, prefect_home, tmp_path, monkeypatch):
-    monkeypatch.setenv("PREFECT_HOME", str(prefect_home(tmp_path / "prefect")))
+def test_a_training_has_its_rows_and_its_picture(small, train_here, tmp_path, monkeypatch):
+    def trained(command, log, stop, end):
+        python, option, module, *words = command
+        assert (python, option, module, words[:2]) == (sys.executable, "-m", "flows.cli", ["run", str(config)])
+        assert time.monotonic() < stop == end - 5
+        run = train_here(words)
+        # The flow writes it at the end of a training.
+        (run.folder / SUMMARY).write_text(json.dumps({"steps": run.ledger.last_step()}))
+        return 0
+
+    monkeypatch.setattr("benchmarks.small_hopper.run_until", trained)
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump({"base": "tiny", "name": "small", **small, "steps": 3}))
     arguments = ["--out", str(tmp_path / "out"), "--config", str(config), "--seconds", "900", "--grace", "5", "bf16"]

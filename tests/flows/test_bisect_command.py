@@ -8,7 +8,6 @@ import pytest
 from flows.cli.bisect import add_command, sequences_of
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint
-from fp8core.store.artifacts import ArtifactStore
 
 
 def bisect(*arguments: object) -> int:
@@ -16,13 +15,6 @@ def bisect(*arguments: object) -> int:
     add_command(parser.add_subparsers(required=True))
     options = parser.parse_args(["bisect", *(str(argument) for argument in arguments)])
     return int(options.command(options))
-
-
-@pytest.fixture(scope="module")
-def run(launch):
-    finished = launch("bisected", steps=2)
-    assert finished.state.is_completed()
-    return finished
 
 
 @pytest.fixture
@@ -33,24 +25,25 @@ def problems(tmp_path):
     return ["--config", "gsm8k", *(flag for setting in settings for flag in ("--set", setting))]
 
 
-def test_a_run_is_bisected_by_name_on_its_last_rollouts(run, tmp_path, capsys):
-    named = ["bisected", "--set", f"runs={run.runs}", "--prompts", 3]
+def test_a_run_is_bisected_by_name_on_its_last_rollouts(whole_run, tmp_path, capsys):
+    named = ["whole", "--set", f"runs={whole_run.folder.parent}", "--prompts", 3]
     assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json", "--png", tmp_path / "b.png") == 0
     out = capsys.readouterr().out
     result = json.loads((tmp_path / "b.json").read_text())
-    table = ArtifactStore(run.folder).get_table(run.ledger.tasks(2)["rollout"].outputs["rollouts"]).to_pylist()
+    table = whole_run.store.get_table(whole_run.ledger.artifacts(4)["rollouts"]).to_pylist()
     assert result["tokens"] == sum(len(row["tokens"]) for row in table if row["group"] < 3)
-    assert result["compared"] == "bisected: fp8_block, fp8 cache, against bf16"
+    assert result["compared"] == "whole: fp8_block, fp8 cache, against bf16"
     units = [unit["unit"] for unit in result["units"]]
     assert [line.split("  ")[0] for line in out.splitlines()[2:]] == [*units, "total"]
     assert set(units[:5]) == {f"all {part}" for part in ("qkv", "attention", "output", "gate_up", "down")}
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_precision_of_a_run_against_itself_is_exact(run, capsys):
-    assert bisect(run.folder, "--against", "fp8_block", "--prompts", 1) == 0
+def test_the_precision_of_a_run_against_itself_is_exact(whole_run, capsys):
+    assert bisect(whole_run.folder, "--against", "fp8_block", "--prompts", 1) == 0
     assert "equal bit for bit" in capsys.readouterr().out
-    assert bisect(run.folder, "--against", "fp8_block", "--prompts", 1, "--set", "precision.rollout.kv_cache=bf16") == 0
+    changed = ["--set", "precision.rollout.kv_cache=bf16"]
+    assert bisect(whole_run.folder, "--against", "fp8_block", "--prompts", 1, *changed) == 0
     assert "fp8_block, bf16 cache, against fp8_block" in capsys.readouterr().out
 
 
@@ -79,12 +72,12 @@ def test_a_checkpoint_is_bisected_on_completions_of_its_own(small_checkpoint, pr
     assert {unit["unit"] for unit in result["units"] if unit["share"] > 0} >= {"values", "layer 1 attention"}
 
 
-def test_mistakes_are_one_line(run, tmp_path, small_checkpoint):
+def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):
     with pytest.raises(UserError, match=r"nothing: neither a checkpoint .* nor a run"):
-        bisect("nothing", "--set", f"runs={run.runs}")
+        bisect("nothing", "--set", f"runs={whole_run.folder.parent}")
     with pytest.raises(UserError, match=r"--png .*absent/b\.png: cannot be written"):
         bisect(small_checkpoint, "--png", tmp_path / "absent" / "b.png")
-    copied = Path(shutil.copytree(run.folder, tmp_path / "copied"))
+    copied = Path(shutil.copytree(whole_run.folder, tmp_path / "copied"))
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint yet"):
         bisect(copied)

@@ -48,8 +48,8 @@ def absent_file(run, index, options, prompts, rollouts):
 
 
 @step(inputs={"prompts": "prompts", "rollouts": "rollouts"}, outputs={"rewards": "rewards"})
-def held_at_step_6(run, index, options, prompts, rollouts):
-    while index == 6 and not Path(__file__).with_name("go").exists():
+def held_at_step_3(run, index, options, prompts, rollouts):
+    while index == 3 and not Path(__file__).with_name("go").exists():
         time.sleep(0.05)
     store = run.directory.store
     return {"rewards": store.put_table("rewards", reward_table(run, *map(store.get_table, (prompts, rollouts))))}
@@ -76,6 +76,12 @@ def environment(workplace: Path, prefect_home: Callable[[Path], Path]) -> dict[s
         "PREFECT_HOME": str(prefect_home(workplace / "prefect")),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
+
+
+@pytest.fixture(scope="module")
+def trained(workplace: Path, mlflow_store: Callable[[Path], Path]) -> Path:
+    """The folder of runs. It is there only for tests that train: others see whether something makes it."""
+    return mlflow_store(workplace / "runs")
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +272,7 @@ def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, mo
 
 
 @pytest.fixture(scope="module")
-def first(workplace: Path, with_server: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def first(workplace: Path, trained: Path, with_server: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return shell(workplace, with_server, "run", "small.yaml", *flags("run=first", "steps=2"), "--json", "first.json")
 
 
@@ -319,7 +325,7 @@ def test_another_configuration_of_an_existing_run_names_every_key(first, refused
     ],
 )
 def test_a_failed_training_ends_with_its_reason_and_exit_code_1(
-    workplace, prefect_server, capsys, monkeypatch, uses, reason
+    workplace, trained, prefect_server, capsys, monkeypatch, uses, reason
 ):
     """The step is a module in the working directory; a traceback is only shown of a failure without a known cause."""
     monkeypatch.chdir(workplace)
@@ -331,14 +337,14 @@ def test_a_failed_training_ends_with_its_reason_and_exit_code_1(
     ours = [line for line in traceback if line.startswith(f'  File "{workplace}/cli_steps.py"')]
     assert bool(traceback) == bool(ours) == (uses == "absent_file")
     assert not (workplace / "n.json").exists()
-    logged = mlflow_run(workplace / "runs", uses)
+    logged = mlflow_run(trained, uses)
     assert (logged.info.status, logged.data.tags["error"]) == ("FAILED", reason)
 
 
 # --- interrupted ---
 
-STEPS = 8
-HELD = REWARD.replace("USES", "cli_steps:held_at_step_6")
+STEPS = 4
+HELD = REWARD.replace("USES", "cli_steps:held_at_step_3")
 # As a terminal starts it: where the tests run behind an `&`, Ctrl-C is ignored by all that they start.
 WITH_CTRL_C = """
 import os, signal, sys
@@ -348,9 +354,9 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def interrupt(workplace: Path, environment: dict[str, str], name: str, number: signal.Signals) -> tuple[int, str]:
-    """Start a run, signal the whole process group after the third step, as a terminal does; exit code and stderr.
+    """Start a run, signal the whole process group after the first step, as a terminal does; exit code and stderr.
 
-    The run waits in its sixth step until it has the signal, so it cannot end before.
+    The run waits in its third step until it has the signal, so it cannot end before.
     """
     (workplace / "go").unlink(missing_ok=True)
     command = [sys.executable, "-c", WITH_CTRL_C, *COMMAND, "run", "small.yaml"]
@@ -368,7 +374,7 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
         too_long = threading.Timer(240, os.killpg, (process.pid, signal.SIGKILL))
         too_long.start()
         try:
-            assert any(line.strip().startswith(f"3/{STEPS} ") for line in process.stdout), Path(errors.name).read_text()
+            assert any(line.strip().startswith(f"1/{STEPS} ") for line in process.stdout), Path(errors.name).read_text()
             os.killpg(process.pid, number)
             (workplace / "go").touch()
             process.communicate()
@@ -379,11 +385,19 @@ def interrupt(workplace: Path, environment: dict[str, str], name: str, number: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
-def test_a_signal_to_every_process_of_the_command_ends_it_in_good_order(workplace, environment, number, word):
-    """As a terminal, `timeout` and batch schedulers send it: the command's own Prefect server must hear the end."""
-    code, errors = interrupt(workplace, environment, word, number)
+@pytest.mark.parametrize(
+    ("number", "word", "server"),
+    [(signal.SIGINT, "interrupted", "environment"), (signal.SIGTERM, "terminated", "with_server")],
+)
+def test_a_signal_to_every_process_of_the_command_ends_it_in_good_order(
+    workplace, trained, request, number, word, server
+):
+    """As a terminal, `timeout` and batch schedulers send it: the command's own Prefect server must hear the end.
+
+    That this server outlives SIGTERM as well is in test_prefect_server.py.
+    """
+    code, errors = interrupt(workplace, request.getfixturevalue(server), word, number)
     assert code == 128 + number
     told = TOLD if number == signal.SIGTERM else ""
     assert errors == f"{told}fp8-grpo: {word}; fp8-grpo resume {word} --trust continues the run\n"
-    assert mlflow_run(workplace / "runs", word).info.status == "KILLED"
+    assert mlflow_run(trained, word).info.status == "KILLED"

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("fp8-grpo")
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "flows.cli"]
-KILLS = 3
+KILLS = 2
+"""One of a whole process group, one of the process alone."""
 
 
 class Command:
@@ -72,8 +73,9 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory, small_file):
+def workplace(tmp_path_factory, small_file, mlflow_store):
     folder = tmp_path_factory.mktemp("workplace")
+    mlflow_store(folder / "runs")
     small_file(folder, steps=12, checkpoint={"every": 3})
     return folder
 

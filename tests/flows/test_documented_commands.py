@@ -33,9 +33,14 @@ Run = Callable[[list[str]], None]
 
 @pytest.fixture
 def run_all(
-    prefect_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prefect_server: None,
+    mlflow_store: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Run]:
     """Call fp8-grpo in this process, in a folder of its own; each command must succeed and say something."""
+    mlflow_store(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     # It would end this process when the tests' Prefect server is slow; test_launch.py tests it.

@@ -31,9 +31,9 @@ with Guardian(Path(sys.argv[1])):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs with an MLflow store."""
-    return tmp_path_factory.mktemp("guarded")
+    return mlflow_store(tmp_path_factory.mktemp("guarded"))
 
 
 @pytest.fixture
@@ -116,14 +116,19 @@ def test_waiting_is_cheap(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_command_leaves_nothing_behind(prefect_home: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_killed_command_leaves_nothing_behind(
+    small_file: Callable[..., Path],
+    prefect_home: Callable[[Path], Path],
+    mlflow_store: Callable[[Path], Path],
+    tmp_path: Path,
+) -> None:
     """With a Prefect server of its own, and its output read through a pipe, as by `tee`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     home = prefect_home(tmp_path / "prefect")
     environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(home)}
-    settings = ("run=killed", "warm_start.steps=3", "rollout.prompts_per_step=4", "evaluation.prompts=8")
+    mlflow_store(tmp_path / "runs")
     training = subprocess.Popen(
-        [sys.executable, "-u", "-m", "flows.cli", "run", "tiny", *(f for s in settings for f in ("--set", s))],
+        [sys.executable, "-u", "-m", "flows.cli", "run", str(small_file(tmp_path)), "--set", "run=killed"],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,

@@ -16,9 +16,8 @@ from mlflow import MlflowClient
 
 from flows.tracking.metric_names import TIMED
 from flows.tracking.record import read_record
-from flows.tracking.store import create_sqlite_store
 
-STEPS = 12
+STEPS = 6
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow"
 
 
@@ -26,10 +25,10 @@ class Server:
     """`mlflow server` on sqlite, with an artifact root of its own, always on the same port."""
 
     def __init__(self, root: Path, port: int) -> None:
+        """`root` holds a store that is called mlflow.db."""
         self.database = root / "mlflow.db"
         self._artifacts = root / "artifacts"
         self._port = port
-        create_sqlite_store(self.database)
         self.start()
 
     @property
@@ -65,8 +64,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, free_port):
-    server = Server(tmp_path_factory.mktemp("server"), free_port())
+def server(tmp_path_factory: pytest.TempPathFactory, mlflow_store, free_port):
+    server = Server(mlflow_store(tmp_path_factory.mktemp("server")), free_port())
     yield server
     server.kill()
 

@@ -2,22 +2,19 @@
 
 import pytest
 
-from fp8core.store.artifacts import ArtifactStore
-
 
 @pytest.fixture(scope="module")
-def replayed(launch, small):
-    return launch("experts", config="tiny-moe", overrides={**small, "rollout.router_replay": True})
+def replayed(loop_run, small):
+    return loop_run("experts", "tiny-moe", steps=2, **small, **{"rollout.router_replay": True})
 
 
-def rollouts(finished, index):
-    return ArtifactStore(finished.folder).get_table(finished.ledger.tasks(index)["rollout"].outputs["rollouts"])
+def rollouts(run, index):
+    return run.store.get_table(run.ledger.artifacts(index)["rollouts"])
 
 
 def test_a_mixture_of_experts_is_exact(replayed):
-    assert replayed.summary["steps"] == 2
-    assert replayed.summary["tmpe_max"] == 1.0
-    assert replayed.summary["tokens_differing"] == 0
+    assert replayed.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0}
+    assert replayed.metric("alignment/tokens_differing") == {1: 0, 2: 0}
 
 
 def test_the_experts_of_every_position_are_stored(replayed):
@@ -29,8 +26,8 @@ def test_the_experts_of_every_position_are_stored(replayed):
             assert all(0 <= low < high < 4 for low, high in layers)
 
 
-def test_replay_of_an_equal_choice_changes_no_weight(replayed, launch, small):
+def test_replay_of_an_equal_choice_changes_no_weight(replayed, loop_run, small):
     """The trainer computes what the rollout computed, so it would have chosen the same experts."""
-    own = launch("own-choice", config="tiny-moe", overrides=small)
-    assert own.summary["weights_digest"] == replayed.summary["weights_digest"]
+    own = loop_run("own-choice", "tiny-moe", steps=2, **small)
+    assert own.records[2]["weights_digest"] == replayed.records[2]["weights_digest"]
     assert "experts" not in rollouts(own, 1).column_names

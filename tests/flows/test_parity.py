@@ -27,8 +27,8 @@ from fp8core.run.open import plan_of
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
+def shelf(mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mlflow_store(tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(scope="module")

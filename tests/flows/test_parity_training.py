@@ -47,9 +47,14 @@ def reward(run, index, options, prompts, rollouts):
 
 @pytest.fixture
 def settings(
-    prefect_server: None, small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_server: None,
+    small: dict[str, Any],
+    mlflow_store: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, Any]:
     """Overrides of a small training with that step, and the surroundings of a process that knows the tests' server."""
+    mlflow_store(tmp_path)
     (tmp_path / "apart_steps.py").write_text(STEPS)
     (tmp_path / "how").write_text("ends")
     monkeypatch.chdir(tmp_path)

@@ -52,15 +52,9 @@ def refused(command: Command) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def begun(launch: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def begun(launch: Any, mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of two steps, in a folder of runs of its own."""
-    return launch("begun", steps=2, overrides={"runs": str(tmp_path_factory.mktemp("begun"))})
-
-
-@pytest.fixture(scope="module")
-def uncut(launch: Any) -> str:
-    """The weights of a run of three steps that was never continued."""
-    return str(launch("resume-uncut", steps=3).summary["weights_digest"])
+    return launch("begun", steps=2, overrides={"runs": str(mlflow_store(tmp_path_factory.mktemp("begun")))})
 
 
 @pytest.fixture
@@ -80,9 +74,14 @@ def of_other_code(folder: Path) -> Path:
 
 
 def test_a_moved_run_is_extended_in_its_mlflow_run(
-    launch: Any, command: Command, uncut: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Any,
+    command: Command,
+    mlflow_store: Callable[[Path], Path],
+    whole_run: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    begun = launch("to-be-moved", steps=2, overrides={"runs": str(tmp_path / "begun")})
+    begun = launch("to-be-moved", steps=2, overrides={"runs": str(mlflow_store(tmp_path / "begun"))})
     capsys.readouterr()
     (tmp_path / "elsewhere").mkdir()
     moved = begun.folder.rename(tmp_path / "elsewhere" / "renamed")
@@ -97,7 +96,7 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     assert out.startswith("starting Prefect and MLflow\nfp8-grpo run renamed\n")
     assert "continues after step 2; 0 updates redone" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["weights_digest"] == uncut
+    assert summary["weights_digest"] == whole_run.ledger.steps()[3].weights_digest, "that of a run never continued"
     first, second = RunView.read(moved).process_seconds
     assert (summary["steps"], summary["seconds"]["total"] > first + second) == (3, True)
     trained = [LedgerView.read(moved / LEDGER).tasks(step)["train"].seconds for step in (1, 2, 3)]
@@ -124,8 +123,10 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
         run_copy.resume(steps=5)
 
 
-def test_another_store_is_used_when_it_is_named(moved: Path, command: Command, uncut: str, runs: Path) -> None:
-    uri = default_tracking_uri(runs)
+def test_another_store_is_used_when_it_is_named(
+    moved: Path, command: Command, mlflow_store: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    uri = default_tracking_uri(mlflow_store(tmp_path / "others"))
     code, _, err = command("resume", str(moved), "--set", f"tracking.uri={uri}")
     assert (code, err) == (0, "")
     tracking = json.loads((moved / "tracking.json").read_text())
@@ -150,10 +151,14 @@ def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command)
 
 @pytest.mark.slow
 def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
-    small_checkpoint: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_checkpoint: Path,
+    command: Command,
+    mlflow_store: Callable[[Path], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
-    home.mkdir()
+    mlflow_store(home / "runs")
     other.mkdir()
     shutil.copytree(small_checkpoint, home / "model")
     rows = [{"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"} for n in range(24)]

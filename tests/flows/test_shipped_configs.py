@@ -12,7 +12,6 @@ from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.hub import PUBLISHED, model_shape
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.run.build import build_base
-from fp8core.store.artifacts import ArtifactStore
 from fp8core.training.registry import trainer_of
 
 SIZES = {
@@ -92,48 +91,55 @@ def taught(tmp_path):
     return setting
 
 
-# One of each kind in the first tier: our exact trainer, a pipeline of its own, the references of the kernels.
+# One of each kind in the first tier, as flows: our exact trainer, a pipeline of its own, the references of the kernels.
 FIRST_TIER = ("tiny", "careful", "llama-aligned")
+EXACT = {"alignment/token_mult_prob_error": 1.0, "alignment/tokens_differing": 0}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in FIRST_TIER else pytest.param(name, marks=pytest.mark.slow)
-        for name in shipped_names()
-        if name not in EIGHT_GPUS
-    ],
-)
-def test_it_runs(launch, small, checkpoint, problems, taught, name):
-    config = load_open_config(name)
-    # What trains on a GPU has the references of its kernels here.
-    here = {
-        "rollout.engine": "embedded",
-        "training.device": "cpu",
-        "training.packed": trainer_of(config.training).name == "packed" or None,
-    }
-    overrides = {**reduced(name, config, small, checkpoint, problems), **here, **taught(config)}
-    finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
+@pytest.fixture
+def on_this_cpu(small, checkpoint, problems, taught):
+    """on_this_cpu(name): settings that make a shipped configuration run here."""
+
+    def settings(name):
+        config = load_open_config(name)
+        # What trains on a GPU has the references of its kernels here.
+        here = {
+            "rollout.engine": "embedded",
+            "training.device": "cpu",
+            "training.packed": trainer_of(config.training).name == "packed" or None,
+        }
+        return {**reduced(name, config, small, checkpoint, problems), **here, **taught(config)}
+
+    return settings
+
+
+@pytest.mark.parametrize("name", FIRST_TIER)
+def test_it_runs(launch, on_this_cpu, name):
+    finished = launch(f"shipped-{name}", steps=1, config=name, overrides=on_this_cpu(name))
     assert finished.state.is_completed(), finished.state.message
     assert finished.summary["steps"] == 1
     assert finished.summary["tmpe_max"] == 1.0
     assert finished.summary["tokens_differing"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in shipped_names() if name not in (*FIRST_TIER, *EIGHT_GPUS)])
+def test_its_loop_runs(loop_run, on_this_cpu, name):
+    run = loop_run(f"shipped-{name}", name, steps=1, **on_this_cpu(name))
+    assert {key: run.metric(key)[1] for key in EXACT} == EXACT
+
+
 @pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_GPUS)
-def test_what_megatron_trains_on_eight_gpus_runs(launch, small, checkpoint, problems, name):
+def test_what_megatron_trains_on_eight_gpus_runs(loop_run, small, checkpoint, problems, name):
     """By Megatron, in the format and on the grid of one that it has on a CPU."""
     config = load_open_config(name)
     assert (config.training.trainer, config.rollout.engine) == ("megatron", "vllm")
     overrides = {**reduced(name, config, small, checkpoint, problems), **ON_ONE_CPU}
-    finished = launch(f"shipped-{name}", steps=1, config=name, overrides=overrides)
-    assert finished.state.is_completed(), finished.state.message
-    assert finished.summary["steps"] == 1
-    assert finished.summary["tmpe_max"] == pytest.approx(1.0, abs=1e-4)
-    manifest = ArtifactStore(finished.folder).get_json(finished.ledger.steps()[1].manifest)
-    assert manifest["record"]["executed"]["training"]["trainer"] == "megatron"
+    run = loop_run(f"shipped-{name}", name, steps=1, **overrides)
+    assert run.metric("alignment/token_mult_prob_error")[1] == pytest.approx(1.0, abs=1e-4)
+    assert run.records[1]["executed"]["training"]["trainer"] == "megatron"
 
 
 @pytest.mark.parametrize("name", EIGHT_GPUS)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,9 @@ def falls_over_ctrl_c(run, index, options, rewards):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, small_file: Any, mlflow_store: Callable[[Path], Path]) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
+    mlflow_store(folder / "runs")
     stopping = {"uses": REWARD, "needs": ["prompts", "rollouts"]}
     small_file(folder, steps=4, checkpoint={"every": 100}, pipeline={"replace": {"reward": stopping}})
     (folder / "stopping_steps.py").write_text(STEPS)
@@ -203,19 +204,7 @@ def shown_in_prefect(name: str) -> list[str]:
         return sorted(run.name for run in client.read_flow_runs(flow_run_filter=below))
 
 
-@pytest.fixture(scope="module")
-def digest(workplace: Path, launch: Any) -> str:
-    """The weights of a run that nothing stopped."""
-    overrides = {"pipeline.replace": {"reward": {"uses": "tasks.reward:reward", "needs": ["prompts", "rollouts"]}}}
-    sys.path.insert(0, str(workplace))
-    try:
-        finished = launch("not-stopped", steps=4, config=str(workplace / "small.yaml"), overrides=overrides)
-    finally:
-        sys.path.remove(str(workplace))
-    return str(finished.summary["weights_digest"])
-
-
-def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workplace: Path, digest: str) -> None:
+def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workplace: Path, whole_run: Any) -> None:
     (workplace / "signals").write_text("1")
     code, out, err = command("run", "small.yaml", "--set", "run=once")
     assert code == 128 + signal.SIGTERM
@@ -233,7 +222,8 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     assert code == 0
     assert err.splitlines() == [f"{folder}: importing what its run.json names: pipeline.steps.reward.uses={REWARD}"]
     assert "continues after step 2; 0 updates redone from rollouts" in out
-    assert json.loads((workplace / "once.json").read_text())["weights_digest"] == digest
+    never_stopped = whole_run.ledger.steps()[4].weights_digest
+    assert json.loads((workplace / "once.json").read_text())["weights_digest"] == never_stopped
     assert status(folder) == "FINISHED"
 
 

@@ -24,10 +24,11 @@ from ray.cluster_utils import Cluster
 from torch.distributed import DistBackendError
 
 from flows.launch import launch
+from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
-from fp8core.config.run import WarmStartConfig
+from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.numerics.fingerprint import policy_digest
@@ -87,16 +88,9 @@ def ahead(loop_run):
 
 
 @pytest.mark.slow
-def test_a_run_that_generates_ahead_makes_the_records_of_one_process(two_nodes, loop_run, ahead):
-    run = loop_run("two ahead", cluster={"address": two_nodes.address, **TWO_EACH}, **AHEAD)
-    assert run.records == ahead.records
-    for step in range(1, 5):
-        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
-        assert metrics["alignment/tokens_differing"] == 0
-
-
-@pytest.mark.slow
-def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_an_engine_is_lost(two_nodes, loop_run):
+def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_an_engine_is_lost(
+    two_nodes, loop_run, tmp_path
+):
     """The environment answers after each turn, so an engine gets requests while others of it are in flight, and most of
     them beside an update."""
     place = Path(__file__).parents[2] / "parts" / "digits_environment.py"
@@ -104,14 +98,9 @@ def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_a
         "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
         **{"rollout.max_new_tokens": 40, "rollout.group_size": 4, "steps": 3, "pipeline.mode": "one_step_off"},
     }
-    whole = loop_run("talked whole", **settings)
-    two = loop_run("talked", cluster={"address": two_nodes.address, **TWO_EACH}, **settings)
-    assert two.records == whole.records
-    for step in range(1, 4):
-        metrics = two.store.get_json(two.ledger.artifacts(step)["metrics"])
-        assert metrics["environment/turns"] > 2
-        assert metrics["alignment/tokens_differing"] == 0
-        assert metrics["alignment/token_mult_prob_error"] == 1
+    whole = loop_run("talked", **settings)
+    shutil.copytree(whole.folder.parent, tmp_path / "loop")
+    two = type(whole)(tmp_path / "loop" / "talked")
     two.cut_after(1, "record")
 
     def while_they_talk(run: RunContext) -> None:
@@ -124,10 +113,15 @@ def test_episodes_on_two_engines_and_two_ranks_are_those_of_one_process_though_a
 
         threading.Thread(target=watch).start()
 
-    with two.opened() as run:
+    with two.opened(cluster={"address": two_nodes.address, **TWO_EACH}) as run:
         train(run, Accidents({2: while_they_talk}))
     assert "engine 1 ended" in two.said
     assert two.records == whole.records
+    for step in (2, 3):
+        metrics = two.store.get_json(two.ledger.artifacts(step)["metrics"])
+        assert metrics["environment/turns"] > 2
+        assert metrics["alignment/tokens_differing"] == 0
+        assert metrics["alignment/token_mult_prob_error"] == 1
 
 
 class Lives:
@@ -172,16 +166,16 @@ class Lives:
 
 
 @pytest.mark.slow
-def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_records(
-    two_nodes, loop_run, small, tmp_path, monkeypatch
+def test_a_run_ahead_that_is_killed_five_times_ends_with_equal_weights_and_records(
+    two_nodes, ahead, small, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    steps, draws = 6, random.Random("ten kills")
-    whole = loop_run("whole", steps=steps, **AHEAD)
+    draws = random.Random("five kills")
     cluster = {"address": two_nodes.address, "engines": 2, "replacements": 20}
-    lives = Lives({**small, **AHEAD, "steps": steps, "runs": str(tmp_path), "cluster": cluster}, tmp_path / "run")
+    # The settings of `ahead`, whose records it must make.
+    lives = Lives({**small, **AHEAD, "steps": 4, "runs": str(tmp_path), "cluster": cluster}, tmp_path / "run")
     # The last kind while members are placed or replaced: a life costs little until then.
-    kinds = [*["member"] * 4, *["driver"] * 2, *["both"] * 2, *["starting driver"] * 2]
+    kinds = [*["member"] * 2, "driver", "both", "starting driver"]
     draws.shuffle(kinds)
     lives.begin()
     try:
@@ -194,28 +188,34 @@ def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_record
         assert lives.process.exitcode == 0
     finally:
         lives.process.kill()
-    run = type(whole)(tmp_path / "run")
-    assert run.records == whole.records
+    run = type(ahead)(tmp_path / "run")
+    assert run.records == ahead.records
     assert [found for found in verify(RunView.read(run.folder)) if found.severity != "note"] == []
 
 
 @pytest.mark.slow
-def test_an_engine_that_stands_still_is_replaced_and_the_run_ends_with_equal_records(two_nodes, ahead, tmp_path):
+def test_a_run_ahead_on_two_engines_and_two_ranks_makes_equal_records_though_its_engines_stand_still(
+    two_nodes, ahead, tmp_path
+):
+    """Its steps are those of one process while updates land in flight; engines without an answer are replaced."""
     shutil.copytree(ahead.folder.parent, tmp_path / "loop")
     run = type(ahead)(tmp_path / "loop" / "ahead")
-    run.cut_after(4, "rollout")
+    run.cut_after(1, "record")
 
     def stop(live: RunContext) -> None:
         for engine in live.cluster.gang.engines:
             os.kill(engine.place.pid, signal.SIGSTOP)
 
-    cluster = {"address": two_nodes.address, "engines": 2, "answer_seconds": 12.0}
+    # Members that start beside other tests have the same time; while all wait, no processor works.
+    cluster = {"address": two_nodes.address, **TWO_EACH, "answer_seconds": 40.0}
     began = time.monotonic()
     with run.opened(cluster=cluster) as live:
         train(live, Accidents({4: stop}))
     assert run.records == ahead.records
-    assert "gave no answer within cluster.answer_seconds=12; all processes are replaced" in run.said
-    assert time.monotonic() - began < 180
+    for step in range(2, 5):
+        assert run.store.get_json(run.ledger.artifacts(step)["metrics"])["alignment/tokens_differing"] == 0
+    assert "gave no answer within cluster.answer_seconds=40; all processes are replaced" in run.said
+    assert time.monotonic() - began < 400
 
 
 @pytest.mark.slow
@@ -309,45 +309,6 @@ def test_a_node_that_has_ended_is_passed_over(two_nodes):
     ray.shutdown()
 
 
-def test_a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(two_nodes, tmp_path):
-    config = load_config("tiny", {"cluster": {"address": two_nodes.address, **TWO_EACH}})
-    base, cluster = build_base(config), open_cluster(config)
-    try:
-        trainer = cluster.build_trainer(config, base.arch, base.tensors)
-        with pytest.raises(OSError, match="missing"):
-            trainer.save(tmp_path / "missing")
-        trainer.save(tmp_path)
-    finally:
-        cluster.close()
-
-
-def test_questions_and_members_share_one_connection(two_nodes):
-    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2})
-    here, asked = this_node(), members_node(config)
-    assert (asked.platform, asked.memory, asked.packages) == (here.platform, here.memory, here.packages)
-    job = ray.get_runtime_context().get_job_id()
-    with closing(open_cluster(config)):
-        assert ray.get_runtime_context().get_job_id() == job
-    assert not ray.is_initialized()
-
-
-def test_rank_0_trains_the_warm_start_to_the_bytes_of_this_process(two_nodes):
-    config = load_config("tiny", {"training.packed": True, "cluster.address": two_nodes.address})
-    base = build_base(config)
-    settings = WarmStartConfig(steps=3)
-
-    def batch(step: int) -> list[TokenisedDemonstration]:
-        return [TokenisedDemonstration([3, 4 + step, 5], list(range(6, 8 + row))) for row in range(4)]
-
-    with closing(open_cluster(config)) as cluster:
-        found = []
-        for where in (None, cluster):
-            with closing(build_sft_trainer(config, base.arch, base.tensors, where)) as trainer:
-                assert isinstance(trainer, RemoteSft) == (where is cluster)
-                found.append(train_by(trainer, settings, batch, lambda *_: None))
-    assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
-
-
 def raise_error(error: Exception) -> None:
     raise error
 
@@ -357,23 +318,65 @@ def end_late() -> None:
     os._exit(1)
 
 
-def test_a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(two_nodes):
-    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.ranks": 2})
+def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_why_they_ended(two_nodes, tmp_path):
+    """Each part says what it holds. Processes cost seconds, so all parts have the same ones, and the last ends them."""
+    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
+    config, packed = load_config("tiny", settings), load_config("tiny", {**settings, "training.packed": True})
+    job = job_of_a_question(config)
+    with closing(open_cluster(packed)) as cluster:
+        assert ray.get_runtime_context().get_job_id() == job
+        a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(cluster, config, tmp_path)
+        rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster, packed)
+        a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster)
+    assert not ray.is_initialized()
+
+
+def job_of_a_question(config: RunConfig) -> str:
+    """Of the connection that a question to a node leaves; members share it."""
+    here, asked = this_node(), members_node(config)
+    assert (asked.platform, asked.memory, asked.packages) == (here.platform, here.memory, here.packages)
+    return ray.get_runtime_context().get_job_id()
+
+
+def a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(
+    cluster: RemoteCluster, config: RunConfig, folder: Path
+) -> None:
+    base = build_base(config)
+    with closing(cluster.build_trainer(config, base.arch, base.tensors)) as trainer:
+        with pytest.raises(OSError, match="missing"):
+            trainer.save(folder / "missing")
+        trainer.save(folder)
+
+
+def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster: RemoteCluster, config: RunConfig) -> None:
+    base, settings = build_base(config), WarmStartConfig(steps=3)
+
+    def batch(step: int) -> list[TokenisedDemonstration]:
+        return [TokenisedDemonstration([3, 4 + step, 5], list(range(6, 8 + row))) for row in range(4)]
+
+    found = []
+    for where in (None, cluster):
+        with closing(build_sft_trainer(config, base.arch, base.tensors, where)) as trainer:
+            assert isinstance(trainer, RemoteSft) == (where is cluster)
+            found.append(train_by(trainer, settings, batch, lambda *_: None))
+    assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
+
+
+def a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster: RemoteCluster) -> None:
     core = EngineLost("vLLM's engine core ended")
     nccl = DistBackendError("NCCL error in: a.cpp:1\nmore")
-    with closing(open_cluster(config)) as cluster:
-        gang, (first, second) = cluster.gang, cluster.gang.ranks
-        for error, said in ((core, "vLLM's engine core ended"), (nccl, r"NCCL failed: NCCL error in: a.cpp:1$")):
-            with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
-                gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
-        calls = [first.send("build", "broken", raise_error, (), nccl), second.send("build", "ends", end_late, ())]
-        # A run generates in another thread than that of its updates.
-        with ThreadPoolExecutor() as pool:
-            beside = pool.submit(gang.gather, [first.send("build", "sleeps", time.sleep, (), 60)])
-            with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
-                gang.gather(calls)
-            assert str(beside.exception(30)).startswith("rank 1 ended: ")
-        assert not gang.alive
+    gang, (first, second) = cluster.gang, cluster.gang.ranks
+    for error, said in ((core, "vLLM's engine core ended"), (nccl, r"NCCL failed: NCCL error in: a.cpp:1$")):
+        with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
+            gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
+    calls = [first.send("build", "broken", raise_error, (), nccl), second.send("build", "ends", end_late, ())]
+    # A run generates in another thread than that of its updates.
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(gang.gather, [first.send("build", "sleeps", time.sleep, (), 60)])
+        with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
+            gang.gather(calls)
+        assert str(beside.exception(30)).startswith("rank 1 ended: ")
+    assert not gang.alive
 
 
 def packed_batch(rows: int) -> RolloutBatch:
@@ -388,44 +391,62 @@ def packed_batch(rows: int) -> RolloutBatch:
 
 
 @pytest.mark.slow
-def test_ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(two_nodes):
+def test_two_ranks_score_with_equal_bytes_share_an_update_and_drop_one_that_either_refuses(two_nodes):
+    """Each part says what it holds; all have the same processes."""
+    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
-    precision = {"rollout": bf16, "training": bf16, "rounding_points": "kernels"}
-    settings = {"training.packed": True, "training.tokens_per_pass": 256, "precision": precision}
-    config = load_config("tiny", settings)
-    base, batch = build_base(config), packed_batch(12)
-    alone = build_trainer(config, base.arch, base.tensors)
+    sides = {"rollout": bf16, "training": bf16}
+    kernels = {**sides, "rounding_points": "kernels"}
     # A CPU is refused by `check_machine`, since its records would differ; the arithmetic is that of GPUs.
-    shared = load_config("tiny", {**settings, "cluster.address": two_nodes.address, "cluster.ranks": 2})
-    with closing(open_cluster(shared)) as cluster:
-        together = cluster.build_trainer(shared, base.arch, base.tensors)
-        expected, found = (trainer.logprobs(batch.sequences, 1.0, None) for trainer in (alone, together))
-        assert torch.equal(expected.logprobs.nan_to_num(), found.logprobs.nan_to_num())
-        assert expected.statistics.amax() == found.statistics.amax()
-        reports = [trainer.step(batch, 1.0, None) for trainer in (alone, together)]
-        assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
-        assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
-        assert together.digest() == reports[1].digest != policy_digest(base.tensors)
+    packed = {**settings, "training.packed": True, "training.tokens_per_pass": 256, "precision": kernels}
+    with closing(open_cluster(load_config("tiny", packed))) as cluster:
+        ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(cluster, load_config("tiny", packed))
+        plain = {**settings, "training.micro_batch": 2, "precision": sides}
+        an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster, load_config("tiny", plain))
 
 
-@pytest.mark.slow
-def test_an_update_that_one_rank_refuses_leaves_no_gradient_in_another(two_nodes):
-    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
-    settings = {"training.micro_batch": 2, "precision": {"rollout": bf16, "training": bf16}}
-    shared = load_config("tiny", {**settings, "cluster.address": two_nodes.address, "cluster.ranks": 2})
-    base, batch = build_base(shared), packed_batch(12)
-    alone = build_trainer(load_config("tiny", settings), base.arch, base.tensors)
+def ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(
+    cluster: RemoteCluster, config: RunConfig
+) -> None:
+    base, batch = build_base(config), packed_batch(12)
+    alone, together = (build_trainer(config, base.arch, base.tensors, where) for where in (None, cluster))
+    expected, found = (trainer.logprobs(batch.sequences, 1.0, None) for trainer in (alone, together))
+    assert torch.equal(expected.logprobs.nan_to_num(), found.logprobs.nan_to_num())
+    assert expected.statistics.amax() == found.statistics.amax()
+    reports = [trainer.step(batch, 1.0, None) for trainer in (alone, together)]
+    assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
+    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
+    assert together.digest() == reports[1].digest != policy_digest(base.tensors)
+
+
+def an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster: RemoteCluster, config: RunConfig) -> None:
+    base, batch = build_base(config), packed_batch(12)
+    alone, together = (build_trainer(config, base.arch, base.tensors, where) for where in (None, cluster))
     # Of rank 1: rank 0 has finished its parts by then.
     spoilt = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([10]), torch.nan))
-    with closing(open_cluster(shared)) as cluster:
-        together = cluster.build_trainer(shared, base.arch, base.tensors)
-        with pytest.raises(NotFiniteError, match="the update was not applied"):
-            together.step(spoilt, 1.0, None)
-        assert together.step(batch, 1.0, None) == alone.step(batch, 1.0, None)
+    with pytest.raises(NotFiniteError, match="the update was not applied"):
+        together.step(spoilt, 1.0, None)
+    assert together.step(batch, 1.0, None) == alone.step(batch, 1.0, None)
 
 
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
     monkeypatch.setattr("fp8core.cluster.gang.current_code", lambda: "0" * 64)
-    config = load_config("tiny", {"cluster.address": two_nodes.address, "cluster.engines": 2})
+    config = load_config("tiny", {"cluster.address": two_nodes.address})
     with pytest.raises(UserError, match=r"has code \w+, this is 000000000000"):
         open_cluster(config)
+
+
+@pytest.mark.slow
+def test_a_node_whose_processor_rounds_cosines_differently_is_refused(two_nodes, monkeypatch):
+    with monkeypatch.context() as environment:
+        environment.setenv("ATEN_CPU_CAPABILITY", "default")
+        node = two_nodes.add_node(num_cpus=1)
+    # Three places for three processes, so that each node has one.
+    cluster = {"address": two_nodes.address, "engines": 2, "placement": "separate"}
+    config = load_config("tiny", {"cluster": cluster})
+    try:
+        with pytest.raises(UserError, match=r"processors of .* round cosines differently"):
+            open_cluster(config)
+    finally:
+        ray.shutdown()
+        two_nodes.remove_node(node)

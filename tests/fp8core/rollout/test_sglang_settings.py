@@ -14,6 +14,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
+from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.registry import engine_entry
@@ -271,3 +272,13 @@ def test_a_host_that_cannot_start_is_lost_and_leaves_nothing(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(EngineLost, match="SGLang's host ended"):
         SglangEngine(ARCH, FP8, SglangConfig(), 16, BUILD)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_of_a_parity_run_with_an_aligned_model_is_taken(variant):
+    """BF16 has no aligned model, and SGLang's own rounds where no points of a contract do."""
+    aligned = {"rollout.engine": "sglang", "rollout.sglang": {"model": "aligned", "page_size": 64}}
+    settings = variant_settings(variant, load_config("h200-small", aligned), seed=0)
+    config = load_config("h200-small", {**aligned, **settings})
+    assert not list(contract_refusals(config.precision, config.rollout.sglang, BUILD))
+    assert (config.rollout.sglang.model == "aligned") == (variant.rollout == "fp8+kv")
