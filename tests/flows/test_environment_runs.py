@@ -3,12 +3,11 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.compute as pc
 import pytest
+from episode_life import exit_code_of_life
 
 from flows.cli import main
 from fp8core.errors import UserError
@@ -31,8 +30,9 @@ def place(tmp_path_factory):
 def settings(place):
     return {
         "environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3},
-        "rollout.max_new_tokens": 40,
+        "rollout.max_new_tokens": 28,
         "rollout.group_size": 4,
+        "rollout.prompts_per_step": 2,
         "steps": 2,
     }
 
@@ -162,10 +162,10 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
-@pytest.mark.parametrize("method", SPOILED)
+@pytest.mark.parametrize(("method", "mode"), [("start", "synchronous"), ("step", "one_step_off")])
 def test_a_step_whose_episodes_all_fail_plays_them_again_once_they_do_not(method, mode, loop_run, talked, tmp_path):
-    place, broken, settings = tmp_path / "shy.py", tmp_path / "broken", {"rollout.max_new_tokens": 32, "steps": 2}
+    place, broken = tmp_path / "shy.py", tmp_path / "broken"
+    settings = {"rollout.max_new_tokens": 32, "rollout.prompts_per_step": 2, "steps": 2}
     # The stream's second batch is played beside the first update.
     batch = 2 if mode == "one_step_off" else 1
     seeds = [sample_seed(0, batch, group, sample) for group in range(32) for sample in range(8)]
@@ -200,8 +200,8 @@ def test_episodes_have_seeds_of_their_own_when_held_out(loop_run, tmp_path):
     """An environment that draws its problem would else ask all held-out episodes the same."""
     place = tmp_path / "drawn.py"
     place.write_text(DIGITS.replace('"began": 1', '"began": task.seed % 1000'))
-    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "steps": 1}
-    run = loop_run("drawn", **settings)
+    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32}
+    run = loop_run("drawn", **settings, **{"rollout.prompts_per_step": 1, "steps": 1})
     turns = run.store.get_table(run.ledger.artifacts(0)["heldout_turns"]).to_pylist()
     drawn = [row["info"] for row in turns if not row["turn"]]
     assert len({*drawn}) > len(drawn) // 2
@@ -220,45 +220,9 @@ def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_pat
         place.write_text(text)
 
 
-LIFE = """
-import io, json, os, signal, sys
-from fp8core.config.load import reload_config
-from fp8core.environments.pool import EnvironmentPool
-from fp8core.report.console import Console
-from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
-
-described, runs, after = sys.argv[1], sys.argv[2], int(sys.argv[3])
-answers, replies = 0, EnvironmentPool.replies
-
-def last_replies(self, wait):
-    global answers
-    found = replies(self, wait)
-    answers += len(found)
-    if answers > after:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return found
-
-EnvironmentPool.replies = last_replies
-config = reload_config(json.load(open(described))["config"], {"runs": runs})
-with (
-    open_directory(config, "killed") as directory,
-    open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
-):
-    train(run)
-"""
-
-
 def test_a_kill_in_mid_episode_ends_with_equal_bytes(talked, tmp_path):
-    codes = []
-    for after in (60, 60, 10**9):
-        arguments = [str(talked.folder / "run.json"), str(tmp_path), str(after)]
-        done = subprocess.run(
-            [sys.executable, "-c", LIFE, *arguments], cwd=Path(__file__).parents[2], capture_output=True, text=True
-        )
-        codes.append(done.returncode)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    for after, code in ((90, -signal.SIGKILL), (10**9, 0)):
+        assert exit_code_of_life(talked.folder / "run.json", tmp_path, after) == code
     killed = type(talked)(tmp_path / "killed")
     ours, theirs = ([record["outputs"] for record in run.records] for run in (killed, talked))
     assert ours == theirs

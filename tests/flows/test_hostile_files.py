@@ -1,9 +1,11 @@
 """A run whose files hold what nobody wrote, every digest and link of the chain made anew: each command says so."""
 
+import functools
 import hashlib
 import importlib
 import io
 import json
+import pickle
 import pkgutil
 import random
 import shutil
@@ -20,6 +22,7 @@ import tasks
 from flows.cli import main
 from fp8core.config.steps import StepSpec
 from fp8core.errors import UserError
+from fp8core.report.drawing import figure_html
 from fp8core.run.resume import RedoError
 from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
@@ -198,7 +201,7 @@ DAMAGES: dict[str, Damage] = {
     "manifests: another version": change_manifest(
         lambda text: text.replace('"schema_version":2', '"schema_version":99')
     ),
-    "ledger: a step far away": change_entry("step", 4, put(step=9_999_999)),
+    "ledger: a step far away": change_entry("step", 4, put(step=99_999)),
     "ledger: a time beyond the calendar": change_entry("segment", 0, put(started=1e300)),
     "ledger: a file of another digest": change_entry("task", 4, in_refs(digest="0" * 64)),
     "ledger: a checkpoint elsewhere": change_entry("checkpoint", 2, put(uri="../../elsewhere")),
@@ -235,6 +238,17 @@ class Said:
         assert self.code in (0, 1), self.err
         assert len(self.err.splitlines()) <= 1, self.err
         assert not self.err or (self.code == 1 and self.err.startswith("fp8-grpo: "))
+
+
+@functools.cache
+def drawn(drawing: bytes) -> str:
+    return figure_html(pickle.loads(drawing))
+
+
+@pytest.fixture(autouse=True)
+def _equal_charts_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page takes a second to draw, and few of the damages change a chart of it."""
+    monkeypatch.setattr("fp8core.report.pages.figure_html", lambda drawing: drawn(pickle.dumps(drawing)))
 
 
 @pytest.fixture

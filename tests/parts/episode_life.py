@@ -1,0 +1,53 @@
+"""One life of a run whose policy speaks with an environment, in a process that forks from a server with torch."""
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+from fp8core.config.load import reload_config
+from fp8core.environments.pool import EnvironmentPool, Reply
+from fp8core.report.console import Console
+from fp8core.run.loop import train
+from fp8core.run.open import open_directory, open_run, plan_of
+
+_PRELOADED = ["fp8core.run.loop", "fp8core.run.open", "fp8core.environments.pool", "pandas", "torch._dynamo"]
+
+
+def live(described: Path, runs: Path, after: int) -> None:
+    """Continue the run `killed` of a folder, and kill this process once environments gave more answers than `after`.
+
+    `described`: the `run.json` of a run with the same configuration.
+    """
+    answers, replies = 0, EnvironmentPool.replies
+
+    def last_replies(self: EnvironmentPool, wait: bool) -> list[Reply]:
+        nonlocal answers
+        found = replies(self, wait)
+        answers += len(found)
+        if answers > after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    EnvironmentPool.replies = last_replies
+    config = reload_config(json.loads(described.read_text())["config"], {"runs": str(runs)})
+    with (
+        open_directory(config, "killed") as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+    ):
+        train(run)
+
+
+def exit_code_of_life(described: Path, runs: Path, after: int) -> int | None:
+    """How `live` with these arguments ends in a process of its own. It costs no import; its errors are captured."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=live, args=(described, runs, after))
+    process.start()
+    try:
+        process.join()
+    finally:
+        process.kill()
+    return process.exitcode
