@@ -1,6 +1,7 @@
-"""A process that starts an engine here and one on a cluster, says so, and waits for a test to kill it."""
+"""A process that starts an engine here or on a cluster, says so when it runs, and waits for a test to kill it."""
 
 import signal
+import sys
 
 from conftest import CONTRACT, OPTIONS, REPLICAS, SHAPE
 
@@ -18,12 +19,14 @@ if __name__ == "__main__":
     from fp8core.rollout.vllm.engine import VllmEngine
 
     arch = Architecture(**SHAPE)
-    here = VllmEngine(arch, CONTRACT, OPTIONS, 16, build)
-    config = load_config(
-        "tiny", REPLICAS | {"rollout.engine": "vllm", "cluster.engines": 1, "cluster.placement": "separate"}
-    )
-    cluster = open_cluster(config)
-    assert cluster is not None
-    there = cluster.build_engine(config, arch)
+    if sys.argv[1] == "here":
+        engine = VllmEngine(arch, CONTRACT, OPTIONS, 16, build)
+    else:
+        config = load_config(
+            "tiny", REPLICAS | {"rollout.engine": "vllm", "cluster.engines": 1, "cluster.placement": "separate"}
+        )
+        cluster = open_cluster(config)
+        assert cluster is not None
+        engine = cluster.build_engine(config, arch)
     print("running", flush=True)
     signal.pause()

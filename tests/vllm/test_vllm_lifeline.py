@@ -15,19 +15,19 @@ from fp8core.rollout.engine import Sampling
 pytestmark = pytest.mark.vllm
 
 
-def test_nothing_outlives_a_process_that_is_killed(vllm_build):
+@pytest.mark.parametrize("where", ["here", "cluster"])
+def test_nothing_outlives_a_process_that_is_killed(vllm_build, where):
     """vLLM's core, on a CPU its worker too, and the processes of the cluster that hold such."""
     program = str(Path(__file__).parent / "engine_parent.py")
-    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, program, where], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         while (line := parent.stdout.readline()) != b"running\n":
             assert line, "it ended"
         # Agents of Ray end some seconds later; they hold no GPU.
         found = psutil.Process(parent.pid).children(recursive=True)
         below = [process for process in found if "Agent" not in process.name()]
-        cores = [process for process in below if "EngineCore" in " ".join(process.cmdline())]
         parent.kill()
-    assert len(cores) == 2
+    assert len(below) >= (1 if ON_GPU else 2)
     wait_until_gone(below)
 
 
