@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from fp8core.config.load import load_config, reload_config
+from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
@@ -296,8 +297,9 @@ class LoopRun:
 
     def metric(self, key: str) -> dict[int, float]:
         """Values by step."""
-        steps = sorted(self.ledger.steps())[1:]
-        return {index: self.store.get_json(self.ledger.artifacts(index)["metrics"])[key] for index in steps}
+        ledger = self.ledger
+        steps = sorted(ledger.steps())[1:]
+        return {index: self.store.get_json(ledger.artifacts(index)["metrics"])[key] for index in steps}
 
     def file(self, index: int, artifact: str) -> Path:
         return self.folder / self.ledger.artifacts(index)[artifact].uri
@@ -364,19 +366,23 @@ class LoopRun:
             train(run)
 
 
+def _trained(config: RunConfig, name: str) -> LoopRun:
+    with (
+        open_directory(config, name) as directory,
+        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+    ):
+        train(run)
+    return LoopRun(config.runs / name)
+
+
 @pytest.fixture(scope="session")
 def loop_run(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoopRun]:
     """Make a small run of 4 steps without Prefect and MLflow: loop_run(name, **overrides)."""
 
     def make(name: str, shipped: str = "tiny", **overrides: Any) -> LoopRun:
         settings = {**small, "steps": 4} if shipped == "tiny" else {}
-        config = load_config(shipped, {**settings, "runs": str(tmp_path_factory.mktemp("loop")), **overrides})
-        with (
-            open_directory(config, name) as directory,
-            open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
-        ):
-            train(run)
-        return LoopRun(Path(config.runs) / name)
+        runs = str(tmp_path_factory.mktemp("loop"))
+        return _trained(load_config(shipped, {**settings, "runs": runs, **overrides}), name)
 
     return make
 
@@ -391,12 +397,7 @@ def train_here() -> Callable[[list[str]], LoopRun]:
         options = build_parser().parse_args(words)
         assert options.command is run.run
         config = load_config(options.config, options.overrides)
-        with (
-            open_directory(config, str(config.run)) as directory,
-            open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as context,
-        ):
-            train(context)
-        return LoopRun(config.runs / str(config.run))
+        return _trained(config, str(config.run))
 
     return call
 

@@ -1,7 +1,7 @@
 """The body of a Ray actor: a process that holds parts of a run, each under a key, and calls their methods by name.
 
-Nothing heavy is imported here. A member sets its environment first; torch, vLLM and Transformer Engine read theirs
-when a part is built.
+Nothing heavy is imported here. A member sets its environment first; torch reads it in `Member.place`, vLLM and
+Transformer Engine when a part is built.
 """
 
 import os

@@ -23,6 +23,7 @@ from fp8core.config.training import CorrectionConfig
 from fp8core.report.charts import ESS, K3
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series
+from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, read_checked
 from fp8core.store.ledger import START
 
@@ -88,10 +89,7 @@ def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str
         settings |= {f"precision.{side}.linear": linear, f"precision.{side}.kv_cache": kv_cache}
     settings["precision.training.backward"] = None
     if variant.rollout != "fp8+kv":
-        # Aligned models are made for FP8 everywhere. The points of SGLang's own model are in no contract.
-        settings |= {"rollout.vllm.model": "stock", "rollout.sglang.model": "stock"}
-        if config.rollout.engine == "sglang":
-            settings["precision.rounding_points"] = "stepwise"
+        settings |= engine_entry(config).stock
     if corrected(config) != config.correction:
         settings |= {f"correction.{key}": value for key, value in corrected(config).model_dump(mode="json").items()}
     if variant.name == STRESS:

@@ -6,7 +6,7 @@ entry is imported when a run first needs it, so that reading a configuration imp
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from fp8core.config.section import Section
@@ -80,6 +80,7 @@ class EngineEntry:
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
+        stock: settings, dotted keys, with which it runs its own model; an aligned one computes FP8 alone.
     """
 
     name: str
@@ -99,6 +100,7 @@ class EngineEntry:
     continues: Callable[["RunConfig"], bool] = lambda config: False
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
+    stock: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_name(name: str) -> str:

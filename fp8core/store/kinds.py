@@ -52,9 +52,8 @@ def wrong_kinds(entries: Iterable[TaskEntry | RedoEntry], pipeline: PipelineConf
 
 def refuse_wrong_kinds(ledger: LedgerView, pipeline: PipelineConfig) -> None:
     """Raises StoredFileError: an artifact of a step that the ledger names has another kind than its port."""
-    last = ledger.last_step()
     entries: list[TaskEntry | RedoEntry] = []
-    for step in range(START, (START if last is None else last + 1) + 1):
+    for step in ledger.begun():
         entries += [*ledger.tasks(step).values(), *ledger.redone(step).values()]
     for found in wrong_kinds(entries, pipeline):
         raise StoredFileError(f"ledger.jsonl: step {found.step}, task {found.task}: {found}")

@@ -294,6 +294,10 @@ class LedgerView:
         """The finished tasks of a step by name."""
         return dict(self._of(step).tasks.get(step, {}))
 
+    def begun(self) -> list[int]:
+        """Steps with a finished task or a redo that gave another result, finished or not, in order."""
+        return sorted(self._all().tasks.keys() | self._all().redone.keys())
+
     def artifacts(self, step: int) -> dict[str, Ref]:
         """The artifacts that the finished tasks of a step stored, by name."""
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}

@@ -115,8 +115,8 @@ def graph_as(prefect_server: None) -> Callable[[UUID, Edges], Edges]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def runs(mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mlflow_store(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

@@ -201,7 +201,7 @@ DAMAGES: dict[str, Damage] = {
     "manifests: another version": change_manifest(
         lambda text: text.replace('"schema_version":2', '"schema_version":99')
     ),
-    "ledger: a step far away": change_entry("step", 4, put(step=99_999)),
+    "ledger: a step far away": change_entry("step", 4, put(step=9_999_999)),
     "ledger: a time beyond the calendar": change_entry("segment", 0, put(started=1e300)),
     "ledger: a file of another digest": change_entry("task", 4, in_refs(digest="0" * 64)),
     "ledger: a checkpoint elsewhere": change_entry("checkpoint", 2, put(uri="../../elsewhere")),

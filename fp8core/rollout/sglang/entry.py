@@ -162,4 +162,6 @@ ENGINE = EngineEntry(
     arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
     products=_products,
     sleeps=lambda config: config.rollout.sglang.sleep,
+    # Its own model rounds where no points of a contract do.
+    stock={"rollout.sglang.model": "stock", "precision.rounding_points": "stepwise"},
 )

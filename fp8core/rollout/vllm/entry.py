@@ -208,4 +208,5 @@ ENGINE = EngineEntry(
     continues=lambda config: config.rollout.vllm.model == "aligned",
     sleeps=lambda config: config.rollout.vllm.sleep,
     own_process=True,
+    stock={"rollout.vllm.model": "stock"},
 )
