@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
 from fp8core.kernels.decode_attention import cache_definitions, partition_of
+from fp8core.numerics.packed import copied
 
 # As in the source.
 _TILE, _STRANDS, _WARPGROUPS, _STAGES = 32, 4, 3, 5
@@ -60,13 +61,13 @@ def batches(
         device: where it is needed.
     """
     partition = partition or partition_of(longest)
-    lengths = torch.tensor([span.keys for span in spans], dtype=torch.int32).to(device, non_blocking=True)
+    lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
     made, pairs, work = list[Batch](), list[tuple[int, int]](), list[tuple[int, int, int, int]]()
 
     def end() -> None:
         work.sort(key=lambda piece: -piece[2])
         tensors = (torch.tensor(each, dtype=torch.int32) for each in (pairs, work))
-        made.append(Batch(lengths, *(each.to(device, non_blocking=True) for each in tensors)))
+        made.append(Batch(lengths, *(copied(each, device) for each in tensors)))
         pairs.clear()
         work.clear()
 
