@@ -100,6 +100,7 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/invariant": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), batch_invariant=True),
     "qwen3-8b/bf16/even": Engine("qwen3-8b", "bf16", (_EVEN,)),
     "qwen3-8b/fp8_linear_kv/even": Engine("qwen3-8b", "fp8_linear_kv", (_EVEN,)),
+    "qwen3-8b/fp8_linear_kv/aligned/even": Engine("qwen3-8b", "fp8_linear_kv", (_EVEN,), forward="aligned"),
     "qwen3-8b/fp8_linear_kv/short": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,)),
     "qwen3-8b/fp8_linear_kv/aligned": Engine("qwen3-8b", "fp8_linear_kv", (_SHORT,), forward="aligned"),
     "qwen3-8b/fp8_linear_kv/aligned/headline": Engine(
