@@ -189,12 +189,17 @@ def ends_for(vocab_size: int, longest: int, mean: float) -> int:
 
 
 def step_row(training: Training, arch: Architecture, case: tuple[str, str], options: argparse.Namespace) -> Row:
-    """Means over the steps after the first; errors are the largest of all steps."""
+    """Means over the steps after the first; errors are the largest of all steps.
+
+    `written` is the share of the tokens trained on that was written in the same steps. Where it is not near 1, the steps
+    live on completions of earlier ones, or write those of later ones, and their speed is not that of a long run.
+    """
     run = read_run(training.folder, training.variant)
     measured = step_ledger_row(run, training.variant, training.shown)
     assert measured is not None, f"{training.folder}: no step between two commits"
     steps = [step.commit.step for step in timed_steps(run.evidence)]
     sizes = [_sizes(run, step) for step in steps]
+    trained = sum(size["generated_tokens"] for size in sizes)
     tokens = sum(size["prompt_tokens"] + size["generated_tokens"] for size in sizes) / len(sizes)
     seconds, per_gpu = measured["seconds"], tokens / options.gpus
     settings = dict(setting.split("=", 1) for setting in training.settings[1:])
@@ -211,7 +216,8 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
         "completions": sizes[-1]["completions"],
         "steps": len(steps),
         "tokens": round(tokens),
-        "length_mean": sum(size["generated_tokens"] for size in sizes) / sum(size["completions"] for size in sizes),
+        "written": 1 + (sizes[-1]["ahead"] - _ahead(run, steps[0] - 1)) / trained,
+        "length_mean": trained / sum(size["completions"] for size in sizes),
         "length_longest": max(size["longest"] for size in sizes),
         "tokens_per_s_per_gpu": per_gpu / seconds["wall"],
         "seconds": seconds,
@@ -238,17 +244,29 @@ def _sizes(run: RunData, step: int) -> Row:
         "prompt_tokens": sum(prompts),
         "generated_tokens": sum(completions),
         "longest": max(completions),
+        "ahead": _ahead(run, step),
     }
 
 
+def _ahead(run: RunData, step: int) -> int:
+    """Tokens that are written after a step and have not been trained on."""
+    stream = run.evidence.steps[step].artifacts.get("next_stream")
+    if stream is None:
+        return 0
+    return sum(map(len, ArtifactStore(run.evidence.folder).get_table(stream)["tokens"].to_pylist()))
+
+
 def step_table(rows: Sequence[Row]) -> str:
-    """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs."""
+    """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs.
+
+    Older rows of runs that generate ahead do not say which share was `written`.
+    """
     return table(
         (
             *("model", "precision", "GPUs", "of", "engines", "mode", "staleness", "old log-probs"),
             *("tokens/s/GPU", "predicted"),
             *(f"{part}, s" for part in PARTS),
-            *("mean length", "error", "tokens verified", "differ"),
+            *("written", "mean length", "error", "tokens verified", "differ"),
         ),
         (
             (
@@ -260,6 +278,7 @@ def step_table(rows: Sequence[Row]) -> str:
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
+                f"{row['written']:.2f}" if "written" in row else "",
                 f"{row['length_mean']:,.0f}",
                 f"{row['error_max']:.6g}",
                 *(f"{row['tokens_verified']:,}", f"{row['tokens_differing']:,}"),

@@ -189,11 +189,6 @@ def _load_claims() -> list[tuple[str, ...]]:
             (("fp8", 4, "synchronous", 0, "pass"), ("bf16", 4, "synchronous", 0, "pass")),
             "the same load, both with a pass",
         ),
-        (
-            "generation beside the update",
-            (("fp8", 2, "asynchronous", 2, "rollout"), ("fp8", 2, "synchronous", 0, "rollout")),
-            "the same load on two H200s, two versions of staleness; against the synchronous run",
-        ),
     )
     return [
         (

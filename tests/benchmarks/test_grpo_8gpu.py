@@ -59,6 +59,24 @@ def test_rows_of_committed_steps_join_those_of_other_calls(whole_run, tmp_path, 
     assert f"| rehearsal of qwen3-8b, 2 layers | fp8 | 1 | {here} | 1 | synchronous | 0 |" in capsys.readouterr().out
 
 
+def test_a_row_says_which_share_of_its_tokens_its_steps_have_written(loop_run, tmp_path):
+    settings = {"pipeline.mode": "asynchronous", "pipeline.max_staleness": 1, "pipeline.ahead_tokens": 4}
+    run = loop_run("ahead", **settings, **{"pipeline.chunk_tokens": 2})
+    (tmp_path / "model-qwen3-8b-2-tiny").mkdir()
+    shutil.copytree(run.folder, tmp_path / "runs" / "qwen3-8b-2-tiny-fp8-1-0-asynchronous-1-pass")
+    options = ["--out", str(tmp_path), "--gpus", "1", "--tiny", "--steps", "3", "--models", "qwen3-8b"]
+    assert main([*options, "--precisions", "fp8", "--mode", "asynchronous"]) == 0
+    (row,) = json.loads((tmp_path / "grpo_8gpu.json").read_text())
+    store = ArtifactStore(run.folder)
+    trained = [store.get_table(run.ledger.artifacts(step)["rollouts"]) for step in (2, 3, 4)]
+    left = store.get_table(run.ledger.artifacts(4)["next_stream"])
+    # Step 1 writes with version 0.
+    versions = [version for table in (*trained, left) for row in table["versions"].to_pylist() for version in row]
+    tokens = sum(len(tokens) for table in trained for tokens in table["tokens"].to_pylist())
+    assert row["written"] == pytest.approx(sum(version > 0 for version in versions) / tokens)
+    assert abs(row["written"] - 1) > 0.01
+
+
 @pytest.mark.parametrize("mode", ["one_step_off", "asynchronous"])
 @pytest.mark.parametrize(("engines", "ranks"), [(1, 3), (0, 4)])
 @pytest.mark.parametrize("source", SOURCES)
