@@ -191,8 +191,8 @@ def ends_for(vocab_size: int, longest: int, mean: float) -> int:
 def step_row(training: Training, arch: Architecture, case: tuple[str, str], options: argparse.Namespace) -> Row:
     """Means over the steps after the first; errors are the largest of all steps.
 
-    `written` is the share of the tokens trained on that was written in the same steps. Where it is not near 1, the steps
-    live on completions of earlier ones, or write those of later ones, and their speed is not that of a long run.
+    `written` is the share of the tokens trained on that was written in the same steps. Where it is not near 1, the
+    steps use completions of earlier ones, or write those of later ones, and their speed is not that of a long run.
     """
     run = read_run(training.folder, training.variant)
     measured = step_ledger_row(run, training.variant, training.shown)
