@@ -12,7 +12,8 @@ probability of K in the size of the vocabulary, and lengths are geometric; K is 
 that train, prompts and completions, as NeMo RL counts them in its performance summary.
 
 All GPUs generate and train in turn; with --engines N, N of them generate and the others train. Ahead of the update and
-without --engines, both compute on each GPU at the same time: start `nvidia-cuda-mps-control -d` before.
+without --engines, both compute on each GPU at the same time: start `nvidia-cuda-mps-control -d` before. With --mode
+in_turn nothing is generated beside the update: a rollout generates for all steps that --staleness allows.
 
 Each model in a precision is a run of its own, killed after its last step (`large_ledger`), and a row of kind
 `grpo_step` in --rows. Other rows of that file stay, so one call may measure one of them. The prediction that a row
@@ -49,6 +50,7 @@ SHAPES = {
 }
 """Configuration and shape of each model."""
 SOURCES = ("pass", "rollout")
+IN_TURN = "in_turn"
 PARTS = ("rollout", "logprobs", "train", "ahead", "sync", "wall")
 _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_heads": 2, "num_kv_heads": 1}
 _CASE = ("model", "precision", "layers", "gpus", "engines", "mode", "staleness", "logprobs")
@@ -102,8 +104,8 @@ _CACHE = {"bf16": 20.0, "fp8": 14.5}
 _APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
 # An engine that generates beside the update keeps its memory: on 80 GB there is room for this in FP8.
 _BESIDE = {"rollout.vllm.sleep": False, "rollout.vllm.kv_cache_gib": 9.0, "training.tokens_per_pass": 8192}
-# Each chunk sends every request anew.
-_CHUNK = 128
+# Each chunk sends every request anew. In turn nothing but prompts that enter waits for its end.
+_CHUNK = {"asynchronous": 128, IN_TURN: 1024}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,7 +151,7 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
         "rollout.prompts_per_step": load.prompts * options.gpus,
         "rollout.group_size": load.group,
         "rollout.max_new_tokens": load.longest,
-        "pipeline.mode": options.mode,
+        "pipeline.mode": "asynchronous" if options.mode == IN_TURN else options.mode,
         "logprobs.source": options.logprobs,
         "cluster.engines": options.engines or options.gpus,
         "cluster.ranks": options.gpus - options.engines,
@@ -158,11 +160,13 @@ def planned(model: str, precision: str, options: argparse.Namespace) -> Training
     if options.engines:
         settings |= {"cluster.placement": "separate", **({} if options.tiny else _APART)}
     elif not options.tiny:
-        settings |= {"rollout.max_batch": 256, "rollout.vllm.kv_cache_gib": _CACHE[precision]}
-        settings |= {} if options.mode == "synchronous" else _BESIDE
-    if options.mode == "asynchronous":
+        together = 1 + options.staleness if options.mode == IN_TURN else 1
+        settings |= {"rollout.max_batch": 256 * together, "rollout.vllm.kv_cache_gib": _CACHE[precision] * together}
+        settings |= {} if options.mode in ("synchronous", IN_TURN) else _BESIDE
+    if options.mode in _CHUNK:
         settings |= {"pipeline.max_staleness": options.staleness}
-        settings |= {} if options.tiny else {"pipeline.chunk_tokens": _CHUNK}
+        settings |= {"pipeline.ahead_tokens": 0} if options.mode == IN_TURN else {}
+        settings |= {} if options.tiny else {"pipeline.chunk_tokens": _CHUNK[options.mode]}
     if options.logprobs == "rollout" and options.mode != "synchronous":
         settings |= {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
     overrides = [f"model={folder}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
@@ -294,8 +298,7 @@ def _same(one: Row, other: Row) -> bool:
 
 def _staleness(options: argparse.Namespace) -> int:
     """Versions that a token is older by at most."""
-    limits: dict[str, int] = {"synchronous": 0, "one_step_off": 1, "asynchronous": options.staleness}
-    return limits[options.mode]
+    return options.staleness if options.mode in _CHUNK else MODES.index(options.mode)
 
 
 def _load(options: argparse.Namespace) -> Load:
@@ -304,7 +307,7 @@ def _load(options: argparse.Namespace) -> Load:
 
 def _driver(options: argparse.Namespace) -> list[str]:
     sizes = [f"--gpus {options.gpus}", f"--engines {options.engines}", f"--mode {options.mode}"]
-    sizes += [f"--staleness {options.staleness}"] if options.mode == "asynchronous" else []
+    sizes += [f"--staleness {options.staleness}"] if options.mode in _CHUNK else []
     sizes += [f"--logprobs {options.logprobs}", f"--steps {options.steps}", *(["--tiny"] if options.tiny else [])]
     return ["--out FOLDER", *sizes, *(f"--set {override}" for override in options.overrides)]
 
@@ -316,7 +319,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--predict", type=Path, default=PREDICTION, help="file of predictions written before")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--engines", type=int, default=0, help="GPUs that only generate (default 0: all do both)")
-    parser.add_argument("--mode", choices=MODES, default=MODES[0])
+    parser.add_argument("--mode", choices=(*MODES, IN_TURN), default=MODES[0])
     parser.add_argument("--staleness", type=int, default=1, help="of asynchronous tokens, in versions (default 1)")
     parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="of the old policy (default: a pass)")
     parser.add_argument("--models", nargs="+", choices=tuple(SHAPES), default=list(SHAPES))
@@ -329,6 +332,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 0 <= options.engines < options.gpus:
         parser.error(f"--engines {options.engines}: of {options.gpus} GPUs at least one trains")
+    if options.engines and options.mode == IN_TURN:
+        parser.error(f"--engines {options.engines}: in turn, all GPUs generate and all train")
     options.rows = options.rows or options.out / f"{RESULT}.json"
     return options
 

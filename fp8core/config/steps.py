@@ -53,10 +53,10 @@ class PipelineConfig(Section):
     )
     ahead_tokens: int | None = Field(
         None,
-        ge=1,
+        ge=0,
         le=1 << 20,
-        description="With `asynchronous`: tokens one after the other beside an update; null: until the update has "
-        "ended, and how many these were is recorded.",
+        description="With `asynchronous`: tokens one after the other beside an update; 0: none, and engines may sleep; "
+        "null: until the update has ended, and how many these were is recorded.",
     )
     chunk_tokens: int = Field(
         32,

@@ -15,7 +15,7 @@ from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import Plan, check_pipeline, import_spec
+from fp8core.config.steps import PipelineConfig, Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
@@ -154,7 +154,7 @@ def _refuse_ahead(config: RunConfig) -> None:
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
-        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config),
+        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not _in_turn(config.pipeline),
         "rollout.top_k": rollout.top_k is not None,
         "rollout.top_p": rollout.top_p < 1,
         "training.trainer=megatron": config.training.trainer == "megatron",
@@ -162,6 +162,11 @@ def _refuse_ahead(config: RunConfig) -> None:
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
     _refuse_inert_correction(config)
+
+
+def _in_turn(pipeline: PipelineConfig) -> bool:
+    """Whether engines have nothing to do during an update, and nothing to keep over it."""
+    return pipeline.ahead_tokens == 0 and pipeline.recompute_kv_cache_after_weight_update
 
 
 def _refuse_inert_correction(config: RunConfig) -> None:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.grpo_8gpu import NEMO, SHAPES, SOURCES, VARIANTS, ends_for, main, options_of, planned, shape
 from benchmarks.harness import gpu_here
 from fp8core.config.load import load_config
+from fp8core.errors import UserError
 from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.run.open import pipeline_of
@@ -89,3 +90,15 @@ def test_engines_that_generate_beside_the_update_fit(mode, engines, ranks, sourc
     assert (config.logprobs.source, pipeline_of(config).steps[0].name) == (source, "rollout")
     assert config.rollout.prompts_per_step * config.rollout.group_size == 256 * 4
     refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
+
+
+def test_a_rollout_that_generates_for_three_steps_fits(tmp_path):
+    asked = ["--gpus", "4", "--mode", "in_turn", "--staleness", "2", "--logprobs", "rollout"]
+    options = options_of(["--out", str(tmp_path), *asked])
+    training = planned("qwen3-8b", "fp8", options)
+    config, machine = load_config(training.config, training.settings), Machine(GPUS["h200"], None)
+    assert (config.rollout.max_batch, config.pipeline.ahead_tokens, config.rollout.vllm.sleep) == (768, 0, True)
+    assert pipeline_of(config).steps[0].name == "rollout"
+    refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
+    with pytest.raises(UserError, match="rollout.vllm.sleep is not computed"):
+        pipeline_of(load_config(training.config, [*training.settings, "pipeline.ahead_tokens=1"]))

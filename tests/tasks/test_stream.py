@@ -22,6 +22,7 @@ from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
+from fp8core.training.micro_batch import MicroBatchTrainer
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",
@@ -175,6 +176,33 @@ def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
         assert ahead.store.get_json(artifacts["metrics"])["alignment/tokens_differing"] == 0
     assert ages == {0, 1}
     assert spans == {1, 2}, "updates land in flight"
+
+
+def test_in_turn_engines_sleep_before_the_policy_learns(loop_run, monkeypatch):
+    """One rollout generates for several steps, and nothing is generated beside an update."""
+    events = list[str]()
+
+    def noted(owner, name):
+        called = getattr(owner, name)
+
+        def call(*arguments, **named):
+            events.append(name)
+            return called(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(EmbeddedEngine, "generate")
+    noted(EmbeddedEngine, "sleep")
+    noted(MicroBatchTrainer, "step")
+    settings = {"pipeline.ahead_tokens": 0, "pipeline.max_staleness": 2, "pipeline.chunk_tokens": 64}
+    run = loop_run("in-turn", **SETTINGS | settings, evaluation={"every": 100})
+    parts = "".join({"generate": "g", "sleep": "s", "step": "|"}[event] for event in events).split("|")
+    assert "g" in parts[0]
+    assert all(part.endswith("s") for part in parts[:-1]), parts
+    metrics = [run.store.get_json(run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)]
+    assert [each["rollout/staleness_max"] for each in metrics[:3]] == [0, 1, 2]
+    for each in metrics:
+        assert (each["rollout/tokens_beside_update"], each["alignment/tokens_differing"]) == (0, 0)
 
 
 def test_the_packed_trainer_scores_older_policies_too(loop_run):

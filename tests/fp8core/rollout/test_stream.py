@@ -70,7 +70,7 @@ paces = st.builds(Pace, st.integers(1, 4), st.integers(0, 3), st.none() | st.int
 
 
 @settings(max_examples=200, deadline=None)
-@given(pace=paces, ahead=st.none() | st.integers(1, 2 * LONGEST))
+@given(pace=paces, ahead=st.none() | st.integers(0, 2 * LONGEST))
 def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ahead: int | None) -> None:
     for step, rows in enumerate(trained(pace, ahead, 6), start=1):
         assert [(row.batch, row.group, row.sample) for row in rows] == [
@@ -84,7 +84,7 @@ def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ah
             assert row.versions[-1] <= step - 1
 
 
-@given(size=st.integers(1, 4), ahead=st.none() | st.integers(1, 9), most=st.none() | st.integers(1, 6))
+@given(size=st.integers(1, 4), ahead=st.none() | st.integers(0, 9), most=st.none() | st.integers(1, 6))
 def test_without_staleness_every_token_is_of_the_newest_policy(size: int, ahead: int | None, most: int | None) -> None:
     for step, rows in enumerate(trained(Pace(size, 0, most), ahead, 4), start=1):
         assert {version for row in rows for version in row.versions} == {step - 1}
