@@ -165,7 +165,7 @@ def _refuse_ahead(config: RunConfig) -> None:
 
 
 def _in_turn(pipeline: PipelineConfig) -> bool:
-    """Whether engines have nothing to do during an update, and nothing to keep over it."""
+    """True where engines have nothing to do during an update, and nothing to keep over it."""
     return pipeline.ahead_tokens == 0 and pipeline.recompute_kv_cache_after_weight_update
 
 

@@ -100,5 +100,5 @@ def test_a_rollout_that_generates_for_three_steps_fits(tmp_path):
     assert (config.rollout.max_batch, config.pipeline.ahead_tokens, config.rollout.vllm.sleep) == (768, 0, True)
     assert pipeline_of(config).steps[0].name == "rollout"
     refuse_unfit(plan_run(config, shape("qwen3-8b", options)[0], machine, trainer_grid(config, machine)))
-    with pytest.raises(UserError, match="rollout.vllm.sleep is not computed"):
+    with pytest.raises(UserError, match=r"rollout\.vllm\.sleep is not computed"):
         pipeline_of(load_config(training.config, [*training.settings, "pipeline.ahead_tokens=1"]))
