@@ -6,10 +6,12 @@ step.
 """
 
 import argparse
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from gc import freeze
 from typing import NoReturn
 
 from flows.cli import (
@@ -65,6 +67,8 @@ _COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; mistakes of the user are one line on stderr."""
     leave_working_directory_out()
+    # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
+    atexit.register(freeze)
     try:
         options = build_parser().parse_args(arguments)
         refuse_other_files(options)
