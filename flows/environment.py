@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from flows.imports import uncollected
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
 
@@ -155,7 +156,8 @@ def start_prefect(flow: str) -> str:
             refresh_global_settings_context()
             # Prefect sends its last events when Python exits; a function registered before those is called after them.
             atexit.register(server.stop)
-            import_module(flow)
+            with uncollected():
+                import_module(flow)
             server.wait()
     return _refuse_silence()
 

@@ -29,6 +29,7 @@ import urllib.request
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from flows.imports import uncollected
 from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import UserError
 
@@ -108,11 +109,12 @@ def serve_lasting(port: int) -> None:
 
 def _application(*, ephemeral: bool) -> Any:
     """Prefect's application; a page of another name that leads to this machine (DNS rebinding) gets no answer."""
-    from prefect.server.api.server import create_app
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-
     prepare_sqlite()
-    return TrustedHostMiddleware(create_app(ephemeral=ephemeral, final=True), ["127.0.0.1", "localhost"])
+    with uncollected():
+        from prefect.server.api.server import create_app
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+        return TrustedHostMiddleware(create_app(ephemeral=ephemeral, final=True), ["127.0.0.1", "localhost"])
 
 
 def _wait_for_end(serving: threading.Thread) -> None:

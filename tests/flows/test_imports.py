@@ -1,0 +1,35 @@
+"""What commands import, and what Python does beside it."""
+
+import gc
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from flows.imports import uncollected
+
+# None of these is imported to plan, and no command needs `transformers`.
+LARGE = {"mlflow", "prefect", "pandas", "matplotlib", "transformers"}
+
+
+@pytest.mark.parametrize(("command", "large"), [(["--help"], {"torch", *LARGE}), (["plan", "tiny"], LARGE)])
+def test_a_short_command_imports_no_library_that_it_does_not_need(command, large):
+    program = (
+        "import contextlib, sys; from flows.cli import main\n"
+        f"with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr): main({command})\n"
+        f"print({large} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "set()", found.stderr
+
+
+def test_garbage_is_looked_for_again_after_a_failed_import():
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), uncollected():
+            import_module("flows.missing" if not gc.isenabled() else "flows")
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
