@@ -17,7 +17,7 @@ from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs
-from flows.run_lookup import FlowOverrides, OptionalConfigName
+from flows.parameters import FlowOverrides, OptionalConfigName
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs

@@ -26,7 +26,8 @@ from flows.orchestration import (
     failed,
     prepare_logs,
 )
-from flows.run_lookup import ConfigName, FlowOverrides, load_settings
+from flows.parameters import ConfigName, FlowOverrides
+from flows.run_lookup import load_settings
 from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.publish import write_report

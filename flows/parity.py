@@ -18,8 +18,8 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, unanswered
+from flows.parameters import ConfigName, FlowOverrides
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
-from flows.run_lookup import ConfigName, FlowOverrides
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME

@@ -8,30 +8,16 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import WithJsonSchema
+from typing import TYPE_CHECKING
 
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.config.load import BARE_NAME, Overrides, load_config, reload_config, shipped_names
+from fp8core.config.load import Overrides, load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.schema import override_schema
 from fp8core.errors import UserError, not_unicode, printable
 
 if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
-
-# With `properties` of its own the mapping would be a form of 200 fields in Prefect's UI; now it is one field for JSON.
-_CHECKED = {"anyOf": [{"type": "object"}, {"type": "null"}], "if": {"type": "object"}, "then": override_schema()}
-FlowOverrides = Annotated[dict[str, Any] | list[str] | None, WithJsonSchema(_CHECKED)]
-"""Overrides of a flow. A server takes them as a mapping, and refuses a wrong name, type or bound at submission."""
-
-_BARE = {"type": "string", "pattern": BARE_NAME}
-_NAMED: dict[str, Any] = {"if": _BARE, "then": {"enum": shipped_names()}}
-ConfigName = Annotated[str, WithJsonSchema({"type": "string", **_NAMED})]
-OptionalConfigName = Annotated[str | None, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}], **_NAMED})]
-"""Configuration of a flow. A server refuses a bare name that is not shipped; the worker alone can look for a path."""
 
 
 def find_run(text: str) -> Path:
