@@ -104,7 +104,8 @@ _CACHE = {"bf16": 20.0, "fp8": 14.5}
 _APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
 # An engine that generates beside the update keeps its memory: on 80 GB there is room for this in FP8.
 _BESIDE = {"rollout.vllm.sleep": False, "rollout.vllm.kv_cache_gib": 9.0, "training.tokens_per_pass": 8192}
-# Each chunk sends every request anew. In turn nothing but prompts that enter waits for its end.
+# Each chunk sends every request anew. In turn, what others write beyond the last token of a step is lost; the longest
+# completion of a step nearly always has the most tokens, which are four chunks.
 _CHUNK = {"asynchronous": 128, IN_TURN: 1024}
 
 
@@ -334,6 +335,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--engines {options.engines}: of {options.gpus} GPUs at least one trains")
     if options.engines and options.mode == IN_TURN:
         parser.error(f"--engines {options.engines}: in turn, all GPUs generate and all train")
+    if options.mode == IN_TURN and options.steps % (1 + options.staleness):
+        parser.error(f"--steps {options.steps}: one rollout generates for {1 + options.staleness} steps, measure all")
     options.rows = options.rows or options.out / f"{RESULT}.json"
     return options
 

@@ -84,5 +84,5 @@ def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
             run.environment_seconds.setdefault(index, []).extend(seconds_of(batch))
             turns = None if run.config.environment is None else unnested_turns(table)
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
-    run.ready_engine().sleep()
+    run.rest_engine()
     return pa.concat_tables(tables).sort_by(ORDER).combine_chunks()

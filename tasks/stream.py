@@ -98,8 +98,6 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
         together = together and run.config.environment is None
         rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
     written.complete([*rows, *opened.rows])
-    if run.config.pipeline.ahead_tokens == 0:
-        run.ready_engine().sleep()
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)

@@ -235,8 +235,12 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
 
     Written apart from the advantages, which it judges (`rl.objective.reward_slope`).
     """
-    same = (groups[:, None] == groups[None, :]) & rows[None, :]
-    return rewards - (same.double() @ rewards) / same.sum(dim=1).clamp_min(1)
+    found, place = groups.unique(return_inverse=True)
+    sums, counts = (
+        torch.zeros(len(found), dtype=torch.float64).index_add(0, place[rows], values[rows])
+        for values in (rewards.double(), torch.ones_like(rewards, dtype=torch.float64))
+    )
+    return rewards - (sums / counts.clamp_min(1))[place]
 
 
 def without_large_errors(

@@ -223,7 +223,7 @@ class CheckpointConfig(Section):
 class BestConfig(Section):
     """Steps that were best by a metric."""
 
-    metric: str = Field("reward/heldout_accuracy", description="An MLflow metric of the step.")
+    metric: str = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
     count: int = Field(1, ge=1, le=1_000_000)
     mode: Literal["max", "min"] = "max"
 

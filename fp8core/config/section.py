@@ -154,7 +154,7 @@ class VllmConfig(Section):
     )
     decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
         "fp8_decode",
-        description="What decodes from an FP8 cache on a GPU: our kernel (head size 128), or FlashAttention 3.",
+        description="What decodes from an FP8 cache on a GPU: our kernel (head size 64 or 128), or FlashAttention 3.",
     )
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."

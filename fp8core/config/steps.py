@@ -92,6 +92,11 @@ class PipelineConfig(Section):
     )
 
     @property
+    def in_turn(self) -> bool:
+        """True where nothing is generated while the policy learns."""
+        return self.mode == "synchronous" or self.ahead_tokens == 0
+
+    @property
     def kept_policies(self) -> int:
         """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
         return 0 if self.mode == "synchronous" else self.max_staleness + 2

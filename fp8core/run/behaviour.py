@@ -32,7 +32,9 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     # One that is made again may leave the run another trainer, and another copy of those before it.
     needed = sorted(set(versions[versions >= 0].tolist()))
     for version in needed:
+        run.rest_engine()
         _make_sure(run, version)
+    run.rest_engine()
     policies = {version: run.kept_policies[version] for version in needed}
     trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"

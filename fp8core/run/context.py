@@ -117,6 +117,14 @@ class RunContext:
         assert self.engine is not None, "the run has no policy yet"
         return self.engine
 
+    def rest_engine(self) -> None:
+        """Leave the device to a trainer until the next sync: its options say whether the engine sleeps.
+
+        A run that was restored has an engine that is awake, also where its rollout is stored.
+        """
+        if self.config.pipeline.in_turn:
+            self.ready_engine().sleep()
+
 
 _live: dict[Path, RunContext] = {}
 

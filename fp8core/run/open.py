@@ -15,7 +15,7 @@ from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import PipelineConfig, Plan, check_pipeline, import_spec
+from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
@@ -151,10 +151,11 @@ def _refuse_ahead(config: RunConfig) -> None:
         _refuse_kept_cache(config)
     elif contract not in EQUAL:
         raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
+    _refuse_nothing_ahead(config)
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
-        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not _in_turn(config.pipeline),
+        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not config.pipeline.in_turn,
         "rollout.top_k": rollout.top_k is not None,
         "rollout.top_p": rollout.top_p < 1,
         "training.trainer=megatron": config.training.trainer == "megatron",
@@ -164,9 +165,16 @@ def _refuse_ahead(config: RunConfig) -> None:
     _refuse_inert_correction(config)
 
 
-def _in_turn(pipeline: PipelineConfig) -> bool:
-    """True where engines have nothing to do during an update, and nothing to keep over it."""
-    return pipeline.ahead_tokens == 0 and pipeline.recompute_kv_cache_after_weight_update
+def _refuse_nothing_ahead(config: RunConfig) -> None:
+    """Refuse settings with which the prompts of later steps wait for the part beside the update, which is empty."""
+    pipeline = config.pipeline
+    waiting = {
+        "environment": config.environment is not None,
+        "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+        "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None and pipeline.drop_or_wait == "wait",
+    }
+    for setting in (setting for setting, used in waiting.items() if used and pipeline.ahead_tokens == 0):
+        raise UserError(f"pipeline.ahead_tokens=0: with {setting} nothing would be generated ahead; unset one of both")
 
 
 def _refuse_inert_correction(config: RunConfig) -> None:

@@ -44,7 +44,7 @@ def restore(run: RunContext) -> int:
     for artifact in run.plan.carries:
         _whole(run, last + 1, artifact)
     version = _restore_open_step(run, last + 1)
-    if version > last and _generates(run, last + 1):
+    if version > last and run.config.pipeline.ahead_tokens != 0 and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
         rewind_with_engine(run, last)
         rewind_to(run, version)

@@ -93,7 +93,7 @@ def test_engines_that_generate_beside_the_update_fit(mode, engines, ranks, sourc
 
 
 def test_a_rollout_that_generates_for_three_steps_fits(tmp_path):
-    asked = ["--gpus", "4", "--mode", "in_turn", "--staleness", "2", "--logprobs", "rollout"]
+    asked = ["--gpus", "4", "--mode", "in_turn", "--staleness", "2", "--logprobs", "rollout", "--steps", "3"]
     options = options_of(["--out", str(tmp_path), *asked])
     training = planned("qwen3-8b", "fp8", options)
     config, machine = load_config(training.config, training.settings), Machine(GPUS["h200"], None)

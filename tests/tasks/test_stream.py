@@ -178,27 +178,51 @@ def test_every_token_has_the_log_prob_of_the_version_that_wrote_it(ahead):
     assert spans == {1, 2}, "updates land in flight"
 
 
-def test_in_turn_engines_sleep_before_the_policy_learns(loop_run, monkeypatch):
-    """One rollout generates for several steps, and nothing is generated beside an update."""
-    events = list[str]()
+@pytest.fixture
+def events(monkeypatch):
+    """What engines and trainers do from now on, in order."""
+    found = list[str]()
 
     def noted(owner, name):
         called = getattr(owner, name)
 
         def call(*arguments, **named):
-            events.append(name)
+            found.append(name)
             return called(*arguments, **named)
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(EmbeddedEngine, "generate")
-    noted(EmbeddedEngine, "sleep")
-    noted(MicroBatchTrainer, "step")
-    settings = {"pipeline.ahead_tokens": 0, "pipeline.max_staleness": 2, "pipeline.chunk_tokens": 64}
-    run = loop_run("in-turn", **SETTINGS | settings, evaluation={"every": 100})
-    parts = "".join({"generate": "g", "sleep": "s", "step": "|"}[event] for event in events).split("|")
-    assert "g" in parts[0]
-    assert all(part.endswith("s") for part in parts[:-1]), parts
+    for name in ("generate", "sleep", "update"):
+        noted(EmbeddedEngine, name)
+    for name in ("step", "logprobs_of"):
+        noted(MicroBatchTrainer, name)
+    return found
+
+
+def awake(events):
+    """What trainers did beside an engine that had not been sent to sleep, and how much they did in all."""
+    trained = [i for i, event in enumerate(events) if event in ("step", "logprobs_of")]
+    engine = [event if event not in ("step", "logprobs_of") else None for event in events]
+    last = {i: next((event for event in reversed(engine[:i]) if event is not None), None) for i in trained}
+    return [events[i] for i, event in last.items() if event != "sleep"], len(trained)
+
+
+IN_TURN = SETTINGS | {"pipeline.ahead_tokens": 0, "pipeline.max_staleness": 2, "pipeline.chunk_tokens": 64}
+
+
+def test_in_turn_engines_sleep_while_the_policy_learns(loop_run, events):
+    """One rollout generates for several steps, nothing is generated beside an update; also after a kill."""
+    run = loop_run("in-turn", **IN_TURN, evaluation={"every": 100})
+    found, trained = awake(events)
+    assert (found, trained > 4) == ([], True)
+    records = run.records
+    for task in ("rollout", "train"):
+        run.cut_after(3, task)
+        events.clear()
+        run.resume()
+        found, trained = awake(events)
+        assert (found, trained > 2) == ([], True)
+        assert run.records == records
     metrics = [run.store.get_json(run.ledger.artifacts(step)["metrics"]) for step in range(1, 5)]
     assert [each["rollout/staleness_max"] for each in metrics[:3]] == [0, 1, 2]
     for each in metrics:
@@ -414,6 +438,27 @@ def test_what_is_not_computed_ahead_is_refused(settings, reason):
     config = load_config("tiny", {"pipeline.mode": "asynchronous", **settings})
     with pytest.raises(UserError, match=f"^pipeline.mode=asynchronous: .*{reason}"):
         plan_of(config)
+
+
+def test_an_engine_sleeps_while_a_resumed_run_makes_the_update_of_stored_rollouts(run_copy, events):
+    run_copy.cut_after(3, "rollout")
+    run_copy.resume()
+    found, trained = awake(events)
+    assert (found, trained > 1) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("tiny", {"pipeline.max_inflight_prompts": 4}),
+        ("tiny", {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}),
+        ("tiny-tools", {}),
+    ],
+)
+def test_in_turn_is_refused_where_nothing_would_be_ahead(config, settings):
+    asked = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 0, **settings}
+    with pytest.raises(UserError, match=r"^pipeline.ahead_tokens=0: with .* nothing would be generated ahead"):
+        plan_of(load_config(config, asked))
 
 
 def test_an_engine_that_does_not_go_on_is_refused(tmp_path, monkeypatch):

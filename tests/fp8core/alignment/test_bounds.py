@@ -79,6 +79,10 @@ def test_none_judges_nothing_and_says_so() -> None:
 def test_an_estimator_whose_advantages_may_have_another_sign_than_the_centred_reward_has_no_bound_on_it() -> None:
     assert "reward_slope" in of(**{"loss.advantage": "rloo"}).limits
     assert "reward_slope" not in of(**{"loss.advantage": "reinforce_plus_plus"}).limits
+    by_episode, by_turn = (
+        stop_bounds(load_config("tiny-tools", {"environment.advantage": over})) for over in ("episode", "turn")
+    )
+    assert by_episode.limits.keys() - by_turn.limits.keys() == {"reward_slope"}
 
 
 def test_a_healthy_step_of_an_exact_run_crosses_nothing() -> None:
