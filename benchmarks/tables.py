@@ -22,6 +22,7 @@ from benchmarks.cluster_hopper import step_table
 from benchmarks.episodes_hopper import episode_table
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
 from benchmarks.sglang_hopper import sglang_table
+from benchmarks.verifier_speed import speed_tables
 
 SHAPE = [16384, 4096]
 DECODERS = {"fp8_decode": "ours", "flash_attention": "FlashAttention 3"}
@@ -594,6 +595,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "episodes": lambda: [episode_table(stored("episodes_hopper"))],
     "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
     "attention": lambda: [*attention_tables(stored("attention_forward"))],
+    "verifiers": lambda: speed_tables(stored("verifier_speed")),
 }
 
 if __name__ == "__main__":
