@@ -135,7 +135,7 @@ def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpa
     completions = pipeline.max_staleness * rollout.drawn_prompts * rollout.group_size
     # The prompts of a step that ends, and those that staleness lets in beside them.
     prompts = min(pipeline.max_inflight_prompts or math.inf, (1 + pipeline.max_staleness) * rollout.drawn_prompts)
-    writing = min(rollout.max_batch, math.ceil(prompts / config.cluster.engines) * rollout.group_size)
+    writing = math.ceil(prompts / config.cluster.engines) * rollout.group_size
     tokens = min(rollout.max_new_tokens, longest_sequence(config, arch))
     return AheadSpace(
         *(pipeline.mode, pipeline.max_staleness, completions, writing, completions * tokens * _STREAMED),
