@@ -11,13 +11,13 @@ PREDICTED, in milliseconds, was written after the kernel's first times and befor
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import RowFile, table
+from benchmarks.harness import Row, RowFile, table
 from fp8core.kernels import attention, attention_backward
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
@@ -34,6 +34,7 @@ PREDICTED = {
     "4 x 4,096": {"fp8": 1.51, "FlashAttention 2": 1.69, "FlashAttention 3": 1.05},
     "1 x 16,384": {"fp8": 5.5, "FlashAttention 2": 6.3, "FlashAttention 3": 3.8},
 }
+_BACKWARD = {"saved": "backward, ms", "forward again": "with a forward", "cuDNN": "by cuDNN"}
 
 
 def main() -> None:
@@ -63,9 +64,25 @@ def main() -> None:
             rows.append({"kind": "attention_backward", "pack": name, "form": form, "milliseconds": milliseconds})
         differing = tokens_differing(qkv, pack)
         rows.append({"kind": "attention_equal", "pack": name, "values": len(qkv) * 4096, "differing": differing})
-    cells = [(row["pack"], row["form"], str(row["milliseconds"])) for row in rows.rows if "form" in row]
-    print(table(("pack", "form", "ms"), cells))
-    print([(row["pack"], row["differing"]) for row in rows.rows if row["kind"] == "attention_equal"])
+    print(whole_attention_table(rows.rows))
+
+
+def whole_attention_table(rows: Sequence[Row]) -> str:
+    """Attention to whole sequences, forward and backward, beside FlashAttention."""
+    forward, backward, equal = (
+        [row for row in rows if row["kind"] == f"attention_{kind}"] for kind in ("forward", "backward", "equal")
+    )
+    lines = []
+    for pack in dict.fromkeys(row["pack"] for row in forward):
+        by_form = {row["form"]: row for row in forward if row["pack"] == pack}
+        cells = [f"{row['milliseconds']:.2f} ({row['teraflops']})" for row in by_form.values()]
+        predicted = ", ".join(f"{row['predicted']:.2f}" for row in by_form.values())
+        back = [f"{row['milliseconds']:.2f}" for row in backward if row["pack"] == pack]
+        differing = [f"{row['differing']}" for row in equal if row["pack"] == pack]
+        lines.append([pack, *cells, predicted, *back, *differing])
+    names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in forward)]
+    shown = [_BACKWARD[form] for form in dict.fromkeys(row["form"] for row in backward)]
+    return table(["sequences", *names, "predicted, ms", *shown, "values that differ"], lines)
 
 
 def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:

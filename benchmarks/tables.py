@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attention_forward import whole_attention_table
 from benchmarks.cluster_hopper import step_table
 from benchmarks.episodes_hopper import episode_table
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
@@ -439,25 +440,6 @@ def deployment_table(rows: Sequence[Row]) -> str:
     return table(["deployment", "grid", "steps", "ended", "error, largest", f"{', '.join(tasks)}, s"], lines)
 
 
-def attention_tables(rows: Sequence[Row]) -> Iterator[str]:
-    """Attention to whole sequences, forward and backward, beside FlashAttention."""
-    found = _of(rows, "attention_forward")
-    lines = []
-    for pack in dict.fromkeys(row["pack"] for row in found):
-        forms = {row["form"]: row for row in found if row["pack"] == pack}
-        cells = [f"{row['milliseconds']:.2f} ({row['teraflops']})" for row in forms.values()]
-        predicted = ", ".join(f"{row['predicted']:.2f}" for row in forms.values())
-        back = [f"{row['milliseconds']:.2f}" for row in _of(rows, "attention_backward") if row["pack"] == pack]
-        differing = [f"{row['differing']}" for row in _of(rows, "attention_equal") if row["pack"] == pack]
-        lines.append([pack, *cells, predicted, *back, *differing])
-    names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in found)]
-    backward = [_BACKWARD[form] for form in dict.fromkeys(row["form"] for row in _of(rows, "attention_backward"))]
-    yield table(["sequences", *names, "predicted, ms", *backward, "values that differ"], lines)
-
-
-_BACKWARD = {"saved": "backward, ms", "forward again": "with a forward", "cuDNN": "by cuDNN"}
-
-
 # The loop
 
 
@@ -594,7 +576,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "asynchronous": lambda: _table_of("asynchronous_hopper", "mode_table"),
     "episodes": lambda: [episode_table(stored("episodes_hopper"))],
     "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
-    "attention": lambda: [*attention_tables(stored("attention_forward"))],
+    "attention": lambda: [whole_attention_table(stored("attention_forward"))],
     "verifiers": lambda: speed_tables(stored("verifier_speed")),
 }
 

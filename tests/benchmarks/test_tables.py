@@ -73,6 +73,7 @@ def test_the_pages_have_every_table_of_what_is_stored(found) -> None:
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "results").glob("*.md")) + "\n"
     printed = [table for table in found() if table]
     assert printed
+    assert not [table for table in printed if len(table.splitlines()) < 3], "no rows"
     assert not [table.splitlines()[0] for table in printed if table + "\n" not in text]
 
 
