@@ -236,10 +236,8 @@ def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
     Written apart from the advantages, which it judges (`rl.objective.reward_slope`).
     """
     found, place = groups.unique(return_inverse=True)
-    sums, counts = (
-        torch.zeros(len(found), dtype=torch.float64).index_add(0, place[rows], values[rows])
-        for values in (rewards.double(), torch.ones_like(rewards, dtype=torch.float64))
-    )
+    sums = torch.bincount(place[rows], rewards[rows].double(), len(found))
+    counts = torch.bincount(place[rows], minlength=len(found))
     return rewards - (sums / counts.clamp_min(1))[place]
 
 

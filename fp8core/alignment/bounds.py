@@ -172,9 +172,9 @@ def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
 def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
     limits = {"mask_differing": 0.0}
-    by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl
-    # Of turns, returns have a baseline, and an episode with less reward in all may have a turn with more.
-    by_rewards = by_rewards and (config.environment is None or config.environment.advantage != "turn")
+    # A turn may have a return above its baseline in an episode whose reward is below the mean.
+    by_turn = config.environment is not None and config.environment.advantage == "turn"
+    by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl and not by_turn
     if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
         limits["reward_slope"] = 0.0
     if contract in EQUAL:

@@ -168,12 +168,14 @@ def _refuse_ahead(config: RunConfig) -> None:
 def _refuse_nothing_ahead(config: RunConfig) -> None:
     """Refuse settings with which the prompts of later steps wait for the part beside the update, which is empty."""
     pipeline = config.pipeline
+    if pipeline.ahead_tokens != 0:
+        return
     waiting = {
         "environment": config.environment is not None,
         "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
         "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None and pipeline.drop_or_wait == "wait",
     }
-    for setting in (setting for setting, used in waiting.items() if used and pipeline.ahead_tokens == 0):
+    for setting in (setting for setting, used in waiting.items() if used):
         raise UserError(f"pipeline.ahead_tokens=0: with {setting} nothing would be generated ahead; unset one of both")
 
 

@@ -201,10 +201,15 @@ def events(monkeypatch):
 
 def awake(events):
     """What trainers did beside an engine that had not been sent to sleep, and how much they did in all."""
-    trained = [i for i, event in enumerate(events) if event in ("step", "logprobs_of")]
-    engine = [event if event not in ("step", "logprobs_of") else None for event in events]
-    last = {i: next((event for event in reversed(engine[:i]) if event is not None), None) for i in trained}
-    return [events[i] for i, event in last.items() if event != "sleep"], len(trained)
+    asleep, beside, trained = False, [], 0
+    for event in events:
+        if event not in ("step", "logprobs_of"):
+            asleep = event == "sleep"
+            continue
+        trained += 1
+        if not asleep:
+            beside.append(event)
+    return beside, trained
 
 
 IN_TURN = SETTINGS | {"pipeline.ahead_tokens": 0, "pipeline.max_staleness": 2, "pipeline.chunk_tokens": 64}
