@@ -133,9 +133,12 @@ def _prune(run: RunContext, index: int) -> None:
 
 
 def _kept_steps(run: RunContext, index: int) -> set[int]:
-    """Of the steps up to `index`, those that `artifacts.keep` names."""
+    """Of the steps up to `index`, those that `artifacts.keep` names; all, where none has the metric of the best."""
     keep, ledger = run.config.artifacts.keep, run.directory.ledger
     if keep is None:
         return set()
     values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
+    if keep.best is not None and not values:
+        run.console.note(f"artifacts.keep.best.metric: no step has {keep.best.metric} yet; all checkpoints stay")
+        return {*range(index + 1)}
     return kept_steps(keep, range(index + 1), values)

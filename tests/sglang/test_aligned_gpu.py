@@ -131,3 +131,17 @@ def test_known_tokens_have_the_trainers_log_probs(aligned: Any, trainer: PackedT
     probes = [Probe(each.prompt, done.tokens[0]) for each, done in zip(groups, known, strict=True)]
     (row,) = aligned.score(probes, temperature)
     assert row == [logprobs[0] for logprobs in scored(trainer, groups, known, temperature)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_completion_that_was_cut_goes_on(aligned: Any, temperature: float) -> None:
+    """After each part the prefix cache is gone, as after an update."""
+    assert aligned.drop_prefixes()
+    (alone,) = collect(aligned, [PROBE], temperature)
+    tokens, logprobs = list[int](), list[float]()
+    for room in (1, 14, 16, WRITTEN):
+        assert aligned.drop_prefixes()
+        (part,) = collect(aligned, [replace(PROBE, begun=(tuple(tokens),), room=(room,))], temperature)
+        assert part.finish == ("open" if room < WRITTEN else "length")
+        tokens, logprobs = tokens + part.tokens, logprobs + part.logprobs
+    assert (tokens, logprobs) == (alone.tokens, alone.logprobs)

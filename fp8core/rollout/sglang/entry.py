@@ -161,6 +161,7 @@ ENGINE = EngineEntry(
     longest=_longest,
     arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
     products=_products,
+    continues=lambda config: config.rollout.sglang.model == "aligned",
     sleeps=lambda config: config.rollout.sglang.sleep,
     # Its own model rounds where no points of a contract do.
     stock={"rollout.sglang.model": "stock", "precision.rounding_points": "stepwise"},

@@ -188,6 +188,14 @@ def test_a_checkpoint_that_was_pruned_is_not_missed(run_copy):
     assert "missing" not in run_copy.said
 
 
+def test_no_checkpoint_goes_while_no_step_has_the_metric_of_the_best(loop_run):
+    keep = {"last": 1, "best": {"metric": "reward/misspelt"}}
+    run = loop_run("misspelt", **{"checkpoint.every": 1, "checkpoint.keep": 1, "artifacts.keep": keep})
+    run.resume(steps=5)
+    assert len([*(run.folder / "checkpoints").glob("[0-9]*")]) == 5
+    assert "artifacts.keep.best.metric: no step has reward/misspelt yet; all checkpoints stay" in run.said
+
+
 def test_a_redo_that_differs_is_refused_by_an_exact_run(run_copy):
     run_copy.cut_after(4, "prompts")
     run_copy.change_rewards(3)
