@@ -1,11 +1,13 @@
 """Time rollouts of Qwen3-8B's shape with SGLang on one Hopper GPU, BF16 beside FP8 under the same settings.
 
     python -m benchmarks.sglang_hopper --out FOLDER [--seconds 400] bf16 fp8_linear_kv aligned
+    python -m benchmarks.sglang_hopper --out FOLDER --surroundings [--invariant] fp8_linear_kv aligned
 
 `aligned` is the last precision with our model. Each case is a process of its own and writes
 FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until the engine was ready (`start`), a sync that
 is proved, and the rollout, as rollout_hopper.py has it for vLLM. Weights are random, prompts are all different, every
-request generates its full length.
+request generates its full length. With --surroundings, FOLDER/exactness-CASE-sglang.json says what of a request's
+tokens and log-probs depends on what is beside it, as vllm_hopper has it for vLLM: a small model, 64 tokens.
 
 Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
 
@@ -15,6 +17,8 @@ Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen
     aligned          11,500 tokens/s, ready in 130 s: the same linears; vLLM's two models are as fast as each other
     sync             0.15 s for 8.2 GB in FP8 and 0.25 s for 16.4 GB in BF16, read-back included: a copy and a read at
                      3 TB/s, and 300 or 500 views
+    surroundings     aligned and with deterministic inference, all 64 tokens and log-probs are equal in each; by
+                     default they are not beside 255 others, after 1 to 20 tokens
 """
 
 import argparse
@@ -22,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.section import SglangConfig
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.sglang.requirements import find_build
@@ -50,12 +56,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=560.0, help="budget; what runs longer is ended")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
     parser.add_argument("--invariant", action="store_true", help="with deterministic inference")
+    parser.add_argument("--surroundings", action="store_true", help="what a request depends on, instead of times")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
-        measure(options)
+        (measure_surroundings if options.surroundings else measure)(options)
         return
     deadline = time.monotonic() + options.seconds
     for name in options.cases:
@@ -64,23 +71,17 @@ def main() -> None:
             continue
         command = [sys.executable, "-m", "benchmarks.sglang_hopper", name, "--inside", f"--out={options.out}"]
         command += [f"--layers={options.layers}", *(["--invariant"] if options.invariant else [])]
+        command += ["--surroundings"] if options.surroundings else []
         if ended(start(command), deadline) == -signal.SIGKILL:
             print(f"{name}: out of time", flush=True)
 
 
 def measure(options: argparse.Namespace) -> None:
     """Start an engine, update it and time its rollouts."""
-    (case,) = options.cases
-    set_variables(required_environment(), suggested_environment())
-    settings = SglangConfig(
-        mem_fraction_static=0.85, context_length=PROMPT + GENERATED, batch_invariant=options.invariant
-    )
-    precision = "fp8_linear_kv" if case == ALIGNED else case
-    arch, contract = cases.qwen3_8b(options.layers), cases.contract(precision)
-    if case == ALIGNED:
-        settings, contract = settings.model_copy(update=_ALIGNED), cases.aligned(contract)
-    end = "-invariant" if options.invariant else ""
-    rows = RowFile(options.out / f"qwen3-8b-{case}-sglang{end}.json", engine="sglang", model="qwen3-8b")
+    (case,), arch = options.cases, cases.qwen3_8b(options.layers)
+    precision, contract, settings = prepared(case, options.invariant)
+    settings = settings.model_copy(update={"mem_fraction_static": 0.85, "context_length": PROMPT + GENERATED})
+    rows = RowFile(options.out / f"qwen3-8b-{_file_end(case, options)}", engine="sglang", model="qwen3-8b")
     # It must have a CUDA context of its own to share weights, whichever process comes first.
     from fp8core.rollout.sglang.engine import SglangEngine
 
@@ -102,6 +103,43 @@ def measure(options: argparse.Namespace) -> None:
     finally:
         thaw_heap()
         engine.close()
+
+
+def measure_surroundings(options: argparse.Namespace) -> None:
+    """Test which surroundings leave a request's tokens and log-probs as they are."""
+    (case,) = options.cases
+    _, contract, settings = prepared(case, options.invariant)
+    settings = settings.model_copy(update={"mem_fraction_static": 0.3, "kv_cache_gib": 16.0, "context_length": 4096})
+    rows = RowFile(options.out / f"exactness-{_file_end(case, options)}", engine="sglang", case=case)
+    policy = cases.small_policy(contract, version=0)
+    from fp8core.rollout.sglang.engine import SglangEngine
+
+    def started(most: int) -> SglangEngine:
+        engine = SglangEngine(policy.arch, contract, settings, most, find_build(this_platform()))
+        cases.synchronise(engine, policy)
+        return engine
+
+    with closing(started(256)) as engine:
+        alone = cases.probe_alone(engine)
+        for found, surroundings in cases.probes(engine, policy):
+            rows.append(cases.compared(alone, found, surroundings, options.invariant))
+    with closing(started(2)) as pair:
+        rows.append(cases.compared(alone, cases.probe_alone(pair), "alone, engine of two", options.invariant))
+        rows.append(cases.compared(alone, *cases.probe_joined(pair, policy), options.invariant))
+
+
+def prepared(case: str, invariant: bool) -> tuple[str, PrecisionContract, SglangConfig]:
+    """A case's precision, contract and settings, in an environment that is prepared for it."""
+    set_variables(required_environment(), suggested_environment())
+    settings = SglangConfig(batch_invariant=invariant)
+    if case != ALIGNED:
+        return case, cases.contract(case), settings
+    aligned = cases.aligned(cases.contract("fp8_linear_kv"))
+    return "fp8_linear_kv", aligned, settings.model_copy(update=_ALIGNED)
+
+
+def _file_end(case: str, options: argparse.Namespace) -> str:
+    return f"{case}-sglang{'-invariant' if options.invariant else ''}.json"
 
 
 def _timed(engine: Any) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""A training that is killed and resumed on one GPU has the engine's memory while its policy learns, and the same end."""
+"""A training that is killed and resumed on one GPU learns beside a sleeping engine, and comes to the same end."""
 
 import threading
 import time
@@ -59,9 +59,12 @@ def train(folder: Path, settings: Sequence[str], till: Any) -> None:
     """Start it, or go on with it, until `till` of its ledger is true; then it is killed."""
     command = training_command("h200-small", [*settings, f"runs={folder.parent}", f"run={folder.name}"])
     with (folder.parent / "log").open("wb") as log:
-        run_till(command, log, lambda: (found := ledger(folder)) is not None and till(found), time.monotonic() + _SECONDS)
+        run_till(
+            command, log, lambda: (found := ledger(folder)) is not None and till(found), time.monotonic() + _SECONDS
+        )
     found = ledger(folder)
-    assert found is not None and till(found), (folder.parent / "log").read_text(errors="replace")[-6000:]
+    assert found is not None
+    assert till(found), (folder.parent / "log").read_text(errors="replace")[-6000:]
 
 
 def ended(found: LedgerView) -> bool:
