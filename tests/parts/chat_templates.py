@@ -64,7 +64,8 @@ LLAMA3 = """\
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
     {%- elif message.tool_calls %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n<|python_tag|>' }}
-        {{- (message.tool_calls[0].function | tojson) + '<|eom_id|>' }}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eom_id|>' }}
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}{{ message.content | trim }}<|eot_id|>
     {%- endif %}
