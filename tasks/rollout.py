@@ -1,5 +1,6 @@
-"""Generate the completions of an iteration; finished groups are durable as they come."""
+"""Generate the completions of an iteration; finished groups, and finished episodes, are durable as they come."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -24,9 +25,9 @@ from tasks.step import step
 def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete every prompt `group_size` times under the given policy and scales.
 
-    Groups that an interrupted run has finished are read from its shards, those of a damaged shard are generated again.
-    The shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The
-    verifier may begin with finished groups while others are generated; its verdicts are the reward step's to store.
+    Completions of an interrupted run are read from its shards; those of a damaged shard are generated again. The
+    shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The verifier
+    may begin with finished groups while others are generated; its verdicts are the reward step's to store.
     """
     return {"rollouts": run.directory.store.put_table("rollouts", _played(run, index, prompts))}
 
@@ -36,7 +37,9 @@ def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, polic
     outputs={"turns": "turns", "rollouts": "rollouts"},
 )
 def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """As `rollout`, with an environment that answers; episodes that were cut begin again with the same seeds.
+    """As `rollout`, with an environment that answers; each finished episode is durable as it comes.
+
+    Episodes that were cut begin again with the same seeds.
 
     Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
     """
@@ -57,7 +60,9 @@ def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()
-    finished = set(done["group"].to_pylist()) if done is not None else set()
+    finished = defaultdict[int, set[int]](set)
+    for row in [] if done is None else done.select(["group", "sample"]).to_pylist():
+        finished[row["group"]].add(row["sample"])
     config = run.config.rollout
     truncation = Truncation.of(config.top_k, config.top_p)
     sampling = Sampling(
@@ -74,7 +79,8 @@ def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
 
     if done is not None:
         tables.append(done.cast(schema) if run.config.environment is None else done)
-    open_groups = [group for group in groups if group.group not in finished]
+    # Of a group that the environment had begun, some episodes may be there.
+    open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
     longest = longest_prompt(run.config, run.arch.max_positions)
     with environment_of(run, index, "turns") as pool:
         for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool):

@@ -330,11 +330,11 @@ class _Played:
         asked = list[PromptGroup]()
         for group in groups:
             place, begun = places[group.group], group.begun or ((),) * len(group.samples)
-            kept = [(*place, sample) in self._over for sample in group.samples]
-            told = zip(group.samples, begun, kept, strict=True)
-            yield [self._told(group.group, (*place, sample), len(tokens)) for sample, tokens, over in told if over]
-            if not all(kept):
-                asked.append(_without(group, kept))
+            kept = {sample for sample in group.samples if (*place, sample) in self._over}
+            told = zip(group.samples, begun, strict=True)
+            yield [self._told(group.group, (*place, sample), len(tokens)) for sample, tokens in told if sample in kept]
+            if (left := group.without(kept)).samples:
+                asked.append(left)
         if asked:
             yield from self._play(asked, places)
 
@@ -444,16 +444,6 @@ class _Played:
 
 def _sample(row: Row) -> _Sample:
     return row.batch, row.group, row.sample
-
-
-def _without(group: PromptGroup, known: Sequence[bool]) -> PromptGroup:
-    """A group without the samples that are known."""
-    left = [i for i, found in enumerate(known) if not found]
-
-    def of(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in left) if values else ()
-
-    return replace(group, samples=of(group.samples), seeds=of(group.seeds), begun=of(group.begun), room=of(group.room))
 
 
 def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:

@@ -2,13 +2,13 @@
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import Truncation
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class PromptGroup:
     seeds: tuple[int, ...]
     begun: tuple[tuple[int, ...], ...] = ()
     room: tuple[int, ...] = ()
+
+    def without(self, known: Collection[int]) -> Self:
+        """The group without some of its samples; it may have none left."""
+        left = [i for i, sample in enumerate(self.samples) if sample not in known]
+
+        def of(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
+            return tuple(values[i] for i in left) if values else ()
+
+        return replace(self, samples=of(self.samples), seeds=of(self.seeds), begun=of(self.begun), room=of(self.room))
 
 
 @dataclass(frozen=True)

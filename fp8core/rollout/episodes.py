@@ -179,9 +179,9 @@ def run_episodes(
     sampling: Sampling,
     multi_turn: MultiTurn | None = None,
 ) -> Iterator[list[Episode]]:
-    """Play all episodes at once; each yield holds whole groups as they finish, in order of group and sample.
+    """Play all episodes at once; each yield holds those that have finished since, in order of group and sample.
 
-    With `MultiTurn.room` a group has finished when each of its episodes is over or has written so much.
+    With `MultiTurn.room` an episode has finished when it is over or has written so much.
 
     Args:
         engine: must be a `StreamingEngine` where there is an environment.
@@ -198,8 +198,7 @@ def run_episodes(
         for group in groups
         for i, sample in enumerate(group.samples)
     }
-    sizes = {group.group: len(group.samples) for group in groups}
-    finished: dict[int, list[Episode]] = {group.group: [] for group in groups}
+    finished = list[Episode]()
 
     def go_on(key: Key, found: Episode | Action | None) -> None:
         """Let the policy speak, ask the environment, or leave the episode."""
@@ -210,7 +209,7 @@ def run_episodes(
         else:
             del open_[key]
             (pool.rest if found.goes_on else pool.end)(key)
-            finished[key[0]].append(found)
+            finished.append(found)
 
     try:
         asked = [episode for episode in open_.values() if episode.has_begun]
@@ -223,16 +222,15 @@ def run_episodes(
             if asked:
                 session.add(_requests(asked))
             asked.clear()
-            yield from _whole(finished, sizes)
+            yield from _new(finished)
             for completion in session.step() if session.busy else []:
                 key = completion.group, completion.sample
                 said = open_[key].speak(completion)
                 if isinstance(said, Episode) or _woken(pool, key, open_[key]):
                     go_on(key, said)
-            yield from _whole(finished, sizes)
+            yield from _new(finished)
     finally:
-        left = [(group, one.completion.sample) for group, episodes in finished.items() for one in episodes]
-        for key in [*open_, *left]:
+        for key in [*open_, *((one.completion.group, one.completion.sample) for one in finished)]:
             pool.end(key)
         session.close()
 
@@ -254,11 +252,11 @@ def _opened(group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | N
     return _Open(group, index, room, multi_turn, begun)
 
 
-def _whole(finished: dict[int, list[Episode]], sizes: Mapping[int, int]) -> Iterator[list[Episode]]:
-    """Groups of which all have finished; one leaves when the caller has it."""
-    for group in [group for group, episodes in finished.items() if len(episodes) == sizes[group]]:
-        yield sorted(finished[group], key=lambda episode: episode.completion.sample)
-        del finished[group]
+def _new(finished: list[Episode]) -> Iterator[list[Episode]]:
+    """Those that have finished, if any; they leave when the caller has them."""
+    if finished:
+        yield sorted(finished, key=lambda episode: (episode.completion.group, episode.completion.sample))
+        finished.clear()
 
 
 def _woken(pool: Pool, key: Key, episode: "_Open") -> bool:

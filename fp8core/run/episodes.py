@@ -147,7 +147,7 @@ def play(
     begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
     room: int | None = None,
 ) -> Iterator[list[Episode]]:
-    """Episodes of all groups, whole groups as they finish.
+    """Episodes of all groups as they finish; without an environment, whole groups.
 
     Args:
         engine: answers under its present policy.

@@ -66,7 +66,7 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
 
 
 def shard_folder(run: RunContext, index: int) -> Path:
-    """Where the finished groups of an iteration wait for its commit."""
+    """Where the finished groups, or episodes, of an iteration wait for its commit."""
     return run.directory.path / "shards" / f"{index:05d}"
 
 

@@ -3,8 +3,8 @@
 A file is named by the SHA-256 of its bytes. Equal content gives equal bytes, so that a redo of a step is compared by
 digests. A file is written once and never changed; a reader checks its digest, then its content.
 
-A shard holds finished prompt groups of the step that is being generated: `<number>-<SHA-256>.parquet`, durable one by
-one. When the step's whole table is committed, the shards are removed.
+A shard holds finished prompt groups, or episodes, of the step that is being generated: `<number>-<SHA-256>.parquet`,
+durable one by one. When the step's whole table is committed, the shards are removed.
 """
 
 import hashlib
@@ -242,7 +242,7 @@ class RolloutShards:
         return pa.concat_tables(tables) if tables else None
 
     def discard_damaged(self) -> list[ArtifactError]:
-        """Remove damaged shards, so that their groups count as unfinished; returns the error of each."""
+        """Remove damaged shards, so that what they hold counts as unfinished; returns the error of each."""
         found = []
         for path in self._committed():
             try:

@@ -90,7 +90,7 @@ TURNS = pa.schema(
 )
 
 SHARD_TURNS = "turns"
-"""A column of the shards of rollouts: the turns of each completion, so that one file has all of a finished group."""
+"""A column of the shards of rollouts: the turns of each completion, so that one file has all of an episode."""
 _SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
 
 # Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.

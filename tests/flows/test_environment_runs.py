@@ -14,6 +14,7 @@ from fp8core.errors import UserError
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.rollout.engine import sample_seed
+from fp8core.store.artifacts import RolloutShards
 from fp8core.store.tables import refuse_other_turns
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
@@ -221,10 +222,76 @@ def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_pat
 
 
 def test_a_kill_in_mid_episode_ends_with_equal_bytes(talked, tmp_path):
-    for after, code in ((90, -signal.SIGKILL), (10**9, 0)):
-        assert exit_code_of_life(talked.folder / "run.json", tmp_path, after) == code
+    assert exit_code_of_life(talked.folder / "run.json", tmp_path, after=90) == -signal.SIGKILL
+    assert exit_code_of_life(talked.folder / "run.json", tmp_path) == 0
     killed = type(talked)(tmp_path / "killed")
     ours, theirs = ([record["outputs"] for record in run.records] for run in (killed, talked))
+    assert ours == theirs
+
+
+# All episodes are over after a turn, but those with some seeds. Of these the fourth turn waits for a shard.
+UNEVEN = """
+import pathlib
+import time
+
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+
+class Uneven:
+    def __init__(self, *, folder, long):
+        self._folder, self._long = pathlib.Path(folder), long
+
+    def start(self, task):
+        with (self._folder / "begun").open("a") as file:
+            file.write(f"{task.seed}\\n")
+        self._left, self._shards = 8 if task.seed in self._long else 1, self._stored()
+        return Turn((Said("user", task.question),))
+
+    def step(self, action):
+        self._left -= 1
+        if self._left == 4 and (self._folder / "armed").exists():
+            end = time.monotonic() + 5
+            while self._stored() == self._shards and time.monotonic() < end:
+                time.sleep(0.01)
+            (self._folder / "kill").touch()
+        return Turn((Said("user", "1"),)) if self._left else Outcome("judge", reward=len(action.text))
+
+    def _stored(self):
+        return len([*self._folder.glob("killed/shards/*/0*.parquet")])
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
+def test_a_resumed_run_begins_no_finished_episode_again(loop_run, settings, mode, tmp_path):
+    """Not even one whose group was unfinished when the run was killed."""
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    # The stream's second batch is played beside the first update.
+    step, batch = (1, 2) if mode == "one_step_off" else (1, 1)
+    seeds = {(group, sample): sample_seed(0, batch, group, sample) for group in range(2) for sample in range(4)}
+    options = {"folder": str(tmp_path), "long": [seeds[0, 0], seeds[1, 2]]}
+    environment = {"name": f"{tmp_path / 'uneven.py'}:Uneven", "options": options, "max_turns": 12, "turn_tokens": 2}
+    whole = loop_run("whole", **settings | {"environment": environment, "pipeline.mode": mode, "steps": step})
+    (tmp_path / "armed").touch()
+    died = exit_code_of_life(whole.folder / "run.json", tmp_path, till=tmp_path / "kill")
+    assert died == -signal.SIGKILL
+    (tmp_path / "kill").unlink()
+    (tmp_path / "armed").unlink()
+    kind = "episodes" if mode == "one_step_off" else "rollouts"
+    over = RolloutShards(tmp_path / "killed" / "shards" / f"{step:05d}", kind).read()
+    rows = [] if over is None else [row for row in over.to_pylist() if row.get("batch", batch) == batch]
+    over = {(row["group"], row["sample"]) for row in rows}
+    assert {(0, 0), (1, 2)}.isdisjoint(over)
+    (tmp_path / "begun").unlink()
+    assert exit_code_of_life(whole.folder / "run.json", tmp_path) == 0
+    begun = (tmp_path / "begun").read_text().split()
+    again = [key for key, seed in seeds.items() for one in begun if int(one) == seed]
+    assert sorted(again) == sorted(seeds.keys() - over)
+    assert over, "no episode was over when the run was killed"
+    killed = type(whole)(tmp_path / "killed")
+    ours, theirs = ([record["outputs"] for record in run.records] for run in (killed, whole))
     assert ours == theirs
 
 

@@ -16,10 +16,14 @@ from fp8core.run.open import open_directory, open_run, plan_of
 _PRELOADED = ["fp8core.run.loop", "fp8core.run.open", "fp8core.environments.pool", "pandas", "torch._dynamo"]
 
 
-def live(described: Path, runs: Path, after: int) -> None:
-    """Continue the run `killed` of a folder, and kill this process once environments gave more answers than `after`.
+def live(described: Path, runs: Path, after: int, till: Path | None) -> None:
+    """Continue the run `killed` of a folder, and kill this process at an answer of an environment.
 
-    `described`: the `run.json` of a run with the same configuration.
+    Args:
+        described: the `run.json` of a run with the same configuration.
+        runs: the folder.
+        after: it is the first one beyond so many.
+        till: or it is the first one with which this file exists.
     """
     answers, replies = 0, EnvironmentPool.replies
 
@@ -27,7 +31,7 @@ def live(described: Path, runs: Path, after: int) -> None:
         nonlocal answers
         found = replies(self, wait)
         answers += len(found)
-        if answers > after:
+        if answers > after or (till is not None and till.exists()):
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
@@ -40,11 +44,11 @@ def live(described: Path, runs: Path, after: int) -> None:
         train(run)
 
 
-def exit_code_of_life(described: Path, runs: Path, after: int) -> int | None:
+def exit_code_of_life(described: Path, runs: Path, after: int = 10**9, till: Path | None = None) -> int | None:
     """How `live` with these arguments ends in a process of its own. It costs no import; its errors are captured."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=live, args=(described, runs, after))
+    process = context.Process(target=live, args=(described, runs, after, till))
     process.start()
     try:
         process.join()
