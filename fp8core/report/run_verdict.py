@@ -12,7 +12,17 @@ from typing import Literal
 
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, History, series
+from fp8core.report.summary import (
+    EDGE_STEPS,
+    HELDOUT,
+    REWARD,
+    TMPE,
+    TOKENS,
+    TOKENS_DIFFERING,
+    UNVERIFIABLE,
+    History,
+    series,
+)
 
 NOISE = 3.0
 FEWEST_STEPS = 6
@@ -36,6 +46,9 @@ def answer(history: History, form: Callable[[float], str]) -> Answer:
     learning, reasons = _learning(history, form)
     agreement, comparison = _agreement(history, form)
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {comparison}"
+    if any(row.get(UNVERIFIABLE) for row in history):
+        # No pass has that cache, so none can give the log-probs of what was sampled.
+        words += "; unverifiable, as the engine kept the cache of older weights"
     return Answer(learning, agreement, words[0].upper() + words[1:])
 
 

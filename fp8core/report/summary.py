@@ -23,8 +23,9 @@ ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
 TOKENS_DIFFERING = "alignment/tokens_differing"
-# Of a run that generates ahead.
+# Of a run that generates ahead; the last one of a run alone that keeps the cache of older weights.
 STALENESS, STALEST, LAG_ESS = "rollout/staleness_mean", "rollout/staleness_max", "correction/ess"
+UNVERIFIABLE = "rollout/unverifiable"
 
 GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16 = (
     f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy")

@@ -300,6 +300,8 @@ class Provenance:
             "libraries": _listed(dict(record.versions)),
             "model revision": record.model_revision or "none",
         }
+        if (behaviour := record.executed.get("behaviour")) is not None:
+            facts["behaviour"] = str(behaviour)
         for fact, value in facts.items():
             self.seen[fact][value].append(record.step)
         self.last = manifest

@@ -12,6 +12,8 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.episodes import answers, stored_endings
 from fp8core.run.execute import StepError, carried, run_step
@@ -383,17 +385,33 @@ def test_with_drop_and_no_staleness_it_is_the_synchronous_run(loop_run, whole_ru
 KEPT = {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False}
 
 
-def test_a_run_that_keeps_its_cache_says_that_it_is_unverifiable(loop_run):
-    run = loop_run("kept", **SETTINGS | KEPT, **{"replay.level": "tolerant"})
+@pytest.fixture(scope="module")
+def kept(loop_run):
+    """A run whose engine keeps the cache of older weights; for reading only."""
+    return loop_run("kept", **SETTINGS | KEPT, **{"replay.level": "tolerant"})
+
+
+def test_a_run_that_keeps_its_cache_says_that_it_is_unverifiable(kept):
     differing = 0.0
-    for record in run.records[1:]:
+    for record in kept.records[1:]:
         assert record["executed"]["behaviour"] == "unverifiable"
         assert record["executed"]["rollout"]["kv_cache_after_update"] == "kept"
-        metrics = run.store.get_json(run.ledger.artifacts(record["step"])["metrics"])
+        metrics = kept.store.get_json(kept.ledger.artifacts(record["step"])["metrics"])
         assert metrics["rollout/unverifiable"] == 1
         differing += metrics["alignment/tokens_differing"]
     assert differing
-    assert [*verify(RunView.read(run.folder))] == []
+    assert [*verify(RunView.read(kept.folder))] == []
+
+
+def test_its_report_says_so_too(kept, ahead):
+    words = "; unverifiable, as the engine kept the cache of older weights"
+    fact = "<td>behaviour</td><td>unverifiable</td>"
+    told = report_html(read_runs([kept.folder]))
+    assert words in told[: told.index("<section")]
+    assert fact in told
+    verified = report_html(read_runs([ahead.folder]))
+    assert words not in verified
+    assert fact not in verified
 
 
 @pytest.mark.parametrize(
