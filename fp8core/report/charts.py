@@ -24,13 +24,10 @@ from fp8core.report.summary import (
     ENTROPY,
     GRAD_NORM,
     HELDOUT,
-    LAG_ESS,
     LENGTH,
     REWARD,
-    STALENESS,
     STEP,
     TMPE,
-    TOKENS,
     TOKENS_DIFFERING,
     History,
 )
@@ -283,18 +280,6 @@ ALIGNMENT = (
         include=(0.0, 1.0),
     ),
 )
-_HIDDEN = "rollout/tokens_beside_update"
-AHEAD = (
-    Curve("Staleness of tokens", "versions, mean of the step", STALENESS, include=(0.0, 1.0)),
-    Curve(
-        "Generation beside the update",
-        "tokens of the step's own",
-        _HIDDEN,
-        lambda row: row[_HIDDEN] / (row.get(TOKENS) or math.nan),
-        include=(0.0, 1.0),
-        note="Tokens that were written beside the update, over those that it learned from. 1: nothing waits.",
-    ),
-)
 WORST_TOKEN = Curve(
     "Largest difference of a token", "max |d| of the step, nats", "alignment/logprob_abs_diff_max", log=True
 )
@@ -323,29 +308,6 @@ def curve_chart(curve: Curve, runs: Sequence[tuple[str, History]], bounds: Seque
         include=curve.include,
         note=curve.note,
     )
-
-
-def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
-    """Staleness, what an update hides, and effective sample size by age; none where no run generates ahead."""
-    ahead = [(label, history) for label, history in runs if any(STALENESS in row for row in history)]
-    if not ahead:
-        return []
-    series, prefix = list[Series](), f"{LAG_ESS}_age_"
-    for label, history in ahead:
-        for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
-            rows = [row for row in history if name in row]
-            age = f"age {name.removeprefix(prefix).replace('_', ' to ')}"
-            shown = age if len(ahead) == 1 else f"{label}, {age}"
-            series.append(Series(shown, [row[STEP] for row in rows], [row[name] for row in rows], len(series)))
-    note = (
-        "Of the policy before the update against that which wrote a token; weights truncated at 2. 1: they are equal."
-    )
-    by_age = Chart("Effective sample size by age", "step", "ESS / tokens", series, include=(0.0, 1.0), note=note)
-    return [*(curve_chart(curve, runs) for curve in AHEAD), by_age]
-
-
-def _first_age(name: str) -> int:
-    return int(name.partition("_age_")[2].partition("_")[0])
 
 
 def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:

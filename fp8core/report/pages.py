@@ -21,6 +21,7 @@ from fp8core.config.section import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes
+from fp8core.report.ahead import ahead_charts
 from fp8core.report.charts import (
     ALIGNMENT,
     ESS,
@@ -33,7 +34,6 @@ from fp8core.report.charts import (
     Chart,
     Curve,
     Drawing,
-    ahead_charts,
     collapsed,
     configured_bounds,
     curve_chart,

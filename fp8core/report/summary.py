@@ -24,7 +24,8 @@ GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
 TOKENS_DIFFERING = "alignment/tokens_differing"
 # Of a run that generates ahead; the last one of a run alone that keeps the cache of older weights.
-STALENESS, STALEST, LAG_ESS = "rollout/staleness_mean", "rollout/staleness_max", "correction/ess"
+STALENESS, STALEST = "rollout/staleness_mean", "rollout/staleness_max"
+LAG_ESS, OUTSIDE_CLIP = "correction/ess", "correction/share_outside_clip"
 UNVERIFIABLE = "rollout/unverifiable"
 
 GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16 = (

@@ -7,6 +7,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from fp8core.config.load import load_config
+from fp8core.report.ahead import ahead_charts
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run, read_runs
 from fp8core.run.commit import stored_metrics
@@ -145,13 +146,30 @@ def test_the_report_draws_what_only_a_run_that_generates_ahead_has(lagging, whol
     run, _ = lagging
     folders = [run.folder, whole_run.folder]
     both, alone = report_html(read_runs(folders)), report_html(read_runs(folders[1:]))
-    for words in ("Generation ahead", "Effective sample size by age", "age 2", "staleness of tokens, largest"):
+    charts = "Effective sample size by age", "Clip fraction by age"
+    for words in ("Generation ahead", *charts, "age 2", "staleness of tokens, largest"):
         assert words in both
         assert words not in alone
     # The engines agree, however old a token is.
     tokens = read_run(run.folder, "lagging").tokens
     assert len(tokens.difference)
     assert not tokens.difference.any()
+
+
+def test_a_chart_by_age_has_a_line_for_each_age(lagging):
+    """Of the metrics that are checked above, in the order of age."""
+    run, _ = lagging
+    history = read_run(run.folder, "lagging").history
+    *_, sizes, clipped = ahead_charts([("lagging", history)])
+    for chart, metric in ((sizes, "correction/ess"), (clipped, "correction/share_outside_clip")):
+        assert [line.label for line in chart.series] == ["age 0", "age 1", "age 2"]
+        for age, line in enumerate(chart.series):
+            key = f"{metric}_age_{age}"
+            assert [*zip(line.x, line.y, strict=True)] == [(row["step"], row[key]) for row in history if key in row]
+    assert [line.label for line in ahead_charts([("a", history), ("b", history)])[-1].series][::3] == [
+        "a, age 0",
+        "b, age 0",
+    ]
 
 
 def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):
