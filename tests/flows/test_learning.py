@@ -90,12 +90,19 @@ def test_the_demo_learns_in_exact_fp8(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_learns_from_tokens_of_older_policies(workplace: Path) -> None:
-    """Generation goes on beside every update. After a quarter of the demo it ends at 1.00, as the synchronous one."""
-    summary = run_tiny(workplace, "ahead", "steps=20", "pipeline.mode=asynchronous", "pipeline.chunk_tokens=4")
+    """Two engines go on beside every update. After a quarter of the demo it ends at 1.00, as the synchronous one."""
+    ahead = ("pipeline.mode=asynchronous", "pipeline.chunk_tokens=4", "cluster.engines=2")
+    summary = run_tiny(workplace, "ahead", "steps=20", *ahead)
     assert 0.30 <= summary["heldout_first"] <= 0.60
     assert summary["heldout_last"] >= 0.95
     assert summary["tmpe_max"] == 1.0
     assert summary["tokens_differing"] == 0
+    run = workplace / "runs" / "ahead"
+    ledger, store = LedgerView.read(run / "ledger.jsonl"), ArtifactStore(run)
+    ages = [stored_metrics(ledger, store, step)["rollout/staleness_max"] for step in range(1, 21)]
+    assert max(ages) == 1
+    places = store.get_json(ledger.steps()[20].manifest)["observed"]["cluster"]
+    assert {"engine 0", "engine 1"} <= places.keys()
 
 
 @pytest.mark.slow
