@@ -8,12 +8,28 @@ from flows.launch import say
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
-    commands.add_parser("doctor", help="say what this machine can run").set_defaults(command=doctor)
+    parser = commands.add_parser("doctor", help="say what this machine can run")
+    text = "say, too, what a Ray cluster has: HOST:PORT of its head, or auto"
+    parser.add_argument("--address", type=_address, metavar="ADDRESS", help=text)
+    parser.set_defaults(command=doctor)
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; returns the exit code."""
+    """Print what was found; returns the exit code, raises UserError."""
     from fp8core.report.doctor import examine
 
-    say(examine())
+    say(examine(options.address))
     return 0
+
+
+def _address(text: str) -> str:
+    """One that `cluster.address` takes."""
+    from pydantic import ValidationError
+
+    from fp8core.config.section import ClusterConfig
+
+    try:
+        ClusterConfig(address=text)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"expected auto or HOST:PORT, found {text!r}") from None
+    return text

@@ -97,7 +97,7 @@ class Gang:
         self._all: list[Handle] = []
         self._answer_seconds = settings.answer_seconds
         self._ended_by: Exception | None = None
-        _connect(settings, tensor_parallel)
+        connect(settings, tensor_parallel)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             self._place(settings, tensor_parallel, wants_gpus, arguments)
@@ -284,7 +284,7 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) ->
     Raises:
         UserError: as `Gang` has it for a cluster that cannot be used or is too small; or none of them answered.
     """
-    _connect(settings, tensor_parallel)
+    connect(settings, tensor_parallel)
     try:
         unit, held = _checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
@@ -361,7 +361,7 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def _connect(settings: ClusterConfig, tensor_parallel: int) -> None:
+def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
     global _joined
     # Its own lines would stand between ours; what ends a member is in our error.

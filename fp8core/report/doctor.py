@@ -1,9 +1,10 @@
-"""The parts that this machine can run, and how to install what is missing."""
+"""The parts that this machine can run, how to install what is missing, and what a Ray cluster has."""
 
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from fp8core.errors import UserError
 from fp8core.rollout.registry import ENGINES, find_entry
@@ -32,9 +33,15 @@ class Finding:
     cure: str = ""
 
 
-def examine() -> str:
-    """The findings as aligned text."""
-    findings = [*_machine(), *_packages(), *_capabilities()]
+def examine(address: str | None = None) -> str:
+    """The findings as aligned text, with those of the Ray cluster at `address` (`auto` or HOST:PORT).
+
+    Raises:
+        UserError: the cluster does not answer, or has another version of Ray or Python; or Ray is not installed here.
+    """
+    # First, since it may be refused.
+    cluster = [] if address is None else [*_cluster(address)]
+    findings = [*_machine(), *_packages(), *_capabilities(), *cluster]
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
@@ -64,6 +71,20 @@ def _gpus() -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(i)
         size = torch.cuda.get_device_properties(i).total_memory / 2**30
         yield Finding(f"gpu {i}", f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}, {size:.0f} GiB")
+
+
+def _cluster(address: str) -> Iterator[Finding]:
+    if find_spec("ray") is None:
+        raise UserError("--address: Ray is not installed (pip install 'fp8-grpo[ray]')")
+    from fp8core.cluster.inventory import take_inventory
+
+    found = take_inventory(address)
+    cpus, gpus = (sum(sizes) for sizes in zip(*((node.cpus, node.gpus) for node in found.nodes), strict=True))
+    held = f"{gpus} GPUs ({found.free_gpus} free), {cpus} CPUs ({found.free_cpus} free)"
+    yield Finding("cluster", f"Ray {found.ray} at {address}, nodes: {len(found.nodes)}, {held}")
+    for node in found.nodes:
+        kind = f" ({node.kind})" if node.kind else ""
+        yield Finding(f"node {node.address}", f"{node.gpus} GPUs{kind}, {node.cpus} CPUs")
 
 
 def _packages() -> Iterator[Finding]:

@@ -214,6 +214,7 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
         (["rum", "tiny"], r"fp8-grpo: argument COMMAND: invalid choice: 'rum' \(choose from .*run.*\)"),
         (["run"], "fp8-grpo run: the following arguments are required: CONFIG"),
         (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
+        (["doctor", "--address", "ray://h:1"], r"fp8-grpo doctor: .* expected auto or HOST:PORT, found 'ray://h:1'"),
         (["parity", "--seeds", "a,b"], r"fp8-grpo parity: argument --seeds: expected numbers .*"),
     ],
 )
@@ -257,6 +258,11 @@ def test_a_string_for_the_shell_is_shown_as_the_shell_wants_it(refused, capsys):
 def test_json_is_refused_before_the_training(refused, tmp_path):
     for file in (tmp_path / "absent" / "summary.json", tmp_path):
         assert f"--json {file}: cannot be written" in refused("run", "small.yaml", "--json", str(file))
+
+
+def test_an_address_without_a_cluster_is_one_line(refused):
+    silent = "cluster.address=127.0.0.1:1: nothing answers there ("
+    assert silent in refused("doctor", "--address", "127.0.0.1:1")
 
 
 def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, monkeypatch):
