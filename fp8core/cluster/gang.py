@@ -224,7 +224,7 @@ class Gang:
         for what, found in (("rank", self.ranks), ("engine", self.engines)):
             for i, member in enumerate(found):
                 member.name = f"{what} {i}"
-        self._check_places()
+        check_places(self._all)
 
     def _start(self, sizes: Mapping[int, float], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:
         """A member in each of these bundles, with so many of its GPUs, or places on a CPU."""
@@ -254,26 +254,28 @@ class Gang:
         self._all += started.values()
         return started
 
-    def _check_places(self) -> None:
-        code, python, first = current_code(), platform.python_version(), self._all[0]
-        for member in self._all:
-            if member.place.code != code:
-                raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
-            if member.place.python != python:
-                raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
-            if member.place.processor != first.place.processor:
-                raise UserError(
-                    f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "
-                    "rollout and training policy would differ; ATEN_CPU_CAPABILITY=default in the environment of "
-                    "`ray start` on every node makes them equal, and slower"
-                )
-
     def _end_members(self, reason: Exception | None = None) -> None:
         # Other threads may wait for them, and see no more than their end.
         self._ended_by = self._ended_by or reason
         for member in self._all:
             ray.kill(member.actor)
         self._all = []
+
+
+def check_places(members: Sequence[Handle]) -> None:
+    """Raises UserError: a member has other code or another Python than this process, or they round differently."""
+    code, python, first = current_code(), platform.python_version(), members[0]
+    for member in members:
+        if member.place.code != code:
+            raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
+        if member.place.python != python:
+            raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
+        if member.place.processor != first.place.processor:
+            raise UserError(
+                f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "
+                "rollout and training policy would differ; ATEN_CPU_CAPABILITY=default in the environment of "
+                "`ray start` on every node makes them equal, and slower"
+            )
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> Node:

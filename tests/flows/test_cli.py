@@ -260,8 +260,9 @@ def test_json_is_refused_before_the_training(refused, tmp_path):
         assert f"--json {file}: cannot be written" in refused("run", "small.yaml", "--json", str(file))
 
 
-def test_an_address_without_a_cluster_is_one_line(refused):
+def test_an_address_without_a_cluster_is_refused_before_a_run_has_a_folder(refused):
     silent = "cluster.address=127.0.0.1:1: nothing answers there ("
+    assert silent in refused("run", "small.yaml", *flags("cluster.address=127.0.0.1:1"))
     assert silent in refused("doctor", "--address", "127.0.0.1:1")
 
 

@@ -1,12 +1,22 @@
-"""What `doctor --address` says of a Ray cluster."""
+"""What `doctor --address` says of a Ray cluster, and how another version of Ray or Python is refused."""
 
+import json
+import platform
 from collections.abc import Iterator
 
 import pytest
 import ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 from flows import cli
+from fp8core.cluster.gang import Handle, check_places
+from fp8core.cluster.member import Place
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.run.build import members_node
+from fp8core.store.manifest import current_code
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +38,48 @@ def test_doctor_says_what_a_cluster_has(gpus, capsys):
     nodes = [line.split(maxsplit=2)[2] for line in lines if line.startswith("node ")]
     assert sorted(nodes) == ["0 GPUs, 0 CPUs", "2 GPUs (H100), 3 CPUs"]
     assert not ray.is_initialized()
+
+
+def test_a_cluster_that_is_too_small_is_refused_before_a_run_has_a_folder(gpus, capsys, tmp_path):
+    settings = (f"cluster.address={gpus.address}", "cluster.engines=4", f"runs={tmp_path / 'runs'}")
+    assert cli.main(["run", "tiny", *(flag for setting in settings for flag in ("--set", setting))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(": 4 CPUs are needed, the cluster has 3")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("ray_version", "Ray: 2.1.0 Python: "), ("python_version", f"Ray: {ray.__version__} Python: 2.1.0 ")],
+)
+def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, said):
+    """The cluster says that it has another one; Ray compares them."""
+    client = GcsClient(gpus.address)
+    key = b"CLUSTER_METADATA", b"cluster"
+    true = client.internal_kv_get(*key)
+    spoilt = {**get_cluster_metadata(client), version: "2.1.0"}
+    client.internal_kv_put(key[0], json.dumps(spoilt).encode(), True, key[1])
+    try:
+        assert cli.main(["doctor", "--address", gpus.address]) == 2
+        with pytest.raises(UserError) as refused:
+            members_node(load_config("tiny", {"cluster.address": gpus.address}))
+    finally:
+        client.internal_kv_put(key[0], true, True, key[1])
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
+    assert line == f"fp8-grpo: {refused.value}"
+    assert f"cluster.address={gpus.address}: Version mismatch: The cluster was started with: {said}" in line
+    # A refused connection is in the way of no other.
+    assert cli.main(["doctor", "--address", gpus.address]) == 0
+
+
+def test_a_process_with_another_python_is_refused_by_its_name():
+    """Ray may be told not to compare patch versions."""
+    here = Place("10.0.0.1", "0", 7, platform.python_version(), current_code(), "processor")
+    other = Place("10.0.0.2", "1", 8, "3.11.0rc1", current_code(), "processor")
+    check_places([Handle(None, here)])
+    with pytest.raises(UserError) as refused:
+        check_places([Handle(None, here), Handle(None, other)])
+    where = "cluster: process 8 on 10.0.0.2, GPU 1"
+    assert str(refused.value) == f"{where} has Python 3.11.0rc1, this is {platform.python_version()}"
