@@ -39,6 +39,8 @@ from fp8core.store.manifest import current_code
 _PATIENCE_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
 _LAST_WORDS = 400
+# Ray's own lines in the log of a process.
+_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 # Ray has one connection a process: the address that it was made to.
@@ -304,8 +306,8 @@ def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
     gone = None
     for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
-        # whose libraries must find another environment.
-        ask = ray.remote(max_calls=1, num_cpus=0)(this_node).options(
+        # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
+        ask = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
         where = f"cluster: {node['NodeManagerAddress']}"
@@ -315,6 +317,8 @@ def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
             # It has ended: Ray lists it until some heartbeats are missing.
             gone = UserError(f"{where} is gone: {first_line(error)}")
             continue
+        except OutOfMemoryError as error:
+            raise UserError(f"{where} has no memory left: {first_line(error)}") from error
         except RayError as error:
             raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
         return found
@@ -350,10 +354,11 @@ def _reason(error: Exception) -> str:
 
 
 def _said(member: Handle) -> str:
-    """The end of what a process of this machine wrote; empty where its log is on another one."""
+    """The end of what a process of this machine wrote, as a line; empty where its log is on another one."""
     node: Any = ray._private.worker._global_node
     for path in sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{member.place.pid}.err")):
-        if text := path.read_text(errors="replace").strip():
+        lines = path.read_text(errors="replace").split("\n")
+        if text := " ".join(line.strip() for line in lines if line.strip() and not line.startswith(_MARKS)):
             return f"; it wrote last: {text[-_LAST_WORDS:]}"
     return ""
 

@@ -1,0 +1,89 @@
+"""What is said of a process that Ray ended, of one that was killed, and of one that hangs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from fp8core.cluster.gang import Gang, Handle, connect
+from fp8core.cluster.member import Member, Place
+from fp8core.config.capability import Environment
+from fp8core.config.load import load_config
+from fp8core.errors import MemberLost, UserError
+from fp8core.run.build import members_node, open_cluster
+
+
+@contextmanager
+def cluster_of(system: dict[str, Any]) -> Iterator[str]:
+    """The address of a cluster with places for two processes."""
+    settings = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
+    try:
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with cluster_of({}) as found:
+        yield found
+
+
+@contextmanager
+def ranks(address: str, number: int) -> Iterator[Gang]:
+    config = load_config("tiny", {"cluster": {"address": address, "ranks": number}})
+    with closing(open_cluster(config)) as cluster:
+        yield cluster.gang
+
+
+def test_a_killed_process_is_not_called_out_of_memory(address):
+    """Ray's own message names memory among the causes of any SIGKILL."""
+    with ranks(address, 1) as gang:
+        os.kill(gang.ranks[0].place.pid, signal.SIGKILL)
+        with pytest.raises(MemberLost, match=r"^rank 0 ended: process \d+ on ") as lost:
+            gang.gather([gang.ranks[0].send("drop", "nothing")])
+    assert "\n" not in str(lost.value)
+    assert "it wrote last" not in str(lost.value), "it wrote nothing"
+    assert "memory" not in str(lost.value)
+    assert "OOM" not in str(lost.value)
+
+
+def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(address):
+    with ranks(address, 2) as gang:
+        # Processes start within the time of the configuration, which is longer than a test should wait.
+        gang._answer_seconds = 2.0
+        hung = gang.ranks[1].place
+        os.kill(hung.pid, signal.SIGSTOP)
+        with pytest.raises(MemberLost) as lost:
+            gang.gather([member.send("drop", "nothing") for member in gang.ranks])
+        where = f"rank 1: process {hung.pid} on {hung.address}"
+        assert str(lost.value) == f"{where} gave no answer within cluster.answer_seconds=2"
+        assert not gang.alive
+
+
+def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
+    """Ray ends every process of a node whose memory is beyond its bound: here, all of them."""
+    full = {"memory_usage_threshold": 0.0001, "memory_monitor_refresh_ms": 100}
+    ended = r"1 worker\(s\) were killed due to the node running low on memory\."
+    with cluster_of(full) as address:
+        config = load_config("tiny", {"cluster": {"address": address, "ranks": 2}})
+        with pytest.raises(UserError, match=rf"^cluster: \S+ has no memory left: {ended}") as asked:
+            members_node(config)
+        with pytest.raises(UserError, match=rf"^cluster: a process did not start: no memory left: {ended}") as started:
+            Gang(config.cluster, 1, False, Environment(), 1)
+        connect(config.cluster, 1)
+        gang = Gang.__new__(Gang)
+        member = Handle(
+            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), Place("h", "3", 7, "", "", "")
+        )
+        member.name = "engine 0"
+        with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
+            gang.value(*member.send("drop", "nothing"))
+    assert not any("\n" in str(each.value) for each in (asked, started, lost))
