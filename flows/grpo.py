@@ -42,7 +42,7 @@ from fp8core.errors import UserError, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
-from fp8core.report.console import SAMPLE_EVERY, Console, StyleAccuracy
+from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.summary import CURVES, Interval, StepTiming, Summary, summarise
 from fp8core.run import loop
@@ -199,7 +199,7 @@ class FlowExecution(PrefectExecution):
         self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
         seconds = {name: result.entry.seconds for name, result in results.items()}
         run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
-        if index % SAMPLE_EVERY == 0 and (found := written_sample(run, index)) is not None:
+        if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
         self._artifacts.step_done(index)
         self._session.publisher.wake()

@@ -233,6 +233,11 @@ class Console:
         self._console.print(text, soft_wrap=True)
 
 
+def shows_sample(step: int, steps: int) -> bool:
+    """True for a step whose completion is shown: the first, so that a late one has an early one beside it, and last."""
+    return step in (1, steps) or step % SAMPLE_EVERY == 0
+
+
 def format_tmpe(value: float) -> str:
     """The token multiplicative probability error: exact equality is told from an error too small for 6 digits."""
     if value == 1.0:

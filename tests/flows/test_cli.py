@@ -296,6 +296,8 @@ def test_a_run_shows_progress_and_says_where_things_are(first, workplace):
         assert re.search(
             rf"^{step} .* 1 exactly +0 +\d+\.\d\d +\d+:\d\d +(\w+ \d+%|no signal .*)$", out, re.MULTILINE
         ), out
+    early, late = re.findall(r"^([12])/2 .*\n  wrote  \S.* reward [01]$", out, re.MULTILINE)
+    assert (early, late) == ("1", "2")
     assert "─ first: done ─" in out
     for name, file in (("report", "report.html"), ("curves", "curves.png")):
         (path,) = re.findall(rf"^  {name} +(.+)$", out, re.MULTILINE)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.report.console import Console, StyleAccuracy, format_tmpe
+from fp8core.report.console import Console, StyleAccuracy, format_tmpe, shows_sample
 from fp8core.report.summary import Overhead, Summary
 
 METRICS = {
@@ -119,6 +119,11 @@ def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monk
     assert "What is 2 + 3? -> 5 5" in shown
     assert shown.endswith("reward 1")
     assert max(map(len, (header, step, shown))) <= 100
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(1, [1]), (10, [1, 10]), (25, [1, 10, 20, 25])])
+def test_completions_are_shown_early_and_late(steps, shown):
+    assert [step for step in range(1, steps + 1) if shows_sample(step, steps)] == shown
 
 
 def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
