@@ -290,7 +290,7 @@ def exactness_table(modes: dict[str, Sequence[Row]]) -> str:
     return table(
         ["the probe", *(f"{mode}: tokens, log-probs" for mode in modes)],
         [
-            [rows[0]["surroundings"], *(f"{row['equal_tokens']}, {row['equal_logprobs']}" for row in rows)]
+            [rows[-1]["surroundings"], *(f"{row['equal_tokens']}, {row['equal_logprobs']}" for row in rows)]
             for rows in zip(*found, strict=True)
         ],
     )
@@ -527,6 +527,19 @@ def _engine_tables() -> list[str]:
     ]
 
 
+def _sglang_tables() -> list[str]:
+    found = stored("sglang_exactness")
+    cases = {
+        "default": ("fp8_linear_kv", False),
+        "batch-invariant": ("fp8_linear_kv", True),
+        "aligned": ("aligned", False),
+    }
+    modes = {
+        mode: [row for row in found if (row["case"], row["batch_invariant"]) == case] for mode, case in cases.items()
+    }
+    return [sglang_table(stored("sglang_hopper")), exactness_table(modes)]
+
+
 def _training_tables() -> list[str]:
     training, widths, fused = (stored(f"{name}_hopper") for name in ("training", "training_widths", "fused"))
     return [speed_table(training), parts_table(training), width_table(widths), fused_table(fused)]
@@ -575,7 +588,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "load": lambda: _table_of("grpo_8gpu", "step_table"),
     "asynchronous": lambda: _table_of("asynchronous_hopper", "mode_table"),
     "episodes": lambda: [episode_table(stored("episodes_hopper"))],
-    "sglang": lambda: [sglang_table(stored("sglang_hopper"))],
+    "sglang": _sglang_tables,
     "attention": lambda: [whole_attention_table(stored("attention_forward"))],
     "verifiers": lambda: speed_tables(stored("verifier_speed")),
 }
