@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -122,7 +122,9 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     """
     store, opened, source = run.directory.store, _opened(run, left, index), _Prompts(run)
     written = _writer(run, index, source, opened.rows)
-    chunks = run_ahead(opened, index - 1, _chunks(run, index), written, source.enter)
+    chunks = run_ahead(
+        opened, index - 1, _chunks(run, index, lambda: written.holds(opened.rows)), written, source.enter
+    )
     written.complete(opened.rows)
     # A run cannot play again those of a stored stream.
     for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):
@@ -139,8 +141,8 @@ def _turns_of(rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_pylist(found, schema=TURNS)
 
 
-def _chunks(run: RunContext, index: int) -> Iterable[int | None]:
-    """Tokens beside the update of a step, chunk by chunk."""
+def _chunks(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterable[int | None]:
+    """Tokens beside the update of a step, chunk by chunk; `holds`: whether more of them are durable than were told."""
     pipeline = run.config.pipeline
     if pipeline.mode == "one_step_off":
         return itertools.repeat(None)
@@ -150,14 +152,14 @@ def _chunks(run: RunContext, index: int) -> Iterable[int | None]:
         stored = {} if ledger is None else {ref.kind: ref for ref in ledger.artifacts(index).values()}
         if "schedule" in stored:
             return _recorded(run, index, stored["schedule"])
-    return _until_updated(run, index)
+    return _until_updated(run, index, holds)
 
 
-def _until_updated(run: RunContext, index: int) -> Iterator[int]:
-    """Chunks until the ledger has the policy that the step makes."""
+def _until_updated(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterator[int]:
+    """Chunks until the ledger has the policy that the step makes, and all is told that a killed process wrote."""
     updated, chunk = run.plan.carries["policy"], run.config.pipeline.chunk_tokens
     yield chunk
-    while updated not in run.directory.ledger.artifacts(index):
+    while updated not in run.directory.ledger.artifacts(index) or holds():
         if run.halted.is_set():
             raise RuntimeError("another task of the step has failed")
         yield chunk
@@ -271,6 +273,11 @@ class _Written:
 
     def complete(self, rows: Sequence[Row]) -> None:
         """A completion has all of what was written."""
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """True if more of a row that is in flight is durable than it has."""
+        parts = ((row, self._kept.get(_sample(row))) for row in rows if not row.finish)
+        return any(part and part.before <= len(row.tokens) < part.before + len(part.tokens) for row, part in parts)
 
     def _keep(self, table: pa.Table) -> None:
         for row in table.to_pylist():
@@ -394,6 +401,10 @@ class _Played:
                 turns = [turn for turn in played.turns if turn["observation_end"] <= told]
                 row.prompt_tokens, row.written = played.prompt_tokens, played.written[:told]
                 row.turns = played.turns if row.finish else turns
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """True if an episode is over and durable whose row is in flight."""
+        return any(not row.finish and _sample(row) in self._over for row in rows)
 
     def _state(self, key: _Sample) -> Episode | Begun | None:
         """An episode that goes on, as this process has it or as it was stored; None before it begins."""

@@ -20,7 +20,7 @@ from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
-from fp8core.store.artifacts import RolloutShards
+from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
@@ -78,17 +78,27 @@ class Beside(Execution):
 
 
 @pytest.fixture(scope="module")
-def unpaused(small, whole_run, tmp_path_factory):
-    """A run that generates until each update has ended, updates of different speeds; for reading only."""
+def train_unpaused(small):
+    """Train a run that generates until each update has ended, updates of different speeds."""
+
+    def call(runs):
+        settings = SETTINGS | {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2}
+        config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **settings})
+        with (
+            open_directory(config, "unpaused") as directory,
+            open_run(config, plan_of(config), directory, Console(io.StringIO(), 4)) as run,
+            pytest.MonkeyPatch.context() as monkeypatch,
+        ):
+            train(run, Beside([0, 1, 2, 0], monkeypatch))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def unpaused(train_unpaused, whole_run, tmp_path_factory):
+    """Such a run; for reading only."""
     runs = tmp_path_factory.mktemp("loop")
-    settings = SETTINGS | {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2}
-    config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **settings})
-    with (
-        open_directory(config, "unpaused") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), 4)) as run,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        train(run, Beside([0, 1, 2, 0], monkeypatch))
+    train_unpaused(runs)
     return type(whole_run)(runs / "unpaused")
 
 
@@ -130,6 +140,32 @@ def test_what_was_recorded_of_a_cut_step_is_followed(unpaused, tmp_path, task, d
     assert after[2] == (before[2] if decided else [2])
     assert run.records[3] == unpaused.records[3] or not decided
     assert [*verify(RunView.read(run.folder))] == []
+
+
+def test_what_was_written_beside_an_update_is_kept_where_a_kill_leaves_no_schedule(
+    train_unpaused, unpaused, tmp_path, monkeypatch
+):
+    """The update is over, so nothing but what is durable says how far it was."""
+
+    class Killed(BaseException):
+        pass
+
+    def put_json(store, kind, content, put=ArtifactStore.put_json):
+        if kind == "schedule" and len(content["chunks"]) == 3:
+            raise Killed
+        return put(store, kind, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ArtifactStore, "put_json", put_json)
+        with pytest.raises(Killed):
+            train_unpaused(tmp_path)
+    run = type(unpaused)(tmp_path / "unpaused")
+    assert {"rollout", "train"} <= run.ledger.tasks(3).keys()
+    assert "ahead" not in run.ledger.tasks(3)
+    run.resume()
+    # Without a pause in the last step, its update is over before its generation begins.
+    assert schedules(run)[:3] == schedules(unpaused)[:3]
+    assert run.records[:4] == unpaused.records[:4]
 
 
 def test_generation_ends_where_another_task_fails(unpaused, tmp_path):
