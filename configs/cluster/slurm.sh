@@ -18,10 +18,12 @@ export RAY_AUTH_MODE=token
 ray get-auth-token --generate > /dev/null
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --nodes=1 --ntasks=1 --nodelist="$HEAD" \
+# A step of one task would have one processor.
+srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --nodelist="$HEAD" \
     ray start --head --port=6379 --num-gpus=8 --block &
 sleep 20
-srun --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks="$((SLURM_JOB_NUM_NODES - 1))" --exclude="$HEAD" \
+srun --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks="$((SLURM_JOB_NUM_NODES - 1))" \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --exclude="$HEAD" \
     ray start --address="$HEAD:6379" --num-gpus=8 --block &
 sleep 20
 
