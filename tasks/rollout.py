@@ -12,8 +12,8 @@ from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
-from fp8core.run.rollouts import check_episodes, environment_of, prompt_groups, rollout_table, shard_folder
-from fp8core.store.artifacts import Ref, RolloutShards
+from fp8core.run.rollouts import check_episodes, environment_of, prompt_groups, rollout_table, shards_of
+from fp8core.store.artifacts import Ref
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
 from tasks.step import step
 
@@ -56,7 +56,7 @@ def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     """All completions of the step, in order; with an environment, each with its turns (`SHARD_TURNS`)."""
     asked = run.directory.store.get_table(prompts)
     groups, rows = prompt_groups(run, index, asked), asked.drop_columns(["tokens"]).to_pylist()
-    shards = RolloutShards(shard_folder(run, index))
+    shards = shards_of(run, index)
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()

@@ -30,8 +30,8 @@ from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import RecordedPool, begun_of, play, seconds_of, turn_rows
-from fp8core.run.rollouts import check_episodes, prompt_table, rollout_table, shard_folder
-from fp8core.store.artifacts import Ref, RolloutShards
+from fp8core.run.rollouts import check_episodes, prompt_table, rollout_table, shards_of
+from fp8core.store.artifacts import Ref
 from fp8core.store.tables import (
     LOGPROBS,
     PLAYED_EPISODES,
@@ -230,12 +230,27 @@ class _Prompts:
 
 @dataclass
 class _Part:
-    """The tokens of a completion from `before` on that a segment wrote; `finish` as of a stream's row."""
+    """The tokens of a completion from `before` on that segments wrote; `finish` as of a stream's row."""
 
     before: int
     tokens: list[int]
     logprobs: list[float]
     finish: str
+
+    @property
+    def end(self) -> int:
+        return self.before + len(self.tokens)
+
+    def joined(self, other: "_Part") -> "_Part":
+        """Both, which are equal where they overlap; `other` alone, where something between them is missing."""
+        first, last = sorted((self, other), key=lambda part: part.before)
+        if first.end < last.before:
+            return other
+        if first.end >= last.end:
+            return first
+        kept = last.before - first.before
+        tokens, logprobs = first.tokens[:kept] + last.tokens, first.logprobs[:kept] + last.logprobs
+        return _Part(first.before, tokens, logprobs, last.finish)
 
 
 class _Written:
@@ -248,7 +263,7 @@ class _Written:
         rollout = run.config.rollout
         self._run = run
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
-        self._shards = RolloutShards(shard_folder(run, index), "segments")
+        self._shards = shards_of(run, index, "segments")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its completions are generated again")
         self._kept = dict[tuple[int, int, int], _Part]()
@@ -277,18 +292,13 @@ class _Written:
     def holds(self, rows: Sequence[Row]) -> bool:
         """True if more of a row that is in flight is durable than it has."""
         parts = ((row, self._kept.get(_sample(row))) for row in rows if not row.finish)
-        return any(part and part.before <= len(row.tokens) < part.before + len(part.tokens) for row, part in parts)
+        return any(part and part.before <= len(row.tokens) < part.end for row, part in parts)
 
     def _keep(self, table: pa.Table) -> None:
         for row in table.to_pylist():
             place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), _Part(**row)
             held = self._kept.get(place)
-            if held is None or held.before + len(held.tokens) != part.before:
-                self._kept[place] = part
-            else:
-                held.tokens += part.tokens
-                held.logprobs += part.logprobs
-                held.finish = part.finish
+            self._kept[place] = part if held is None else held.joined(part)
 
     def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
         """The completions of a group from what was kept, if all of them are there."""
@@ -319,7 +329,7 @@ class _Played:
         rollout = run.config.rollout
         self._run, self._index, self._source = run, index, source
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
-        self._shards = RolloutShards(shard_folder(run, index), "episodes")
+        self._shards = shards_of(run, index, "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
         kept = self._shards.read()

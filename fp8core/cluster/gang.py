@@ -318,7 +318,8 @@ def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
             gone = UserError(f"{where} is gone: {first_line(error)}")
             continue
         except OutOfMemoryError as error:
-            raise UserError(f"{where} has no memory left: {first_line(error)}") from error
+            gone = UserError(f"{where} has no memory left: {first_line(error)}")
+            continue
         except RayError as error:
             raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
         return found

@@ -137,8 +137,13 @@ def _kept_steps(run: RunContext, index: int) -> set[int]:
     keep, ledger = run.config.artifacts.keep, run.directory.ledger
     if keep is None:
         return set()
-    values = {} if keep.best is None else metric_values(ledger, run.directory.store, keep.best.metric)
-    if keep.best is not None and not values:
-        run.console.note(f"artifacts.keep.best.metric: no step has {keep.best.metric} yet; all checkpoints stay")
+    if keep.best is None:
+        return kept_steps(keep, range(index + 1), {})
+    metric = keep.best.metric
+    values = metric_values(ledger, run.directory.store, metric)
+    # Held-out metrics begin with the first evaluation; no step before it can be the best.
+    due = index >= run.config.evaluation.every or not metric.startswith("reward/heldout_")
+    if due and not values:
+        run.console.note(f"artifacts.keep.best.metric: no step has {metric} yet; all checkpoints stay")
         return {*range(index + 1)}
     return kept_steps(keep, range(index + 1), values)

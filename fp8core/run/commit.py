@@ -9,9 +9,9 @@ from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import spread
 from fp8core.run.execute import carried
-from fp8core.run.rollouts import shard_folder
+from fp8core.run.rollouts import shards_of
 from fp8core.store import durable
-from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
+from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import parse_model
 from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import (
@@ -47,7 +47,7 @@ def commit_step(run: RunContext, index: int) -> None:
             compiled=run.new_kernels(),
         )
     )
-    RolloutShards(shard_folder(run, index)).clear()
+    shards_of(run, index).clear()
 
 
 def step_metrics(run: RunContext, index: int) -> dict[str, float]:

@@ -17,8 +17,8 @@ from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.run.execute import attempt, carried, finished_steps
 from fp8core.run.policy import push, read_scales
-from fp8core.run.rollouts import shard_folder
-from fp8core.store.artifacts import ArtifactError, Ref, RolloutShards
+from fp8core.run.rollouts import shards_of
+from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
 
 
@@ -151,6 +151,9 @@ def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], te
         # Its later tasks have yet to run, and are to find this policy.
         stored: TaskEntry = ledger.tasks(index)[task]
         ledger.append(stored.model_copy(update={"outputs": outputs}))
+    else:
+        # What the open step has written so far is of the policy that is replaced.
+        shards_of(run, (ledger.last_step() or index) + 1).clear()
     ledger.append(RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version))
     other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
     run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")
@@ -171,7 +174,7 @@ def _recompute(run: RunContext, index: int, planned: PlannedStep) -> bool:
     _rewind_for(run, inputs)
     recompute_damaged(run, index, planned.name, expected, lambda: _run_again(run, index, planned, inputs))
     if ledger.step(index) is not None:
-        RolloutShards(shard_folder(run, index)).clear()
+        shards_of(run, index).clear()
     return True
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -65,9 +64,14 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
     return pa.table(columns, schema=schema)
 
 
-def shard_folder(run: RunContext, index: int) -> Path:
-    """Where the finished groups, or episodes, of an iteration wait for its commit."""
-    return run.directory.path / "shards" / f"{index:05d}"
+def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
+    """Where the finished groups, or episodes, of an iteration wait for its commit.
+
+    Those that another environment has played, as after a change of its code, are removed: a group has one environment.
+    """
+    environment = run.environment_description
+    made_by = run.directory.store.digest_json({**environment}) if environment else ""
+    return RolloutShards(run.directory.path / "shards" / f"{index:05d}", kind, made_by)
 
 
 def prompt_groups(run: RunContext, index: int, prompts: pa.Table) -> list[PromptGroup]:
@@ -170,7 +174,7 @@ def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
     try:
         tell_endings(run, "rollouts", turns)
     except UserError:
-        RolloutShards(shard_folder(run, index)).clear()
+        shards_of(run, index).clear()
         raise
 
 

@@ -30,6 +30,7 @@ from fp8core.store.durable import io_timer
 from fp8core.store.json_text import Bytes, canonical_json
 
 _FOLDER = "artifacts"
+_MAKER = "made_by"
 # Empty: safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
 _METADATA = {"fp8_grpo": "{}"}
 
@@ -218,8 +219,13 @@ class ArtifactStore:
 class RolloutShards:
     """The shards of one folder, tables of one kind, which the first `append` creates; one writer."""
 
-    def __init__(self, folder: Path, kind: str = "rollouts") -> None:
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder: Path, kind: str = "rollouts", made_by: str = "") -> None:
+        """`made_by`: what else than a step's inputs has decided their content; shards of others are removed."""
+        self._folder, self._kind, self._made_by = folder, kind, made_by
+        self._maker, self._next = folder / _MAKER, None if folder.is_dir() else 0
+        known = self._maker.read_text(encoding="utf-8") if self._maker.is_file() else ""
+        if made_by and known != made_by:
+            self.clear()
 
     @io_timer()
     def append(self, table: pa.Table) -> None:
@@ -228,9 +234,13 @@ class RolloutShards:
         # Half the time of an artifact: tokens and log-probs seldom repeat, and building a dictionary takes longest.
         pq.write_table(table, buffer, compression="zstd", use_dictionary=False, store_schema=False)
         data = buffer.getvalue()
-        committed = self._committed()
-        number = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
-        durable.write_file(self._folder / f"{number:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
+        if self._next is None:
+            committed = self._committed()
+            self._next = int(committed[-1].name.split("-")[0]) + 1 if committed else 0
+        if self._made_by and not self._maker.is_file():
+            durable.write_file(self._maker, self._made_by.encode())
+        durable.write_file(self._folder / f"{self._next:06d}-{hashlib.sha256(data).hexdigest()}.parquet", data)
+        self._next += 1
 
     @io_timer()
     def read(self) -> pa.Table | None:
@@ -257,6 +267,7 @@ class RolloutShards:
         """Remove the shards and their folder."""
         for path in self._committed():
             path.unlink()
+        self._maker.unlink(missing_ok=True)
         if self._folder.is_dir():
             durable.sweep(self._folder)
             self._folder.rmdir()

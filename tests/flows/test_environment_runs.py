@@ -212,8 +212,13 @@ def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_pat
     shutil.copytree(talked.folder.parent, tmp_path / "loop")
     copy, text = type(talked)(tmp_path / "loop" / "talked"), place.read_text()
     place.write_text(f"{text}\n# edited\n")
+    begun = RolloutShards(copy.folder / "shards" / "00003", made_by="the environment before")
+    before = copy.store.get_table(copy.ledger.artifacts(2)["rollouts"])
+    begun.append(before)
     try:
         copy.resume(steps=3)
+        # Episodes of a group are all of one environment.
+        assert not copy.store.get_table(copy.ledger.artifacts(3)["rollouts"]).equals(before)
         assert "environment.name: its code or libraries are others than at step 2" in copy.said
         copy.resume(steps=4)
         assert "environment.name" not in copy.said

@@ -1,5 +1,6 @@
 """Runs that generate beside the update: what they learn from, and that a kill or a replay changes none of it."""
 
+import functools
 import io
 import shutil
 import threading
@@ -25,6 +26,7 @@ from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 from fp8core.training.micro_batch import MicroBatchTrainer
+from tasks.stream import _Part
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",
@@ -368,6 +370,27 @@ def test_chunks_change_nothing_and_are_kept_when_a_process_is_killed(ahead, loop
     min((run.folder / "shards" / "00003").glob("*.parquet")).unlink()
     run.resume()
     assert run.records == whole.records
+
+
+@pytest.mark.parametrize(
+    ("segments", "found"),
+    [
+        ([(0, 8), (8, 4)], (0, 12)),
+        ([(0, 8), (3, 8), (11, 8)], (0, 19)),
+        ([(3, 8), (0, 4)], (0, 11)),
+        ([(0, 8), (2, 3)], (0, 8)),
+        ([(4, 4), (0, 4)], (0, 8)),
+        ([(0, 4), (8, 4)], (8, 12)),
+    ],
+)
+def test_segments_of_one_policy_are_joined_where_they_overlap(segments, found):
+    """One that begins before others, as after a damaged shard, drops nothing of them."""
+    words = list(range(100))
+    parts = [_Part(before, words[before:][:n], [0.0] * n, str(before + n)) for before, n in segments]
+    whole = functools.reduce(_Part.joined, parts)
+    assert (whole.before, whole.end, whole.tokens) == (*found, words[slice(*found)])
+    assert whole.finish == str(whole.end)
+    assert len(whole.logprobs) == len(whole.tokens)
 
 
 def test_a_replay_is_equal_and_verify_finds_nothing(ahead):

@@ -188,12 +188,16 @@ def test_a_checkpoint_that_was_pruned_is_not_missed(run_copy):
     assert "missing" not in run_copy.said
 
 
-def test_no_checkpoint_goes_while_no_step_has_the_metric_of_the_best(loop_run):
-    keep = {"last": 1, "best": {"metric": "reward/misspelt"}}
-    run = loop_run("misspelt", **{"checkpoint.every": 1, "checkpoint.keep": 1, "artifacts.keep": keep})
+@pytest.mark.parametrize(("metric", "kept"), [("reward/misspelt", 5), ("reward/heldout_accuracy", 2)])
+def test_no_checkpoint_goes_where_no_step_has_the_metric_of_the_best(loop_run, metric, kept):
+    """Before the first evaluation none can have a held-out one: only the last step, and step 4, are evaluated here."""
+    keep = {"last": 1, "best": {"metric": metric}}
+    settings = {"checkpoint.every": 1, "checkpoint.keep": 1, "evaluation.every": 100}
+    run = loop_run("best", **settings, **{"artifacts.keep": keep})
     run.resume(steps=5)
-    assert len([*(run.folder / "checkpoints").glob("[0-9]*")]) == 5
-    assert "artifacts.keep.best.metric: no step has reward/misspelt yet; all checkpoints stay" in run.said
+    assert len([*(run.folder / "checkpoints").glob("[0-9]*")]) == kept
+    told = f"artifacts.keep.best.metric: no step has {metric} yet; all checkpoints stay"
+    assert (told in run.said) == (metric == "reward/misspelt")
 
 
 def test_a_redo_that_differs_is_refused_by_an_exact_run(run_copy):
@@ -214,9 +218,11 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
     if cause == "new code":
         run_copy.change_records(code_version="0" * 64)
         options = {"new_code": True}
-    stored = run_copy.ledger.artifacts(3)
+    stored, begun = run_copy.ledger.artifacts(3), RolloutShards(run_copy.folder / "shards" / "00004")
+    begun.append(run_copy.store.get_table(run_copy.ledger.artifacts(4)["rollouts"]))
     with run_copy.opened(**options) as run:
         begin(run)
+        assert begun.read() is None, "it is of the policy that is replaced"
         redone = run.directory.ledger.redone(3)["train"]
         assert carried(run, 4) == {"policy": redone.outputs["next_policy"], "scales": stored["next_scales"]}
         assert run.trainer.digest() == run.directory.store.get_json(redone.outputs["next_policy"])["weights_digest"]

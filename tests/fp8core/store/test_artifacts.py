@@ -240,6 +240,19 @@ def test_the_bytes_of_the_whole_do_not_tell_where_generation_was_cut(shards_fold
     )
 
 
+def test_shards_of_another_maker_are_removed(shards_folder: Path, group: Group) -> None:
+    for number in range(2):
+        RolloutShards(shards_folder, made_by="one").append(group(number))
+    table = RolloutShards(shards_folder, made_by="one").read()
+    assert table is not None
+    assert table["group"].to_pylist() == [0, 0, 1, 1]
+    other = RolloutShards(shards_folder, made_by="other")
+    assert other.read() is None
+    other.append(group(2))
+    other.clear()
+    assert not shards_folder.exists()
+
+
 def test_an_unfinished_shard_is_ignored(shards_folder: Path, group: Group) -> None:
     shards = RolloutShards(shards_folder)
     shards.append(group(0))
