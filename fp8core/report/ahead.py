@@ -1,4 +1,4 @@
-"""The charts that only runs have which generate ahead: staleness, what an update hides, and lag by age of token."""
+"""Charts of runs that generate ahead: staleness, what an update hides, and by the age of a token its lag."""
 
 import math
 from collections.abc import Sequence
