@@ -152,7 +152,7 @@ def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], te
         stored: TaskEntry = ledger.tasks(index)[task]
         ledger.append(stored.model_copy(update={"outputs": outputs}))
     else:
-        # What the open step has written so far is of the policy that is replaced.
+        # The shards of the open step are of the policy that is replaced.
         shards_of(run, (ledger.last_step() or index) + 1).clear()
     ledger.append(RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version))
     other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
