@@ -79,7 +79,7 @@ def _cluster(address: str) -> Iterator[Finding]:
     from fp8core.cluster.inventory import take_inventory
 
     found = take_inventory(address)
-    cpus, gpus = (sum(sizes) for sizes in zip(*((node.cpus, node.gpus) for node in found.nodes), strict=True))
+    cpus, gpus = sum(node.cpus for node in found.nodes), sum(node.gpus for node in found.nodes)
     held = f"{gpus} GPUs ({found.free_gpus} free), {cpus} CPUs ({found.free_cpus} free)"
     yield Finding("cluster", f"Ray {found.ray} at {address}, nodes: {len(found.nodes)}, {held}")
     for node in found.nodes:

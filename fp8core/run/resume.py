@@ -152,8 +152,10 @@ def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], te
         stored: TaskEntry = ledger.tasks(index)[task]
         ledger.append(stored.model_copy(update={"outputs": outputs}))
     else:
+        last = ledger.last_step()
+        assert last is not None, "this step is committed"
         # The shards of the open step are of the policy that is replaced.
-        shards_of(run, (ledger.last_step() or index) + 1).clear()
+        shards_of(run, last + 1).clear()
     ledger.append(RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version))
     other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
     run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")

@@ -222,7 +222,8 @@ class RolloutShards:
     def __init__(self, folder: Path, kind: str = "rollouts", made_by: str = "") -> None:
         """`made_by`: what else than a step's inputs has decided their content; shards of others are removed."""
         self._folder, self._kind, self._made_by = folder, kind, made_by
-        self._maker, self._next = folder / _MAKER, None if folder.is_dir() else 0
+        self._maker = folder / _MAKER
+        self._next: int | None = None
         known = self._maker.read_text(encoding="utf-8") if self._maker.is_file() else ""
         if made_by and known != made_by:
             self.clear()

@@ -6,7 +6,7 @@ policy's text again learns from tokens that were never drawn.
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import tokenizers
@@ -15,7 +15,7 @@ from chat_templates import CONTROLS, NAMED, QWEN3
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from flows.cli import main
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rollout.embedded import EmbeddedSession
@@ -91,28 +91,14 @@ class Spoken:
 
 
 @pytest.fixture(scope="module")
-def spoken(loop_run, tmp_path_factory):
+def spoken(loop_run, small_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("spoken")
     (folder / "praised.py").write_text(ENVIRONMENT)
     asked = [(number, number * number % 23) for number in range(10, 50)]
     rows = [{"question": f"What is {one}+{other}?", "answer": f"#### {one + other}"} for one, other in asked]
     (folder / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    architecture = Architecture(
-        family="qwen3",
-        vocab_size=TOKENIZER.vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-        max_positions=1024,
-        rope_scaling=None,
-        qk_norm=True,
-        tie_embeddings=False,
-    )
+    small = architecture_from_hf(json.loads((small_checkpoint / "config.json").read_text()), "config.json")
+    architecture = replace(small, vocab_size=TOKENIZER.vocab_size, max_positions=1024)
     save_checkpoint(folder / "checkpoint", architecture, build_weights(architecture), TOKENIZER)
     settings = {
         **{"model": str(folder / "checkpoint"), "data.source": str(folder / "problems.jsonl")},

@@ -2,11 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,9 +44,11 @@ def watched() -> Iterator[list[tuple[float, float]]]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    yield found
-    done.set()
-    thread.join()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
 
 
 def ledger(folder: Path) -> LedgerView | None:
@@ -55,7 +56,7 @@ def ledger(folder: Path) -> LedgerView | None:
     return LedgerView.read(path) if path.exists() and path.stat().st_size else None
 
 
-def train(folder: Path, settings: Sequence[str], till: Any) -> None:
+def train(folder: Path, settings: Sequence[str], till: Callable[[LedgerView], bool]) -> None:
     """Start it, or go on with it, until `till` of its ledger is true; then it is killed."""
     command = training_command("h200-small", [*settings, f"runs={folder.parent}", f"run={folder.name}"])
     with (folder.parent / "log").open("wb") as log:
