@@ -26,7 +26,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +114,10 @@ def measure_surroundings(options: argparse.Namespace) -> None:
     from fp8core.rollout.sglang.engine import SglangEngine
 
     def started(most: int) -> SglangEngine:
-        engine = SglangEngine(policy.arch, contract, settings, most, find_build(this_platform()))
-        cases.synchronise(engine, policy)
-        return engine
+        return SglangEngine(policy.arch, contract, settings, most, find_build(this_platform()))
 
-    with closing(started(256)) as engine:
-        alone = cases.probe_alone(engine)
-        for found, surroundings in cases.probes(engine, policy):
-            rows.append(cases.compared(alone, found, surroundings, options.invariant))
-    with closing(started(2)) as pair:
-        rows.append(cases.compared(alone, cases.probe_alone(pair), "alone, engine of two", options.invariant))
-        rows.append(cases.compared(alone, *cases.probe_joined(pair, policy), options.invariant))
+    for row in cases.exactness_rows(started, policy, options.invariant):
+        rows.append(row)
 
 
 def prepared(case: str, invariant: bool) -> tuple[str, PrecisionContract, SglangConfig]:

@@ -161,25 +161,16 @@ def _exactness(rows: RowFile, contract: PrecisionContract, settings: VllmConfig)
     prepare(contract, settings)
     policy = cases.small_policy(contract, version=0)
     rows.append({"kind": "checkpoint", "bytes_equal_shipped": cases.checkpoint_equals(policy)})
-    engine = cases.start(policy.arch, contract, settings, 256, rows)
-    try:
-        cases.synchronise(engine, policy)
-        rows.append({"kind": "described", "batch_invariant": batch_invariant, **cases.summary(engine.describe())})
-        rows.append(
-            {"kind": "logprob_error", "batch_invariant": batch_invariant, **cases.logprob_error(engine, policy)}
-        )
-        alone = cases.probe_alone(engine)
-        for found, surroundings in cases.probes(engine, policy):
-            rows.append(cases.compared(alone, found, surroundings, batch_invariant))
-    finally:
-        engine.close()
-    pair = cases.start(policy.arch, contract, settings, 2, rows)
-    try:
-        cases.synchronise(pair, policy)
-        rows.append(cases.compared(alone, cases.probe_alone(pair), "alone, engine of two", batch_invariant))
-        rows.append(cases.compared(alone, *cases.probe_joined(pair, policy), batch_invariant))
-    finally:
-        pair.close()
+
+    def started(most: int) -> Any:
+        return cases.start(policy.arch, contract, settings, most, rows)
+
+    def described(engine: Any) -> Iterator[dict[str, Any]]:
+        yield {"kind": "described", "batch_invariant": batch_invariant, **cases.summary(engine.describe())}
+        yield {"kind": "logprob_error", "batch_invariant": batch_invariant, **cases.logprob_error(engine, policy)}
+
+    for row in cases.exactness_rows(started, policy, batch_invariant, described):
+        rows.append(row)
 
 
 def logprobs(options: argparse.Namespace, rows: RowFile) -> None:

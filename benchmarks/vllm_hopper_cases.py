@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
@@ -254,12 +254,29 @@ def logprob_error(engine: Any, policy: Policy) -> dict[str, Any]:
     }
 
 
-def probe_alone(engine: Any) -> Completion:
-    """The probe with nothing beside it."""
-    return _probe(engine, [])
+def exactness_rows(
+    start_engine: Callable[[int], Any],
+    policy: Policy,
+    batch_invariant: bool,
+    describe: Callable[[Any], Iterable[dict[str, Any]]] = lambda engine: (),
+) -> Iterator[dict[str, Any]]:
+    """The probe in other surroundings against the probe alone, after what `describe` tells of the larger engine.
+
+    `start_engine` makes an engine of so many sequences: one of many, then one of two.
+    """
+    with closing(start_engine(256)) as engine:
+        synchronise(engine, policy)
+        yield from describe(engine)
+        alone = _probe(engine, [])
+        for found, surroundings in _probes(engine, policy):
+            yield compared(alone, found, surroundings, batch_invariant)
+    with closing(start_engine(2)) as pair:
+        synchronise(pair, policy)
+        yield compared(alone, _probe(pair, []), "alone, engine of two", batch_invariant)
+        yield compared(alone, *_probe_joined(pair, policy), batch_invariant)
 
 
-def probes(engine: Any, policy: Policy) -> Iterator[tuple[Completion, str]]:
+def _probes(engine: Any, policy: Policy) -> Iterator[tuple[Completion, str]]:
     """The probe in other surroundings; only the first time, its prompt is in the cache."""
     yield _probe(engine, []), "alone, its prompt cached"
     beside = {
@@ -273,7 +290,7 @@ def probes(engine: Any, policy: Policy) -> Iterator[tuple[Completion, str]]:
         yield _probe(engine, others, copies), surroundings
 
 
-def probe_joined(engine: Any, policy: Policy) -> tuple[Completion, str]:
+def _probe_joined(engine: Any, policy: Policy) -> tuple[Completion, str]:
     """The probe on an engine of two sequences: when its neighbour ends, the prefill of 3,000 tokens joins it.
 
     The neighbour is ended by one of its own tokens, known from a run of its own, that the probe does not write.
