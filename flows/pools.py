@@ -18,9 +18,8 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.actions import LogCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
-    FlowRunFilterNextScheduledStartTime,
     FlowRunFilterState,
-    FlowRunFilterStateType,
+    FlowRunFilterStateName,
     WorkPoolFilter,
     WorkPoolFilterName,
 )
@@ -123,7 +122,11 @@ class Unserved:
         return sorted(f"{flows[deployment.flow_id]}/{deployment.name}" for deployment in found)
 
     def tell(self) -> None:
-        """Write once into the log of each due run that no worker is online: `--watch` and its page show the log."""
+        """Write once into the log of each late run that no worker is online: `--watch` and its page show the log.
+
+        Prefect calls a run late 15 seconds after it was due. `--watch` shows only what is written once it listens, and
+        it begins to listen after it made the run; so a line for a run that is merely due may be shown to nobody.
+        """
         for pool in self._pools:
             try:
                 # One attempt, as the next look comes soon, and the caller looks after a server that ended.
@@ -133,11 +136,8 @@ class Unserved:
                 return
 
     def _tell(self, pool: str) -> None:
-        due = FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])),
-            next_scheduled_start_time=FlowRunFilterNextScheduledStartTime(before_=datetime.now(UTC)),
-        )
-        waiting = {run.id for run in self._client.read_flow_runs(flow_run_filter=due, work_pool_filter=_named([pool]))}
+        late = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"])))
+        waiting = {run.id for run in self._client.read_flow_runs(flow_run_filter=late, work_pool_filter=_named([pool]))}
         self._told &= waiting
         if not waiting - self._told or _online(self._client, pool):
             return
