@@ -39,7 +39,7 @@ test: env  ## the first tier: every promise once, in about 20 minutes on two cor
 test-all: test test-slow test-vllm  ## every test that needs no GPU
 
 # Files without such tests are not even collected: that takes half a minute.
-test-slow: env  ## the second tier: deployments, databases, kills at random instants, long trainings, timing
+test-slow: env  ## the second tier, for the night: deployments, databases, random kills, long trainings, timing
 	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone" $$(grep -rl --include='test_*.py' --exclude-dir=vllm mark.slow tests | sort)
 	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 

@@ -4,6 +4,7 @@ from benchmarks import durability_costs as costs
 from fp8core.config.load import load_config
 
 
+@pytest.mark.slow
 def test_small_sizes_go_through_every_measurement(tmp_path):
     settings = {**costs.MINIMAL, "runs": tmp_path, "rollout.prompts_per_step": 3}
     written = costs.writing(load_config("tiny", {**settings, "run": "writing", "steps": 2}))

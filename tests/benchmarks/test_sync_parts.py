@@ -7,6 +7,7 @@ import pytest
 from benchmarks import sync_parts
 
 
+@pytest.mark.slow
 def test_parts_of_a_sync_lie_within_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sync_parts, "REPEATS", 3)
     options = ["--out", str(tmp_path), "--gpus", "1", "--tiny", "--models", "qwen3-8b", "--precisions", "fp8"]

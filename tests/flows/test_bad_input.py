@@ -195,6 +195,7 @@ def test_a_hub_model_that_cannot_be_had_says_so(train):
     assert_failed(failed, "model=no-owner-of-this-name/no-model-of-this-name: n")
 
 
+@pytest.mark.slow
 def test_a_run_that_never_found_its_data_may_be_begun_with_other_data(train, gsm8k):
     _, data = gsm8k
     misled = train("corrected", **{"data.source": str(data.with_name("problem.jsonl"))})
@@ -327,6 +328,7 @@ def test_an_artifact_of_another_kind_is_refused(launch, steps_module):
     assert_failed(failed, "step 1, task reward: bad_input_steps:of_another_kind returned {'rewards': 'rollouts'}")
 
 
+@pytest.mark.slow
 def test_an_mlflow_store_that_fails_is_one_line_and_no_failed_training(launch, runs, steps_module, tmp_path, capfd):
     launch("not-bad")  # Makes the store that is copied.
     shutil.copy(runs / "mlflow.db", tmp_path)
@@ -338,6 +340,7 @@ def test_an_mlflow_store_that_fails_is_one_line_and_no_failed_training(launch, r
     assert f"fp8-grpo resume {finished.folder}" in last
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_step_keeps_what_was_done_and_the_run_goes_on_without_its_cause(
     launch, steps_module, caplog, capfd
 ):

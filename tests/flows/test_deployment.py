@@ -37,8 +37,6 @@ from flows import pools
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 
-pytestmark = pytest.mark.slow
-
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -124,6 +122,7 @@ def authorised(login: str) -> dict[str, str]:
     return {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
 
 
+@pytest.mark.slow
 def test_prefect_answers_only_those_with_its_password_and_pages_of_its_own(up: Any) -> None:
     """DNS rebinding: the page of a foreign host, whose name leads to this machine, has no answer either."""
     api, login = up.variables.values()
@@ -149,12 +148,14 @@ def test_prefect_answers_only_those_with_its_password_and_pages_of_its_own(up: A
     assert answers == [200, 200, 400, 400, 400]
 
 
+@pytest.mark.slow
 def test_the_nightly_schedule_makes_runs(scheduled: tuple[Any, set[str]]) -> None:
     """Runs that Prefect's scheduler cannot store are only a line in the server's log."""
     _, times = scheduled
     assert times == {"02:00:00"}
 
 
+@pytest.mark.slow
 def test_up_listens_on_this_machine_only_and_names_its_password_on_no_command_line(
     up: Any, environment: dict[str, str]
 ) -> None:
@@ -174,6 +175,7 @@ def test_up_listens_on_this_machine_only_and_names_its_password_on_no_command_li
     assert not [pid for pid in processes if login in " ".join(psutil.Process(pid).cmdline())]
 
 
+@pytest.mark.slow
 def test_job_variables_start_no_command(up: Any, tmp_path: Path) -> None:
     """Runs of a deployment are refused. Prefect's server does not check other runs, where the worker ignores them.
 
@@ -235,6 +237,7 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
     assert [path.name for path in written] == ["fp8-grpo-auth"]
 
 
+@pytest.mark.slow
 def test_a_failing_run_exits_with_one_and_its_reason(
     run_deployment: Run, up: Any, small: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_failing_run_exits_with_one_and_its_reason(
 # --- stopped from outside ---
 
 
+@pytest.mark.slow
 def test_a_wrong_override_makes_no_run(run_deployment: Run, up: Any) -> None:
     refused = run_deployment('overrides={"training.lerning_rate": 1e-4}')
     assert refused.returncode == 1
@@ -258,6 +262,7 @@ def test_a_wrong_override_makes_no_run(run_deployment: Run, up: Any) -> None:
         assert not [one for one in client.read_flow_runs() if "training.lerning_rate" in str(one.parameters)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here `up` starts a worker for it")
 def test_a_run_that_no_worker_can_take_says_so_in_its_log(environment: dict[str, str], up: Any) -> None:
     assert "fp8-grpo/llama-aligned" in up.said.partition("\nready")[2]
@@ -351,6 +356,7 @@ class LongRun:
         assert self.mlflow_status() == "KILLED"
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment: dict[str, str]) -> None:
     going = long_run("to-cancel")
     cancelled = run(environment, "prefect", "flow-run", "cancel", str(going.flow_run().id))
@@ -359,6 +365,7 @@ def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment
     going.assert_stopped_in_good_order()
 
 
+@pytest.mark.slow
 def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
     going = long_run("to-evict")
     going.send(signal.SIGTERM)
@@ -366,6 +373,7 @@ def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
     going.assert_stopped_in_good_order()
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happened(
     long_run: Any, environment: dict[str, str], launch: Any
 ) -> None:
@@ -384,6 +392,7 @@ def test_a_killed_run_is_crashed_and_a_retry_finishes_it_as_if_nothing_had_happe
     assert summary["weights_digest"] == whole.summary["weights_digest"]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_bound_suspended_is_resumed_from_the_api(
     run_deployment: Run, up: Any, environment: dict[str, str], small: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -163,7 +163,9 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize(("method", "mode"), [("start", "synchronous"), ("step", "one_step_off")])
+@pytest.mark.parametrize(
+    ("method", "mode"), [("start", "synchronous"), pytest.param("step", "one_step_off", marks=pytest.mark.slow)]
+)
 def test_a_step_whose_episodes_all_fail_plays_them_again_once_they_do_not(method, mode, loop_run, talked, tmp_path):
     place, broken = tmp_path / "shy.py", tmp_path / "broken"
     settings = {"rollout.max_new_tokens": 32, "rollout.prompts_per_step": 2, "steps": 2}
@@ -269,7 +271,7 @@ class Uneven:
 """
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
+@pytest.mark.parametrize("mode", ["synchronous", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def test_a_resumed_run_begins_no_finished_episode_again(loop_run, settings, mode, tmp_path):
     """Not even one whose group was unfinished when the run was killed."""
     (tmp_path / "uneven.py").write_text(UNEVEN)

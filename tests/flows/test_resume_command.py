@@ -73,6 +73,7 @@ def of_other_code(folder: Path) -> Path:
 # --- continuing ---
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_extended_in_its_mlflow_run(
     launch: Any,
     command: Command,
@@ -123,6 +124,7 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
         run_copy.resume(steps=5)
 
 
+@pytest.mark.slow
 def test_another_store_is_used_when_it_is_named(
     moved: Path, command: Command, mlflow_store: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -135,6 +137,7 @@ def test_another_store_is_used_when_it_is_named(
     assert [metric.step for metric in history] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command) -> None:
     client, run_id = begun.mlflow, begun.mlflow_run().info.run_id
     before = client.get_metric_history(run_id, "core/reward")

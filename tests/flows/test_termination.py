@@ -246,7 +246,7 @@ def test_a_signal_in_the_last_step_does_not_stop_what_is_done(command: Any, work
     assert status(workplace / "runs" / "last") == "FINISHED"
 
 
-@pytest.mark.parametrize(("name", "done"), [("error", 1), ("nothing", 2)])
+@pytest.mark.parametrize(("name", "done"), [("error", 1), pytest.param("nothing", 2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_training_whatever_the_code_it_comes_into_makes_of_it(
     command: Any, workplace: Path, ctrl_c: None, name: str, done: int
 ) -> None:

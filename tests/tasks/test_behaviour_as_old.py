@@ -109,6 +109,7 @@ def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, copy_of, tmp_path, m
     ]
 
 
+@pytest.mark.slow
 def test_later_updates_start_from_the_same_log_probs_and_are_left_out_of_the_lag(loop_run):
     """All rows are audited: those of the first update beside longer ones of others."""
     run = loop_run("updates", **SAMPLED, **{"training.minibatches": 4, "logprobs.audit_share": 1.0})

@@ -92,6 +92,7 @@ def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
     assert source_of(scored) == "training" or len(drawn) > 1, "each step draws anew"
 
 
+@pytest.mark.slow
 def test_several_updates_start_from_the_rollouts_log_probs(run_of, loop_run):
     passing, found = loop_run("passing", **{"training.minibatches": 2}), run_of("several updates")
     first, expected = digests(found, 1), digests(passing, 1)

@@ -30,7 +30,13 @@ def written(run):
 
 
 @pytest.mark.parametrize(
-    ("mode", "staleness"), [("one_step_off", 0), ("one_step_off", 1), ("asynchronous", 0), ("asynchronous", 3)]
+    ("mode", "staleness"),
+    [
+        ("one_step_off", 1),
+        ("asynchronous", 3),
+        pytest.param("one_step_off", 0, marks=pytest.mark.slow),
+        pytest.param("asynchronous", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_one_prompt_at_a_time_ends(loop_run, mode, staleness):
     settings = {"max_inflight_prompts": 1, "max_staleness": staleness}

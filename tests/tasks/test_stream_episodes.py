@@ -46,7 +46,7 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=["asynchronous", pytest.param("one_step_off", marks=pytest.mark.slow)])
 def mode(request):
     return request.param
 

@@ -200,6 +200,7 @@ def test_another_store_than_the_folder_names_can_be_asked_and_none(published, ru
     assert verify(capsys, published.folder, "--tracking-uri", "none") == (0, {"signatures": "none"}, [])
 
 
+@pytest.mark.slow
 def test_an_outage_at_the_start_does_not_let_a_rewritten_run_through(copy_of_trained, network, monkeypatch) -> None:
     monkeypatch.setattr("flows.tracking.session.RETRY_SECONDS", (0.05,))
     copy = copy_of_trained(network.uri)
@@ -249,6 +250,7 @@ def test_a_copy_gets_an_mlflow_run_of_its_own_and_both_name_each_other(published
     assert mlflow_run(again.folder).data.tags["copied_from"] == own
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_of_an_older_version_is_told_by_the_folder_that_mlflow_names(published) -> None:
     write_record(published.folder, read_record(published.folder).changed(place=None))
     copy = at(published, Path(shutil.copytree(published.folder, published.folder.with_name("copy"))))
@@ -257,6 +259,7 @@ def test_a_copy_of_a_run_of_an_older_version_is_told_by_the_folder_that_mlflow_n
     assert read_record(published.folder).run_id != read_record(copy.folder).run_id
 
 
+@pytest.mark.slow
 def test_a_killed_copy_does_not_show_its_original_as_killed(published) -> None:
     record = read_record(published.folder).running()
     write_record(published.folder, record)
@@ -280,6 +283,7 @@ def test_a_backup_whose_run_went_on_gets_an_mlflow_run_of_its_own(published, tmp
     assert MlflowClient(published.config.tracking.uri).get_run(first).data.metrics == rows
 
 
+@pytest.mark.slow
 def test_a_copy_needs_its_server_as_a_new_run_does(copy_of_trained, network) -> None:
     copy = copy_of_trained(network.uri)
     publish(copy)

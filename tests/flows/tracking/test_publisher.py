@@ -85,6 +85,7 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     assert shown(copy.config) == expected, "a server shows the same"
 
 
+@pytest.mark.slow
 def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, mlflow_server, shown) -> None:
     copy = copy_of_trained(mlflow_server)
     publish(copy)
@@ -93,6 +94,7 @@ def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, m
     assert shown(copy.config) == expected
 
 
+@pytest.mark.slow
 def test_a_resume_reads_few_histories_and_writes_no_step_again(copy_of_trained, network) -> None:
     copy = copy_of_trained(network.uri)
     publish(copy)
@@ -135,6 +137,7 @@ def test_the_training_does_not_wait_and_all_of_it_arrives_later(expected, copy_o
     assert shown(copy.config) == expected
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_not_waited_for_and_a_resume_delivers(
     expected, copy_of_trained, network, shown
 ) -> None:
@@ -204,6 +207,7 @@ def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_tr
 REFUSED = ("401 Unauthorized", b"who are you?")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_shown_once_and_what_was_refused_follows(expected, copy_of_trained, network, shown) -> None:
     copy = copy_of_trained(network.uri)
     with session_of(copy) as (session, out):
@@ -222,6 +226,7 @@ def test_a_refusal_is_shown_once_and_what_was_refused_follows(expected, copy_of_
     assert shown(copy.config) == expected
 
 
+@pytest.mark.slow
 def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
     expected, copy_of_trained, network, shown, monkeypatch
 ) -> None:
@@ -241,6 +246,7 @@ def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
     assert shown(copy.config) == expected
 
 
+@pytest.mark.slow
 def test_a_run_deleted_while_it_is_trained_is_a_refusal_and_a_resume_is_refused(copy_of_trained, runs) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
     publish(copy)
@@ -278,7 +284,7 @@ def test_a_store_gets_what_it_lost_and_not_what_its_user_deleted(expected, copy_
     assert publish(copy) == ""
 
 
-@pytest.mark.parametrize("body", [b"{}", b""], ids=["an empty object", "no body"])
+@pytest.mark.parametrize("body", [b"{}", pytest.param(b"", marks=pytest.mark.slow)], ids=["an empty object", "no body"])
 def test_steps_that_a_proxy_confirmed_and_dropped_are_sent_again(
     body, expected, copy_of_trained, network, shown, monkeypatch
 ) -> None:
@@ -361,7 +367,7 @@ def survives(copy: Any, network: Any, pattern: str, skip: int = 0) -> bool:
     return os.WIFEXITED(status)
 
 
-@pytest.mark.parametrize("pattern", [WRITES[1], WRITES[3], WRITES[7]])
+@pytest.mark.parametrize("pattern", [WRITES[1], WRITES[3]])
 def test_a_kill_before_the_answer_leaves_nothing_twice(expected, copy_of_trained, network, shown, pattern) -> None:
     copy = copy_of_trained(network.uri)
     assert not survives(copy, network, pattern)
@@ -397,6 +403,7 @@ def test_kills_before_every_answer_leave_nothing_twice(expected, copy_of_trained
         assert shown(copy.config) == expected, f"killed at request {number}"
 
 
+@pytest.mark.slow
 def test_a_failed_training_does_not_wait_for_a_long_report(copy_of_trained, network, monkeypatch) -> None:
     copy = copy_of_trained(network.uri)
     publish(copy)

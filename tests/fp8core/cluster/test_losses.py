@@ -55,6 +55,7 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "OOM" not in str(lost.value)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(address):
     with ranks(address, 2) as gang:
         # Processes start within the time of the configuration, which is longer than a test should wait.
@@ -68,6 +69,7 @@ def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(a
         assert not gang.alive
 
 
+@pytest.mark.slow
 def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
     """Ray ends every process of a node whose memory is beyond its bound: here, all of them."""
     full = {"memory_usage_threshold": 0.0001, "memory_monitor_refresh_ms": 100}

@@ -173,7 +173,6 @@ class Lives:
                         yield child.pid
 
 
-@pytest.mark.slow
 def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_records(
     two_nodes, ahead, small, tmp_path, monkeypatch
 ):
@@ -237,7 +236,6 @@ def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_no
         assert {name: ref.digest for name, ref in made.items()} == {name: ref.digest for name, ref in expected.items()}
 
 
-@pytest.mark.slow
 def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
     run_copy.cut_after(1, "record")
 
@@ -287,6 +285,7 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nodes, tmp_path):
     two_nodes.add_node(num_cpus=0, num_gpus=1)
     settings = {"training.device": "cuda", "cluster.address": two_nodes.address, "runs": str(tmp_path), "run": "x"}
@@ -296,6 +295,7 @@ def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nod
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_node_that_has_ended_is_passed_over(two_nodes):
     """The cluster lists it until some heartbeats are missing; the question goes to the next one."""
     config = load_config("tiny", {"cluster.address": two_nodes.address})

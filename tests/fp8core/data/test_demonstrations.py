@@ -59,6 +59,7 @@ def test_a_row_that_is_no_demonstration_is_refused_with_its_line(write, bpe_toke
         own_demonstrations(config, config.warm_start, bpe_tokenizer, 512)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_learns_what_is_demonstrated(loop_run, write, small_checkpoint):
     """Each file of demonstrations gives another policy, and each policy its own answer."""
     digests = set()

@@ -93,6 +93,7 @@ def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
     assert by_row.stride() == (1, 20)
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_no_files_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda, "_compile", lambda *_: b"code")
     monkeypatch.setattr(cuda, "nvrtc_version", lambda: "13.0")

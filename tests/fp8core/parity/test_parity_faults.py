@@ -162,6 +162,7 @@ def test_a_skipped_update_turns_the_verdict_red(judged):
 STRESSED = {"rollout.prompts_per_step": 16, "rollout.group_size": 8, "steps": 1, "training.learning_rate": 0.0003}
 
 
+@pytest.mark.slow
 def test_raw_importance_weights_of_many_updates_do_not_average_1_when_their_sign_is_wrong(judged):
     assert judged("none", "stress", **STRESSED).failed == []
     found = judged("wrong sign", "stress", **STRESSED)
