@@ -39,13 +39,14 @@ test: env  ## the first tier: every promise once, in about 20 minutes on two cor
 test-all: test test-slow test-vllm  ## every test that needs no GPU
 
 # Files without such tests are not even collected: that takes half a minute.
-test-slow: env  ## the second tier, for the night: deployments, databases, random kills, long trainings, timing
+test-slow: env env-vllm  ## the second tier, for the night: deployments, databases, random kills, long trainings, timing
 	$(PYTEST) $(SPREAD) -m "slow and not gpu and not alone" $$(grep -rl --include='test_*.py' --exclude-dir=vllm mark.slow tests | sort)
 	$(PYTEST) -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
+	$(VLLM_PYTEST) --dist loadfile -m slow tests/vllm
 
 # The tests of a file share an engine, whose start takes half a minute of processor time: a file has one process.
-test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter
-	$(VLLM_PYTEST) --dist loadfile --no-loadscope-reorder tests/vllm
+test-vllm: env-vllm  ## the vLLM engine against vLLM for CPUs, and the Triton kernels in Triton's interpreter; first tier
+	$(VLLM_PYTEST) --dist loadfile --no-loadscope-reorder -m "not slow" tests/vllm
 	TRITON_INTERPRET=1 $(VLLM_PYTEST) tests/triton
 
 lint: env

@@ -15,7 +15,7 @@ from fp8core.rollout.engine import Sampling
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("where", ["here", "cluster"])
+@pytest.mark.parametrize("where", ["here", pytest.param("cluster", marks=pytest.mark.slow)])
 def test_nothing_outlives_a_process_that_is_killed(vllm_build, where):
     """vLLM's core, on a CPU its worker too, and the processes of the cluster that hold such."""
     program = str(Path(__file__).parent / "engine_parent.py")

@@ -27,6 +27,7 @@ from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.slow,
     pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SAMPLING = Sampling(1.0, 12, frozenset({3}))
