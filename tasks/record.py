@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fp8core.alignment.bounds import contract_of
+from fp8core.alignment.bounds import unverifiable
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
@@ -113,7 +113,7 @@ def record(
         metrics["kv/saturated_share"] = statistics["saturated_share"]
         if scales is not None:
             metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
-    if contract_of(run.config)[0] == "unverifiable":
+    if unverifiable(run.config):
         metrics["rollout/unverifiable"] = 1.0
     measured = store.get_json(evaluation)
     if measured:

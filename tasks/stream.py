@@ -14,6 +14,7 @@ from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
+from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
@@ -241,6 +242,17 @@ class _Part:
     def end(self) -> int:
         return self.before + len(self.tokens)
 
+    def replaced(self, newer: "_Part") -> "_Part":
+        """`newer` after those before it, from which an engine went on; `newer` alone, where some of these are missing.
+
+        An engine that goes on anew wrote other tokens than those that were here.
+        """
+        kept = newer.before - self.before
+        if not 0 <= kept <= len(self.tokens):
+            return newer
+        tokens, logprobs = self.tokens[:kept] + newer.tokens, self.logprobs[:kept] + newer.logprobs
+        return _Part(self.before, tokens, logprobs, newer.finish)
+
     def joined(self, other: "_Part") -> "_Part":
         """Both, which are equal where they overlap; `other` alone, where something between them is missing."""
         first, last = sorted((self, other), key=lambda part: part.before)
@@ -257,6 +269,7 @@ class _Written:
     """Generation by the run's engine; what is complete is durable as it comes, and is not generated again.
 
     All of it is of one policy. So of what a killed process wrote, any part from any token on is what would be written.
+    Of an engine that goes on anew, only the newest tokens after those before them are.
     """
 
     def __init__(self, run: RunContext, index: int) -> None:
@@ -264,8 +277,12 @@ class _Written:
         self._run = run
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
         self._shards = shards_of(run, index, "segments")
-        for error in self._shards.discard_damaged():
+        self._equal = engine_entry(run.config).continues(run.config) == "equal"
+        damaged = self._shards.discard_damaged()
+        for error in damaged:
             run.console.note(f"step {index}: {error}; its completions are generated again")
+        if damaged and not self._equal:
+            self._shards.clear()  # Others may go on from what is gone.
         self._kept = dict[tuple[int, int, int], _Part]()
         if (kept := self._shards.read()) is not None:
             self._keep(kept)
@@ -298,7 +315,9 @@ class _Written:
         for row in table.to_pylist():
             place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), _Part(**row)
             held = self._kept.get(place)
-            self._kept[place] = part if held is None else held.joined(part)
+            if held is not None:
+                part = held.joined(part) if self._equal else held.replaced(part)
+            self._kept[place] = part
 
     def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
         """The completions of a group from what was kept, if all of them are there."""

@@ -48,6 +48,7 @@ BOUNDED = {
 
 _LOWER = frozenset({"effective_sample_size", "reward_slope"})
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
+_NO_ERROR = {"error": 1.0, "tokens_differing": 0.0, "k3": 0.0}
 _ERROR = 1.1
 _NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
 _SAME_RATIO = {"ratio_bias": 0.0, "ratio_deviation": 0.0, "ratio_clipped": 0.0}
@@ -147,6 +148,26 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
     if contract in EQUAL and not config.pipeline.recompute_kv_cache_after_weight_update:
         return "unverifiable", "the engine keeps the cache of older weights, and no pass gives such log-probs"
     return contract, reason
+
+
+def unverifiable(config: RunConfig) -> str | None:
+    """The reason why no pass gives the bits of what was sampled, in a run that generates ahead; None elsewhere.
+
+    Its bounds are those of its contract, and compare the rollout with passes by the weights that wrote each token.
+    """
+    if config.pipeline.mode == "synchronous":
+        return None
+    contract, reason = _contract_at_rest(config)
+    if contract not in EQUAL:
+        return reason
+    kept = not config.pipeline.recompute_kv_cache_after_weight_update
+    return "the engine kept the cache of older weights" if kept else None
+
+
+def only_equal_bits(config: RunConfig) -> str | None:
+    """A setting of `alignment.stop` that only equal log-probs of one policy keep; None where there is none."""
+    limits = {f"{name}={limit:g}": getattr(config.alignment.stop, name) == limit for name, limit in _NO_ERROR.items()}
+    return next((f"alignment.stop.{setting}" for setting, found in limits.items() if found), None)
 
 
 def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:

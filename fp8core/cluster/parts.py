@@ -17,6 +17,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.weights import ShippedTensors
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
     Completion,
@@ -221,8 +222,10 @@ class TrainerPart:
         return report, scored if self._ranks.rank == 0 else None
 
     def kept(self) -> KeptWeights:
-        """This rank's share of the exported weights, in main memory."""
-        return KeptWeights(self._exported, self._ranks)
+        """This rank's share of the exported policy, in main memory."""
+        assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
+        kept: KeptWeights = self._trainer.keep(ShippedTensors(self._exported))
+        return kept
 
     def logprobs_of(self, kept: KeptWeights, *arguments: Any) -> ScoredBatch | None:
         """As `ScoringTrainer.logprobs_of`; rank 0 alone has the scores."""

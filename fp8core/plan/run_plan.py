@@ -8,7 +8,8 @@ from typing import NamedTuple
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, refuse
 from fp8core.evaluation.measure import compared_prompts
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import training_formats
 from fp8core.plan.memory import (
     CacheRoom,
     Device,
@@ -22,6 +23,7 @@ from fp8core.plan.memory import (
     count_parameters,
     longest_sequence,
     shipped_bytes,
+    stored_bytes,
 )
 from fp8core.plan.step_time import StepTime, step_time
 from fp8core.rollout.engine import RECEIVED_BYTES
@@ -114,7 +116,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     sync = shipped_bytes(arch, config.precision)
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
-    ahead = _ahead(config, arch, sync)
+    ahead = _ahead(config, arch)
     devices = _devices(config, arch, machine, parallel, sync, engine, gpus)
     if ahead is not None:
         devices = _with_policies(devices, machine.host, ahead)
@@ -128,7 +130,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     return RunPlan(count_parameters(arch), devices, engine.cache, sync, space, gap, ahead, step, tuple(refusals))
 
 
-def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpace | None:
+def _ahead(config: RunConfig, arch: Architecture) -> AheadSpace | None:
     pipeline, rollout = config.pipeline, config.rollout
     if pipeline.mode == "synchronous":
         return None
@@ -137,15 +139,16 @@ def _ahead(config: RunConfig, arch: Architecture, sync: StoredBytes) -> AheadSpa
     prompts = min(pipeline.max_inflight_prompts or math.inf, (1 + pipeline.max_staleness) * rollout.drawn_prompts)
     writing = math.ceil(prompts / config.cluster.engines) * rollout.group_size
     tokens = min(rollout.max_new_tokens, longest_sequence(config, arch))
+    formats = training_formats(config.precision, arch.num_layers).stored_names()
     return AheadSpace(
         *(pipeline.mode, pipeline.max_staleness, completions, writing, completions * tokens * _STREAMED),
-        *(pipeline.kept_policies, sync.total),
+        *(pipeline.kept_policies, stored_bytes(parameter_shapes(arch), formats).total),
     )
 
 
 def _with_policies(devices: tuple[DevicePlan, ...], host: Device | None, ahead: AheadSpace) -> tuple[DevicePlan, ...]:
     """The kept policies lie in main memory, beside all that the host holds at any time."""
-    need = Need("policies kept for scores", ahead.policies * ahead.policy, f"{ahead.policies} versions, as sent")
+    need = Need("policies kept for scores", ahead.policies * ahead.policy, f"{ahead.policies} versions")
     if any(device.device == host for device in devices):
         return tuple(
             replace(device, phases=tuple(replace(phase, needs=(*phase.needs, need)) for phase in device.phases))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Literal
 
+from fp8core.alignment.bounds import unverifiable
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import (
@@ -41,20 +42,26 @@ class Answer:
     words: str
 
 
-def answer(history: History, form: Callable[[float], str]) -> Answer:
-    """The answer of a history; `form` writes the numbers that are no error."""
+def answer(history: History, form: Callable[[float], str], why: str | None = None) -> Answer:
+    """The answer of a history.
+
+    Args:
+        history: metrics by step.
+        form: writes the numbers that are no error.
+        why: the reason where the run is unverifiable, if it is known.
+    """
     learning, reasons = _learning(history, form)
     agreement, comparison = _agreement(history, form)
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {comparison}"
     if any(row.get(UNVERIFIABLE) for row in history):
-        # No pass has that cache, so none can give the log-probs of what was sampled.
-        words += "; unverifiable, as the engine kept the cache of older weights"
+        words += "; unverifiable" if why is None else f"; unverifiable, as {why}"
     return Answer(learning, agreement, words[0].upper() + words[1:])
 
 
 def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
     """The answer of a run, with its speed."""
-    words = [answer(run.history, form).words]
+    why = None if run.evidence.config is None else unverifiable(run.evidence.config)
+    words = [answer(run.history, form, why).words]
     if run.busy:
         words.append(f"{form(median(run.busy.values()))} s a step")
     speed = rollout_speed(run)

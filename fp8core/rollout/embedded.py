@@ -497,5 +497,5 @@ ENGINE = EngineEntry(
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,
     arithmetic=lambda config: "exact",
-    continues=lambda config: True,
+    continues=lambda config: "equal",
 )

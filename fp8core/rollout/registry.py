@@ -30,6 +30,7 @@ ENGINES: Final[Mapping[str, str]] = {
 ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
 
 Arithmetic = Literal["exact", "kernels", "own"]
+Continuation = Literal["equal", "anew", "none"]
 
 
 def no_refusals(*_: object) -> Iterable[str]:
@@ -77,7 +78,8 @@ class EngineEntry:
         arithmetic: the operations it computes: `exact` those of the exact trainer, `kernels` those of the packed
             trainer, `own` others.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
-        continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room.
+        continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room:
+            `equal` with the tokens that it would write in one go, `anew` with others of the same distribution.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings, dotted keys, with which it runs its own model; an aligned one computes FP8 alone.
@@ -97,7 +99,7 @@ class EngineEntry:
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
-    continues: Callable[["RunConfig"], bool] = lambda config: False
+    continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
     stock: Mapping[str, str] = field(default_factory=dict)

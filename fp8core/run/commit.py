@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from fp8core.alignment.bounds import contract_of
+from fp8core.alignment.bounds import unverifiable
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
@@ -104,7 +104,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
             "rollout": run.ready_engine().describe(),
             "training": run.ready_trainer().describe(),
             "reward": run.verifier.describe(),
-            **({"behaviour": "unverifiable"} if contract_of(run.config)[0] == "unverifiable" else {}),
+            **({"behaviour": "unverifiable"} if unverifiable(run.config) else {}),
             **({} if run.loss_source is None else {"loss": {"source": run.loss_source}}),
             **({"environment": dict(run.environment_description)} if run.environment_description else {}),
         },

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 import torch
 from pydantic import JsonValue
 
-from fp8core.alignment.bounds import EQUAL, contract_of, ratio_holds_age
+from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_holds_age, unverifiable
 from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
@@ -138,19 +138,24 @@ def _refuse_truncation(config: RunConfig) -> None:
 
 
 def _refuse_ahead(config: RunConfig) -> None:
-    """Refuse to generate beside an update where nothing goes on from a prefix, or where no pass gives its bits."""
+    """Refuse to generate beside an update where nothing goes on from a prefix, or what older policies do not give."""
     if config.pipeline.mode == "synchronous":
         return
     place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
-    if not engine_entry(config).continues(config):
+    if config.pipeline.mode == "asynchronous" and engine_entry(config).continues(config) == "none":
         raise UserError(
-            f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded"
+            f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded, or "
+            "pipeline.mode to one_step_off"
         )
-    contract, reason = contract_of(config)
-    if contract == "unverifiable":
+    if not config.pipeline.recompute_kv_cache_after_weight_update:
         _refuse_kept_cache(config)
-    elif contract not in EQUAL:
-        raise UserError(f"{place}: log-probs of older policies are not promised to be equal bit for bit ({reason})")
+    if not config.training.deterministic and trainer_of(config.training).device(config.training) == "cuda":
+        raise UserError(
+            f"{place}: training.deterministic=false: a resumed run makes older policies again, bit for bit; set it to "
+            "true"
+        )
+    if (reason := unverifiable(config)) is not None:
+        _refuse_unverified(config, reason)
     _refuse_nothing_ahead(config)
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
@@ -163,6 +168,21 @@ def _refuse_ahead(config: RunConfig) -> None:
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
     _refuse_inert_correction(config)
+
+
+def _refuse_unverified(config: RunConfig, reason: str) -> None:
+    """Refuse bounds of equal bits where no pass gives them, and to learn from such tokens without a weight."""
+    if (setting := only_equal_bits(config)) is not None:
+        raise UserError(
+            f"{setting}: with pipeline.mode={config.pipeline.mode} the run is unverifiable ({reason}); raise it, or "
+            "set it to none"
+        )
+    if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
+        raise UserError(
+            f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
+            f"unverifiable ({reason}), and nothing weighs its tokens; set it to token_tis, or "
+            "precision.accept_mismatch to true"
+        )
 
 
 def _refuse_nothing_ahead(config: RunConfig) -> None:

@@ -203,6 +203,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
     def _inference_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._stored())
 
+    def _unlike_shipped(self) -> dict[str, Tensor] | None:
+        same = self._decoder.formats.stored_names() == self._rollout_formats.stored_names()
+        return None if same else self._stored()
+
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:
         return load_policy(self.arch, shipped)
 

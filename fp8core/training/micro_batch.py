@@ -56,7 +56,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
     def keep(self, shipped: Shipped) -> KeptWeights:
         """As `ScoringTrainer.keep`."""
-        return KeptWeights({name: shipped[name] for name in shipped.keys()}, self._ranks)  # noqa: SIM118
+        own = self._unlike_shipped()
+        return KeptWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
     def forget(self, kept: KeptWeights) -> None:
         """As `ScoringTrainer.forget`."""
@@ -207,11 +208,15 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """Weights for passes without gradients."""
 
     @abstractmethod
+    def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
+        """The policy stored as the passes read it, where the engine's weights have other formats; else None."""
+
+    @abstractmethod
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
-        """Those of a policy that was exported, for a pass without gradients, until `_drop_shipped`."""
+        """Those of a policy that was kept, for a pass without gradients, until `_drop_shipped`."""
 
     def _drop_shipped(self) -> None:
-        """The policy that was exported is not needed any more."""
+        """The policy that was kept is not needed any more."""
 
     @abstractmethod
     def _training_weights(self) -> Weights:

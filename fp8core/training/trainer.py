@@ -172,7 +172,8 @@ class ScoringTrainer(Protocol):
     def keep(self, shipped: Shipped) -> Any:
         """A copy of what `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet.
 
-        It outlives the trainer, until `forget`.
+        Where the trainer's passes read weights in other formats, the copy has these. It outlives the trainer, until
+        `forget`.
         """
         ...
 
@@ -183,7 +184,7 @@ class ScoringTrainer(Protocol):
     def logprobs_of(
         self, kept: Any, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> ScoredBatch:
-        """As `logprobs`, under a policy that was kept, of which engine and trainer have one format."""
+        """As `logprobs`, under a policy that was kept."""
         ...
 
 

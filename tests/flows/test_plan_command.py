@@ -145,6 +145,11 @@ def test_generation_ahead_keeps_policies_in_main_memory(plan, tmp_path):
     assert needs["policies kept for scores"] == 4 * needs["engine weights"]
     assert any(line.startswith("ahead  asynchronous: tokens at most 2 versions old; 512 completions") for line in lines)
     assert not any(line.startswith("ahead") for line in plan("tiny")[1])
+    # They lie as the trainer reads them: the policy that is trained in BF16, of which the engine gets FP8.
+    plan("tiny", *mode, "--set", "precision.training.linear=bf16", "--json", str(file))
+    mixed = {need["item"]: need["bytes"] for need in json.loads(file.read_text())["devices"][0]["phases"][0]["needs"]}
+    assert mixed["engine weights"] == needs["engine weights"]
+    assert mixed["policies kept for scores"] == 4 * 2 * 303_872
 
 
 @pytest.mark.parametrize(

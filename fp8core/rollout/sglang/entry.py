@@ -161,7 +161,7 @@ ENGINE = EngineEntry(
     longest=_longest,
     arithmetic=lambda config: "kernels" if config.rollout.sglang.model == "aligned" else "own",
     products=_products,
-    continues=lambda config: config.rollout.sglang.model == "aligned",
+    continues=lambda config: "equal" if config.rollout.sglang.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.sglang.sleep,
     # Its own model rounds where no points of a contract do.
     stock={"rollout.sglang.model": "stock", "precision.rounding_points": "stepwise"},

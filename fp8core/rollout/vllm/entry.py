@@ -205,7 +205,7 @@ ENGINE = EngineEntry(
     arithmetic=_arithmetic,
     products=_products,
     # vLLM draws by a seed and a position in the aligned model alone.
-    continues=lambda config: config.rollout.vllm.model == "aligned",
+    continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,
     own_process=True,
     stock={"rollout.vllm.model": "stock"},

@@ -139,10 +139,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
+        return ShippedTensors(in_one_buffer(self._stored(self._formats.rollout)))
+
+    def _stored(self, formats: Formats) -> dict[str, Tensor]:
+        """The policy in the stored formats of a side, on every rank."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
-        rollout = self._formats.rollout
-        made = stored_weights(self._masters.named(), rollout.stored_names(), rollout.scale_rule)
-        return ShippedTensors(in_one_buffer(self._masters.joined(made)))
+        return self._masters.joined(stored_weights(self._masters.named(), formats.stored_names(), formats.scale_rule))
 
     def digest(self) -> str:
         return self._masters.digest()
@@ -228,6 +230,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _inference_weights(self) -> Tensor:
         self._decoder.cache_weights(self._masters)
         return self._decoder.head_weight()[1]
+
+    def _unlike_shipped(self) -> dict[str, Tensor] | None:
+        training = self._formats.training
+        return None if training.stored_names() == self._formats.rollout.stored_names() else self._stored(training)
 
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Tensor:
         self._decoder.drop_weights()

@@ -1,0 +1,286 @@
+"""Runs that generate ahead where no log-probs are promised to be equal bit for bit: they say so, and repeat."""
+
+import io
+from collections import Counter
+from statistics import fmean
+
+import pyarrow as pa
+import pytest
+import torch
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.parity.measure import VARIANTS, variant_settings
+from fp8core.report.console import Console
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_runs
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.execute import StepError, carried
+from fp8core.run.loop import begin
+from fp8core.run.open import pipeline_of, uncorrected_lag
+from fp8core.run.policy import read_scales
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.resume import rewind_to
+from fp8core.store.artifacts import RolloutShards
+from fp8core.store.run_directory import read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.tables import SEGMENTS
+from fp8core.store.verify import verify
+from tasks.logprobs import token_batch
+from tasks.stream import _Part, _Written
+
+SETTINGS = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.ahead_tokens": 3,
+    "pipeline.verified_share": 1.0,
+    "alignment.stop.action": "warn",
+    "checkpoint.every": 2,
+}
+LINEARS = {"precision.rollout.linear": "fp8_block", "precision.training.linear": "bf16"}
+PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
+
+
+@pytest.fixture(scope="module")
+def mixed(loop_run):
+    """A run that samples in FP8 and trains in BF16, with updates in flight; for reading only."""
+    return loop_run("mixed", **SETTINGS | LINEARS)
+
+
+def tables(run, step, *names):
+    return [run.store.get_table(run.ledger.artifacts(step)[name]).to_pylist() for name in names]
+
+
+def assert_said(run):
+    differing, ages = 0.0, set[int]()
+    for record in run.records[1:]:
+        step = record["step"]
+        assert record["executed"]["behaviour"] == "unverifiable"
+        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
+        assert metrics["rollout/unverifiable"] == 1
+        assert metrics["rollout/staleness_max"] <= 1
+        assert 1 < metrics["alignment/token_mult_prob_error"] < 1.1
+        differing += metrics["alignment/tokens_differing"]
+        (rollouts,) = tables(run, step, "rollouts")
+        ages |= {step - 1 - version for row in rollouts for version in row["versions"]}
+    assert differing
+    assert ages == {0, 1}
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "formats"),
+    [
+        ("asynchronous", LINEARS | PACKED),
+        ("asynchronous", {"precision.training.kv_cache": "bf16"}),
+        ("one_step_off", LINEARS),
+    ],
+)
+def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, copy_of, mode, formats):
+    """Bit for bit as its own pass did when these weights were its policy, whatever formats the engine was sent."""
+    ahead = SETTINGS if mode == "asynchronous" else SETTINGS | {"pipeline.mode": mode, "pipeline.ahead_tokens": None}
+    run = loop_run("scored", **ahead | formats, **{"training.learning_rate": 0.01})
+    if mode == "asynchronous":
+        assert_said(run)
+    copied, compared = copy_of(run), 0
+    with copied.opened() as live:
+        begin(live)
+        for step in range(1, 5):
+            rollouts = run.store.get_table(run.ledger.artifacts(step)["rollouts"])
+            (behaviour,) = tables(run, step, "behaviour")
+            for version in {version for row in rollouts["versions"].to_pylist() for version in row}:
+                rewind_to(live, version)
+                scales = read_scales(live, carried(live, version + 1)["scales"])
+                scored = live.trainer.logprobs(token_batch(rollouts), 1.0, scales.layers or None).logprobs
+                for ours, theirs, row in zip(scored, behaviour, rollouts.to_pylist(), strict=True):
+                    written = torch.tensor(row["versions"]) == version
+                    assert torch.equal(ours[: len(written)][written], torch.tensor(theirs["logprobs"])[written])
+                    compared += int(written.sum())
+    assert compared > 200
+
+
+def test_the_mismatch_that_bounds_judge_has_no_age(loop_run):
+    """It is of one version, where the policy before the update is far from the one that wrote a token."""
+    run = loop_run("far", **SETTINGS | LINEARS, **{"training.learning_rate": 0.01})
+    near, far = list[float](), list[float]()
+    for step in (3, 4):
+        for row, by_version, old in zip(*tables(run, step, "rollouts", "behaviour", "logprobs"), strict=True):
+            for j, version in enumerate(row["versions"]):
+                if version < step - 1:
+                    near.append(abs(by_version["logprobs"][j] - row["logprobs"][j]))
+                    far.append(abs(old["logprobs"][j] - row["logprobs"][j]))
+    assert fmean(near) < fmean(far) / 3
+
+
+def test_manifest_metrics_and_report_say_so(mixed):
+    assert_said(mixed)
+    told = report_html(read_runs([mixed.folder]))
+    assert "; unverifiable, as the sides compute linear fp8_block and bf16" in told[: told.index("<section")]
+    assert "<td>behaviour</td><td>unverifiable</td>" in told
+
+
+@pytest.mark.parametrize("task", ["rollout", "ahead", "train", "sync", "record"])
+def test_a_run_that_was_cut_ends_with_the_same_bytes(mixed, copy_of, task):
+    run = copy_of(mixed)
+    run.cut_after(3, task)
+    run.resume()
+    assert run.records == mixed.records
+
+
+def test_a_replay_is_equal(mixed):
+    original = RunSnapshot.read(mixed.folder, read_description(mixed.folder))
+    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
+
+
+ENGINE = """
+import itertools
+from dataclasses import replace
+
+from fp8core.rollout.embedded import ENGINE as EMBEDDED
+
+calls = itertools.count(1)
+
+
+class Anew:
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def generate(self, groups, sampling):
+        if sampling.temperature:
+            # It never writes the same twice, not even after a kill.
+            call = next(calls) << 20
+            groups = [replace(group, seeds=tuple(seed ^ call for seed in group.seeds)) for group in groups]
+        return self._engine.generate(groups, sampling)
+
+
+ENGINE = replace(
+    EMBEDDED,
+    name="anew",
+    build=lambda config, arch: Anew(EMBEDDED.build(config, arch)),
+    arithmetic=lambda config: "own",
+    continues=lambda config: "{continues}",
+)
+"""
+
+
+@pytest.fixture
+def anew(tmp_path, monkeypatch):
+    """The setting of an engine that draws other tokens where a completion goes on, as vLLM's own model does."""
+
+    def make(continues):
+        (tmp_path / f"engine_{continues}.py").write_text(ENGINE.replace("{continues}", continues))
+        monkeypatch.syspath_prepend(tmp_path)
+        return {"rollout.engine": f"engine_{continues}:ENGINE", "replay.level": "tolerant"}
+
+    return make
+
+
+def assert_scored_as_sampled(run):
+    """Its arithmetic is the trainer's, so a token behind another prefix than it was drawn with would differ."""
+    for step in range(1, 5):
+        rollouts, behaviour = tables(run, step, "rollouts", "behaviour")
+        assert [row["logprobs"] for row in behaviour] == [row["logprobs"] for row in rollouts]
+        assert run.records[step]["executed"]["behaviour"] == "unverifiable"
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_an_engine_wrote_anew_never_follows_what_it_wrote_before(loop_run, anew, monkeypatch, lost):
+    """Killed between chunks of a step twice, the second time with a damaged shard."""
+    run = loop_run("anew", **SETTINGS | anew("anew") | {"pipeline.chunk_tokens": 2, "pipeline.ahead_tokens": 6})
+    assert_scored_as_sampled(run)
+    run.cut_after(3, "calibrate")
+    generate, calls = EmbeddedEngine.generate, Counter()
+
+    def killed(engine, wanted, sampling):
+        calls["all"] += sampling.temperature > 0
+        if calls["all"] in (3, 5):
+            raise RuntimeError("killed")
+        return generate(engine, wanted, sampling)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", killed)
+    for _ in range(2):
+        with pytest.raises(StepError, match="killed"):
+            run.resume()
+        if lost:
+            shards = sorted((run.folder / "shards" / "00003").glob("*.parquet"))
+            shards[0].write_bytes(b"damaged")
+    run.resume()
+    assert_scored_as_sampled(run)
+    assert [*verify(RunView.read(run.folder))] == []
+
+
+@pytest.mark.parametrize(("engine", "kept"), [("anew", 0), ("equal", 1)])
+def test_where_a_shard_is_damaged_nothing_of_its_step_is_gone_on_from(loop_run, anew, engine, kept):
+    """Others may follow what it held, of which nothing tells where it was written over something as long."""
+    run = loop_run("damaged", **SETTINGS | anew(engine) | {"steps": 1})
+    shards = RolloutShards(run.folder / "shards" / "00002", "segments")
+    for before, tokens in ((0, [1, 2, 3, 4]), (2, [5, 6]), (4, [7])):
+        row = {"batch": 2, "group": 0, "sample": 0, "before": before, "tokens": tokens}
+        row |= {"logprobs": [0.0] * len(tokens), "finish": ""}
+        shards.append(pa.Table.from_pylist([row], schema=SEGMENTS))
+    sorted((run.folder / "shards" / "00002").glob("*.parquet"))[1].write_bytes(b"damaged")
+    with run.opened() as live:
+        assert len(_Written(live, 2)._kept) == kept
+
+
+def test_of_what_was_written_anew_the_newest_counts():
+    old = _Part(0, [1, 2, 3, 4], [0.0] * 4, "stop")
+    assert old.replaced(_Part(2, [9], [0.5], "")) == _Part(0, [1, 2, 9], [0.0, 0.0, 0.5], "")
+    assert old.replaced(_Part(4, [9], [0.5], "")).tokens == [1, 2, 3, 4, 9]
+    for apart in (_Part(5, [9], [0.5], ""), _Part(0, [9], [0.5], "")):
+        assert old.replaced(apart) == apart
+    assert _Part(3, [4], [0.0], "").replaced(_Part(0, [9, 9, 9], [0.0] * 3, "")).tokens == [9, 9, 9]
+
+
+def test_an_engine_that_never_goes_on_runs_one_step_off(loop_run, anew):
+    settings = SETTINGS | anew("none")
+    with pytest.raises(UserError, match=r"does not go on from what was begun; .* or pipeline.mode to one_step_off$"):
+        pipeline_of(load_config("tiny", settings))
+    off = {"pipeline.mode": "one_step_off", "pipeline.ahead_tokens": None}
+    run = loop_run("whole", **settings | off)
+    assert_scored_as_sampled(run)
+    assert all(len(set(row["versions"])) == 1 for step in range(1, 5) for row in tables(run, step, "rollouts")[0])
+
+
+def test_stock_models_and_bf16_on_a_gpu_go_on_too():
+    stock = {"rollout.vllm.model": "stock", "precision.rollout.linear": "bf16", "precision.training.linear": "bf16"}
+    stock |= {"precision.rollout.kv_cache": "bf16", "precision.training.kv_cache": "bf16"}
+    for mode in ("one_step_off", "asynchronous"):
+        pipeline_of(load_config("h200-small", stock | {"pipeline.mode": mode}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"alignment.stop.tokens_differing": 0}, r"alignment\.stop\.tokens_differing=0: with .* is unverifiable"),
+        ({"alignment.stop.error": 1.0}, r"alignment\.stop\.error=1: with .* raise it, or set it to none"),
+        ({"correction.method": "none"}, r"correction\.method=none: .* nothing weighs its tokens; set it to token_tis"),
+        ({"logprobs.source": "rollout"}, r"logprobs\.source=rollout: log-probs are not promised to be equal"),
+        ({"training.device": "cuda", "training.deterministic": False}, r".*training\.deterministic=false: a resumed"),
+    ],
+)
+def test_what_only_equal_bits_give_is_refused(settings, message):
+    formats = {} if "correction.method" in settings else LINEARS
+    with pytest.raises(UserError, match=f"^{message}") as refused:
+        pipeline_of(
+            load_config("tiny", SETTINGS | PACKED | formats | {"precision.rounding_points": "stepwise"} | settings)
+        )
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_accepted_on_purpose_is_only_warned_of():
+    config = load_config("tiny", SETTINGS | LINEARS | {"correction.method": "none", "precision.accept_mismatch": True})
+    pipeline_of(config)
+    assert "without a correction" in uncorrected_lag(config)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=str)
+@pytest.mark.parametrize("mode", ["asynchronous", "one_step_off"])
+@pytest.mark.parametrize("name", ["tiny-nightly", "llama-nightly"])
+def test_every_variant_of_a_parity_run_can_generate_ahead(name, mode, variant):
+    sleepless = {"rollout.vllm.sleep": False} if name == "llama-nightly" else {}
+    config = load_config(name, {"pipeline.mode": mode, **sleepless})
+    pipeline_of(load_config(name, {"pipeline.mode": mode, **sleepless, **variant_settings(variant, config, 0)}))
