@@ -254,7 +254,7 @@ def age_metrics(
     }
 
 
-STREAM_COLUMNS = ["batch", "group", "finish", "tokens"]
+STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
 """What `stream_metrics` reads."""
 
 
@@ -272,13 +272,15 @@ def stream_metrics(
     for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
         if finish != LEFT:
             open_[batch, group] = open_.get((batch, group), False) or not finish
+    # Completions that ended before the update was taken ended after the chunks.
+    first, last = (pc.max(table["ended"]).as_py() or 0 for table in (before, after))
     tokens = [pc.sum(pc.list_value_length(table["tokens"])).as_py() or 0 for table in (before, after)]
     return {
         "rollout/prompts_in_flight": float(sum(open_.values())),
         "rollout/prompts_waiting": float(len(open_) - sum(open_.values())),
         "rollout/tokens_ahead": float(tokens[1]),
         "rollout/tokens_beside_update": float(tokens[1] - tokens[0]),
-        "rollout/decode_steps_beside_update": float(sum(chunks)),
+        "rollout/decode_steps_beside_update": float(max(sum(chunks), last - first)),
         "rollout/evicted_prompts": float(len(evicted)),
         "rollout/evicted_tokens": float(sum(each["tokens"] for each in evicted)),
     }

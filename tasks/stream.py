@@ -23,6 +23,7 @@ from fp8core.rollout.stream import (
     Row,
     Stream,
     chunks_of,
+    drain,
     finish_first,
     group_of,
     run_ahead,
@@ -126,6 +127,8 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     chunks = run_ahead(
         opened, index - 1, _chunks(run, index, lambda: written.holds(opened.rows)), written, source.enter
     )
+    if not run.config.pipeline.in_flight_weight_updates:
+        drain(opened, index - 1, written)
     written.complete(opened.rows)
     # A run cannot play again those of a stored stream.
     for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):

@@ -73,6 +73,11 @@ class PipelineConfig(Section):
         description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and those "
         "that get older than `max_staleness` are evicted; needs `asynchronous`.",
     )
+    in_flight_weight_updates: bool = Field(
+        True,
+        description="false: with `asynchronous`, completions that have begun end before engines take new weights, so "
+        "that each is of one version.",
+    )
     recompute_kv_cache_after_weight_update: bool = Field(
         True,
         description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
@@ -122,6 +127,7 @@ def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
     refused = {
         "drop_or_wait=drop": pipeline.drop_or_wait == "drop",
         "recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+        "in_flight_weight_updates=false": not pipeline.in_flight_weight_updates,
         f"ahead_tokens={pipeline.ahead_tokens}": pipeline.ahead_tokens is not None,
         f"max_staleness={pipeline.max_staleness}": pipeline.max_staleness > 1,
     }

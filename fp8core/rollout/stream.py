@@ -10,8 +10,9 @@ enter. A tick is a token that each completion in flight wrote or could have: wit
   others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the same.
 - `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. A token is a function
-of its seed, its position, the tokens before it, and the version that wrote it. The stream has a version a token.
+Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. A token is a
+function of its seed, its position, the tokens before it, and the version that wrote it. The stream has a version a
+token.
 """
 
 from collections import defaultdict
@@ -282,6 +283,15 @@ def run_ahead(
         written.append(longest if chunk is None else chunk)
         stream.admit(version, enter)
     return written
+
+
+def drain(stream: Stream, version: int, generate: Generate) -> None:
+    """Write what is in flight to its end, under the policy that `run_ahead` has ended with; no prompt enters.
+
+    Then no update lands in a completion. The stream alone decides what is written, so no schedule has it.
+    """
+    if due := stream.in_flight():
+        stream.tick += stream.write(version, due, None, generate)
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[int]:

@@ -192,6 +192,7 @@ def _refuse_nothing_ahead(config: RunConfig) -> None:
         return
     waiting = {
         "environment": config.environment is not None,
+        "pipeline.in_flight_weight_updates=false": not pipeline.in_flight_weight_updates,
         "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
         "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None and pipeline.drop_or_wait == "wait",
     }
@@ -243,6 +244,8 @@ def _refuse_kept_cache(config: RunConfig) -> None:
     place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
     if engine != "embedded":
         raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
+    if not config.pipeline.in_flight_weight_updates:
+        raise UserError(f"{place}: with pipeline.in_flight_weight_updates=false no update finds a cache; unset one")
     if config.replay.level != "tolerant":
         raise UserError(
             f"{place}: a replay and a resumed run lack that cache; replay.level={config.replay.level} promises equal "

@@ -196,3 +196,17 @@ def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, mode, t
             assert {row["finish"] for row in table.to_pylist()} == {""}
             found.append(entry.outputs["next_stream"].digest)
     assert found[0] == found[1]
+
+
+def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, settings):
+    whole = {"pipeline.in_flight_weight_updates": False, "pipeline.ahead_tokens": 4}
+    run = loop_run("whole", **settings | MODES["asynchronous"] | whole)
+    for step in range(1, 4):
+        artifacts = run.ledger.artifacts(step)
+        assert all(len(set(row["versions"])) == 1 for row in run.store.get_table(artifacts["rollouts"]).to_pylist())
+        assert all(row["finish"] for row in run.store.get_table(artifacts["next_stream"]).to_pylist())
+    records = run.records
+    run.cut_after(2, "train")
+    run.resume()
+    assert run.records == records
+    assert replayed(run, 2) == ["equal"] * 2

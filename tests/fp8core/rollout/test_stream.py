@@ -18,6 +18,7 @@ from fp8core.rollout.stream import (
     Row,
     Stream,
     chunks_of,
+    drain,
     finish,
     finish_first,
     run_ahead,
@@ -142,10 +143,19 @@ def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5), cut=st.integers()
+    pace=paces,
+    chunk=st.integers(1, 5),
+    speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5),
+    cut=st.integers(),
+    whole=st.booleans(),
 )
-def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: int, speeds: list[int], cut: int) -> None:
-    """Whatever the update takes: the chunks that were written decide, in one go or in two."""
+def test_a_recorded_schedule_gives_the_stream_of_the_clock(
+    pace: Pace, chunk: int, speeds: list[int], cut: int, whole: bool
+) -> None:
+    """Whatever the update takes: the chunks that were written decide, in one go or in two.
+
+    `whole`: nothing is in flight when an update lands.
+    """
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):
         stream = Stream(rows, pace, step - 1)
@@ -158,13 +168,25 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: in
         first = cut % (len(chunks) + 1)
         for part in (chunks[:first], chunks[first:]):
             assert run_ahead(again, step - 1, part, generate, enter) == part
+        if whole:
+            for each in (live, again):
+                drain(each, step - 1, generate)
+                assert not each.in_flight()
+            assert all(len({*row.versions}) == 1 for row in taken)
         assert again.rows == live.rows
         rows = live.rows
 
 
 @settings(max_examples=200, deadline=None)
-@given(pace=paces, chunk=st.integers(1, 5), speeds=st.lists(st.integers(0, 4), min_size=8, max_size=8))
-def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(pace: Pace, chunk: int, speeds: list[int]) -> None:
+@given(
+    pace=paces,
+    chunk=st.integers(1, 5),
+    speeds=st.lists(st.integers(0, 4), min_size=8, max_size=8),
+    whole=st.booleans(),
+)
+def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
+    pace: Pace, chunk: int, speeds: list[int], whole: bool
+) -> None:
     rows, gone, evictions, newest = list[Row](), list[Place](), 0, (0, 0)
     for step, most in enumerate(speeds, start=1):
         stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
@@ -179,6 +201,7 @@ def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(pace: Pace, c
         for row in taken:
             assert row.tokens == [100 * row.seed + i for i in range(length(row.seed))]
             assert 0 <= step - 1 - row.versions[0] <= pace.staleness
+            assert len({*row.versions}) == 1 or not whole
         for each in evicted:
             assert each.oldest < each.step - 1 - pace.staleness <= each.newest + 1
             assert each.step == step + 1
@@ -187,6 +210,8 @@ def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(pace: Pace, c
         evictions += len(evicted)
         stream = DroppingStream(stream.rows, pace, step)
         run_ahead(stream, step - 1, repeat(chunk, most), generate, enter)
+        if whole:
+            drain(stream, step - 1, generate)
         rows = stream.rows
         held = [(row.batch, row.group) for row in rows if row.finish != "left"]
         assert len(set(gone)) == len(gone), "each leaves once"

@@ -1,0 +1,108 @@
+"""Runs whose engines end what they have begun before they take new weights."""
+
+import io
+from collections import Counter
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.execute import StepError
+from fp8core.run.open import plan_of
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.run_directory import read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
+
+SETTINGS = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.in_flight_weight_updates": False,
+    "pipeline.ahead_tokens": 3,
+    "pipeline.max_staleness": 2,
+    "pipeline.max_inflight_prompts": 5,
+    "pipeline.verified_share": 1.0,
+    "checkpoint.every": 2,
+}
+
+
+@pytest.fixture(scope="module", params=["wait", "drop"])
+def whole(loop_run, request):
+    """Such a run; for reading only."""
+    return loop_run(f"whole-{request.param}", **SETTINGS | {"pipeline.drop_or_wait": request.param})
+
+
+def test_each_completion_is_of_one_version(whole):
+    ages = set()
+    for step in range(1, 5):
+        artifacts = whole.ledger.artifacts(step)
+        for row in whole.store.get_table(artifacts["rollouts"]).to_pylist():
+            (version,) = set(row["versions"])
+            ages.add(step - 1 - version)
+        left, after = (whole.store.get_table(artifacts[name]).to_pylist() for name in ("left", "next_stream"))
+        assert all(row["finish"] for row in after)
+        metrics = whole.store.get_json(artifacts["metrics"])
+        assert (metrics["rollout/prompts_in_flight"], metrics["alignment/tokens_differing"]) == (0, 0)
+        begun = {(row["batch"], row["group"], row["sample"]): len(row["tokens"]) for row in left}
+        longest = max(
+            (len(row["tokens"]) - begun.get((row["batch"], row["group"], row["sample"]), 0) for row in after), default=0
+        )
+        assert metrics["rollout/decode_steps_beside_update"] >= longest
+        assert whole.store.get_json(artifacts["schedule"])["chunks"] in ([3], [])
+    assert {0, 1} <= ages <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("task", ["rollout", "ahead", "train", "sync"])
+def test_a_run_that_was_cut_ends_with_the_same_bytes(whole, copy_of, task):
+    run = copy_of(whole)
+    run.cut_after(3, task)
+    run.resume()
+    assert run.records == whole.records
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_kill_beside_the_update_changes_nothing(whole, copy_of, monkeypatch, call):
+    """In a chunk, or while what has begun is written to its end."""
+    run, calls, generate = copy_of(whole), Counter(), EmbeddedEngine.generate
+    run.cut_after(3, "calibrate")
+
+    def killed(engine, wanted, sampling):
+        calls["all"] += sampling.temperature > 0
+        for finished in generate(engine, wanted, sampling):
+            yield finished
+            if sampling.temperature and calls["all"] == call:
+                raise RuntimeError("killed")
+
+    monkeypatch.setattr(EmbeddedEngine, "_max_batch", 8, raising=False)
+    monkeypatch.setattr(EmbeddedEngine, "generate", killed)
+    with pytest.raises(StepError, match="killed"):
+        run.resume()
+    calls.clear()
+    monkeypatch.setattr(EmbeddedEngine, "generate", generate)
+    run.resume()
+    assert run.records == whole.records
+
+
+def test_a_replay_is_equal_and_verify_finds_nothing(whole):
+    original = RunSnapshot.read(whole.folder, read_description(whole.folder))
+    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
+    assert [*verify(RunView.read(whole.folder))] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline.mode": "one_step_off"}, r"pipeline\.in_flight_weight_updates=false: needs pipeline\.mode=async"),
+        ({"pipeline.ahead_tokens": 0}, r"pipeline\.ahead_tokens=0: with pipeline\.in_flight_weight_updates=false"),
+        (
+            {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"},
+            r"pipeline\.recompute_kv_cache_after_weight_update=false: .* no update finds a cache",
+        ),
+    ],
+)
+def test_what_nothing_in_flight_leaves_empty_is_refused(settings, message):
+    shown = {"pipeline.mode": "asynchronous", "pipeline.in_flight_weight_updates": False} | settings
+    with pytest.raises(UserError, match=message):
+        plan_of(load_config("tiny", shown))
