@@ -31,13 +31,13 @@ from fp8core.config.capability import this_platform
 from fp8core.config.load import reload_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
-from fp8core.config.section import VllmConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import heldout_problems
 from fp8core.report.run_data import read_run
 from fp8core.report.summary import HELDOUT, STEP
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 

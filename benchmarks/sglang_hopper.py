@@ -36,8 +36,8 @@ from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import SglangConfig
 from fp8core.rollout.engine import Sampling
+from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 from fp8core.run.context import freeze_heap, thaw_heap

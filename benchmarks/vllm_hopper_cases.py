@@ -20,7 +20,6 @@ from torch import Tensor
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.section import VllmConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.models.architecture import Architecture, parameter_shapes
@@ -35,6 +34,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import VllmBuild, find_build
 from fp8core.rollout.vllm.settings import WORKER
 from fp8core.run.policy import check_report

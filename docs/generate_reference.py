@@ -45,7 +45,7 @@ _CONFIG = """# Configuration
 
 A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
 by points. `fp8-grpo config CONFIG` prints every value with its place. `python docs/generate_reference.py` writes this
-page from the models in `fp8core/config/`; [run.json](../schemas/run.json) is the same for editors.
+page from the models of the code; [run.json](../schemas/run.json) is the same for editors.
 """
 _CLI = """# Command line
 

@@ -1,7 +1,7 @@
 """The trainings of a parity run: their plan, made before any work, and how each one is run.
 
-A training runs in this process, or in one of its own where the rollout engine is not ours. vLLM reads its environment
-when it is imported, and the rest of its GPU memory is free only when its process is gone:
+A training runs in this process, or in one of its own where its engine needs one (`EngineEntry.own_process`). Such an
+engine reads its environment when it is imported, and its GPU memory is free only when its process is gone:
 
     python -m flows.parity_training FLOW_RUN MEMORY
 

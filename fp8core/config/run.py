@@ -14,11 +14,13 @@ from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
-from fp8core.config.section import ClusterConfig, ParityConfig, Section, SglangConfig, VllmConfig
+from fp8core.config.section import ClusterConfig, ParityConfig, Section
 from fp8core.config.steps import PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
+from fp8core.rollout.sglang.config import SglangConfig
+from fp8core.rollout.vllm.config import VllmConfig
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MOST_EXPERTS = 1 << 16

@@ -1,18 +1,21 @@
 """The base of every configuration section, pydantic's refusals as one line, and the sections of single parts.
 
-Settings of vLLM, Megatron and the cluster decide speed and memory; formats belong to the precision contract. Those of
-parity are the bounds of its verdict.
+Settings of the cluster decide speed and memory; formats belong to the precision contract. Those of parity are the
+bounds of its verdict.
 """
 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError
+
+SAME_SPEED: Final = "same speed"
+"""Metadata of an engine's setting that does not change the time of a step."""
 
 
 class Section(BaseModel):
@@ -110,100 +113,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for found in map(_model_in, get_args(annotation)) if found is not None), None)
-
-
-class VllmConfig(Section):
-    """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
-
-    model: Literal["stock", "aligned"] = Field(
-        "stock",
-        description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
-        "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
-    )
-    gpu_memory_utilization: float = Field(
-        0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
-    )
-    kv_cache_gib: float | None = Field(
-        None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
-    )
-    max_model_len: int | None = Field(
-        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
-    )
-    batched_tokens: int = Field(
-        8192,
-        ge=256,
-        le=1 << 17,
-        description="On a GPU: tokens of one step of the engine, prompts and completions together "
-        "(max_num_batched_tokens); more read prompts faster and take more workspace.",
-    )
-    block_size: int | None = Field(
-        None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
-    )
-    graphs: bool = Field(
-        True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
-    )
-    captured_tokens: int | None = Field(
-        None,
-        ge=0,
-        le=1 << 17,
-        description="Of the aligned model on a GPU: steps with prompts of up to this many tokens are captured in CUDA "
-        "graphs, 20 s at the start. null: 2,048 with an environment or an asynchronous pipeline, else 0.",
-    )
-    batch_invariant: bool = Field(
-        False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
-    )
-    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
-        "fp8_decode",
-        description="What decodes from an FP8 cache on a GPU: our kernel (head size 64 or 128), or FlashAttention 3.",
-    )
-    sleep: bool = Field(
-        False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
-    )
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="GPUs of one host that share every layer of an engine, for a model that one does not hold "
-        "(tensor_parallel_size); needs cluster.placement=separate.",
-    )
-    experts: Literal["deep_gemm", "triton"] = Field(
-        "deep_gemm",
-        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
-        "share of it, and is the one that batch_invariant knows.",
-    )
-
-
-class SglangConfig(Section):
-    """Settings of SGLang; `rollout.max_batch` is its max_running_requests."""
-
-    model: Literal["stock", "aligned"] = Field(
-        "stock",
-        description="stock runs SGLang's own model; aligned runs ours, as rollout.vllm.model, with pages of a multiple "
-        "of 16 tokens.",
-    )
-
-    mem_fraction_static: float = Field(
-        0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
-    )
-    kv_cache_gib: float | None = Field(
-        None, gt=0, le=4096, description="Size of the KV cache; null takes what mem_fraction_static leaves."
-    )
-    context_length: int | None = Field(
-        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
-    )
-    chunked_prefill_size: int = Field(
-        8192, ge=256, le=1 << 17, description="Tokens of prompts that one step of the engine reads."
-    )
-    page_size: int = Field(1, ge=1, le=1024, description="Tokens of a cache page, the unit of prefix caching.")
-    graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
-    batch_invariant: bool = Field(
-        False,
-        description="SGLang's deterministic inference: operations whose results do not depend on the batch, where it "
-        "has them.",
-    )
-    sleep: bool = Field(
-        False, description="Give weights, cache and graphs back to the device between rollout and sync."
-    )
 
 
 class ClusterConfig(Section):

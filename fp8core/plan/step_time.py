@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8core.config.load import leaves
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.config.section import Section
+from fp8core.config.section import SAME_SPEED, Section
 from fp8core.models.architecture import Architecture
 from fp8core.plan.memory import CacheRoom, Device, longest_sequence
 
@@ -33,11 +33,10 @@ _SECTIONS = (
     *("replay.level", "pipeline."),
 )
 # Settings of these sections without an effect on the time of a step, and those that `step_time` scales by or checks.
+# Those of an engine are marked beside its section, by SAME_SPEED.
 _FREE = (
     *("rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens", "rollout.max_batch"),
-    *("rollout.temperature", "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_gib"),
-    *("rollout.sglang.mem_fraction_static", "rollout.sglang.kv_cache_gib", "rollout.sglang.context_length"),
-    *("rollout.vllm.max_model_len", "training.learning_rate", "training.warmup_steps", "training.beta"),
+    *("rollout.temperature", "training.learning_rate", "training.warmup_steps", "training.beta"),
     *("training.weight_decay", "training.max_grad_norm", "loss.clip_low", "loss.clip_high", "loss.dual_clip"),
     *("loss.aggregation", "loss.length_normaliser", "loss.advantage", "precision.accept_mismatch"),
 )
@@ -95,13 +94,18 @@ def step_time(config: RunConfig, arch: Architecture, gpu: Device | None, cache: 
 
 def time_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that two steps must share, by dotted key; of the pipeline its mode and its tasks."""
-    engines = (name for name, part in config.rollout if isinstance(part, Section))
-    unused = tuple(f"rollout.{name}." for name in engines if name != config.rollout.engine)
+    free = list(_FREE)
+    for name, part in config.rollout:
+        if isinstance(part, Section):
+            # Of an engine that does not run: all.
+            unused = name != config.rollout.engine
+            fields = type(part).model_fields.items()
+            free += [f"rollout.{name}.{key}" for key, field in fields if unused or SAME_SPEED in field.metadata]
     return {
         key: value
         for key, value in leaves(public_dump(config)).items()
         if key.startswith(_SECTIONS)
-        and not key.startswith((*_FREE, *unused))
+        and not key.startswith(tuple(free))
         and (not key.startswith("pipeline.") or key == "pipeline.mode" or key.endswith(".uses"))
     }
 

@@ -11,9 +11,8 @@ from fp8core.rollout.registry import ENGINES, find_entry
 from fp8core.store.manifest import installed_version
 
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
+# Engines say themselves what they need, in `EngineEntry.requirements`.
 _EXTRAS = {
-    "vllm": ("vllm", "rollouts on a GPU"),
-    "sglang": ("sglang", "rollouts on a GPU"),
     "nvidia-cudnn-frontend": ("vllm", "a faster backward of attention on Hopper"),
     "megatron-core": ("megatron", "training with Megatron Core"),
     "transformer-engine": ("megatron", "FP8 kernels of the Megatron trainer"),
@@ -93,9 +92,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding(name, version or "missing", "" if version else "pip install fp8-grpo")
     for name, (extra, purpose) in _EXTRAS.items():
         version = installed_version(name)
-        # SGLang pins other versions than the rest, so it has an environment of its own.
-        install = "make env-sglang" if extra == "sglang" else f"pip install 'fp8-grpo[{extra}]'"
-        cure = "" if version else f"{install} for {purpose}"
+        cure = "" if version else f"pip install 'fp8-grpo[{extra}]' for {purpose}"
         yield Finding(name, version or "not installed (optional)", cure)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from fp8core.config.section import Section
 from fp8core.config.steps import import_attribute
 from fp8core.errors import UserError
 
@@ -64,7 +63,7 @@ class EngineEntry:
     Attributes:
         name: what people call it.
         build: an engine without weights, from the configuration and the model's shape.
-        config: model of the section `rollout.NAME`, with what decides its speed and memory.
+        packages: distributions whose versions `check` and `environment` ask a machine for (`Node.version`).
         check: why it cannot run a configuration on a machine, a message each; UserError where it is not installed.
         check_model: why it cannot hold a model, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
@@ -87,7 +86,7 @@ class EngineEntry:
 
     name: str
     build: Callable[["RunConfig", "Architecture"], "RolloutEngine"]
-    config: type[Section] | None = None
+    packages: tuple[str, ...] = ()
     check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
     check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
     requirements: Callable[[], str] = lambda: "on this CPU"

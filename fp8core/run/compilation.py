@@ -2,14 +2,13 @@
 
 Products by DeepGEMM are planned from shapes (`plan.kernels`). The packed trainer compiles its own
 kernels, on the shortest and on the longest pack. Its model has the same widths, few layers and a small vocabulary.
-vLLM keeps by itself the results of its start (`torch.compile`).
+An engine may keep the results of its start by itself, as vLLM does (`torch.compile`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, release_memory, run_jobs
+from fp8core.kernels.hopper_gemm import DEEP_GEMM_DISTRIBUTIONS, has_deep_gemm
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.hub import model_shape
@@ -44,7 +44,7 @@ from fp8core.store.manifest import current_code, installed_version
 from fp8core.training.registry import trainer_of
 
 HOPPER = "sm_90"
-_COMPILERS = ("torch", "triton", "deep_gemm", "vllm", "sgl-deep-gemm")
+_COMPILERS = ("torch", "triton", *DEEP_GEMM_DISTRIBUTIONS)
 # Triton compiles another kernel where an integer is 1, or a multiple of 16: numbers of rows, and their pitch in fours.
 _ENGINE_ROWS = (1, 2, 14, 16)
 _VOCABULARY, _SEQUENCE = 512, 128
@@ -121,16 +121,12 @@ def planned_jobs(config: RunConfig, arch: Architecture, processors: int, folders
     """
     entry, trainer = engine_entry(config), trainer_of(config.training)
     learned = list(trainer.products(config, arch))
-    found = samples([*entry.products(config, arch), *learned], processors) if _has_deep_gemm() else []
+    found = samples([*entry.products(config, arch), *learned], processors) if has_deep_gemm() else []
     ends = {(*sample[:3], sample.tiling) for sample in samples(map(_ends, learned), processors)}
     jobs = {True: list[Job](), False: list[Job]()}
     for sample in found:
         jobs[(*sample[:3], sample.tiling) in ends].append(_product_job(sample, folders))
     return [*_operation_jobs(config, arch, folders), *jobs[True], *_trainer_jobs(config, arch, folders), *jobs[False]]
-
-
-def _has_deep_gemm() -> bool:
-    return any(find_spec(name) is not None for name in ("deep_gemm", "vllm"))
 
 
 def _ends(product: Product) -> Product:

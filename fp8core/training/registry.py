@@ -42,6 +42,7 @@ class TrainerEntry:
         name: unique.
         settings: the section that it alone reads, or all of `training`.
         chosen: whether a configuration selects it.
+        packages: distributions whose versions `check_machine` asks for (`Node.version`).
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
             aligned model runs too; on a CPU their references. `own`: neither.
@@ -77,6 +78,7 @@ class TrainerEntry:
     advice: Callable[[RunConfig], str]
     products: Callable[[RunConfig, Architecture], Iterable[Product]] = lambda *_: ()
     packs: Callable[[RunConfig, Architecture], range] = lambda *_: range(0)
+    packages: tuple[str, ...] = ()
 
 
 _entries: dict[str, TrainerEntry] = {}
@@ -210,6 +212,7 @@ def _megatron_grid(config: RunConfig) -> Parallel:
 register_trainer(
     TrainerEntry(
         name="megatron",
+        packages=("megatron-core", "transformer-engine"),
         settings=MegatronConfig,
         chosen=lambda training: training.trainer == "megatron",
         build=_build_megatron,

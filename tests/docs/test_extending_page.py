@@ -1,5 +1,6 @@
 """The engine, the loss, the metric and the step of docs/extending.md work as the page says."""
 
+import ast
 import io
 import re
 import runpy
@@ -10,6 +11,7 @@ import yaml
 
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
+from fp8core.rollout.registry import ENGINES
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
@@ -75,6 +77,32 @@ def test_engine_and_trainer_agree(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     runpy.run_path("check.py", run_name="__main__")
     assert f"It prints `{capsys.readouterr().out.strip()}`" in PAGE
+
+
+# Libraries, not engines: vLLM's package brings DeepGEMM, and the extra `vllm` a package for the trainer.
+OF_LIBRARIES = {"fp8core/kernels/hopper_gemm.py", "fp8core/report/doctor.py"}
+
+
+def names_an_engine(path: Path) -> bool:
+    """True if the code of a module has the name of an engine that is optional: in an import, a setting or a text."""
+    names = re.compile(rf"\b({'|'.join(ENGINES.keys() - {'embedded'})})\b")
+    tree = ast.parse(path.read_text())
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return any(
+        isinstance(part, str) and names.search(part)
+        for node in ast.walk(tree)
+        if id(node) not in described
+        for part in (getattr(node, "value", None), getattr(node, "attr", None), getattr(node, "module", None))
+    )
+
+
+def test_the_page_names_every_module_that_an_engine_of_the_package_touches():
+    modules = [path for folder in ("fp8core", "flows", "tasks") for path in (REPOSITORY / folder).rglob("*.py")]
+    named = {path.relative_to(REPOSITORY).as_posix() for path in modules if names_an_engine(path)}
+    outside = {path for path in named if path.split("/")[:2] != ["fp8core", "rollout"] or path.count("/") == 2}
+    sentence = PAGE.partition("An engine of the package")[2].partition("Its name is in no other")[0]
+    assert outside - OF_LIBRARIES == set(re.findall(r"`([\w/]+\.py)`", sentence))
+    assert outside >= OF_LIBRARIES
 
 
 PROTOCOLS = [("rollout/engine.py", "RolloutEngine"), ("training/trainer.py", "Trainer")]

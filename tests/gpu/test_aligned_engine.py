@@ -19,7 +19,6 @@ from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
@@ -32,6 +31,7 @@ from fp8core.numerics.packed import Attended, DevicePack, Fp8PackedAttention, Pa
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import contract_refusals, find_build, model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_formats, check_report

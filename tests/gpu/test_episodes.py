@@ -17,7 +17,6 @@ from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.environments.chat import Talk
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
@@ -31,6 +30,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_report

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import TensorSpec
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import model_config
 from fp8core.rollout.vllm.weights import filled_shapes, find_shares
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
@@ -41,6 +40,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
+from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild
 from fp8core.rollout.sglang.settings import (

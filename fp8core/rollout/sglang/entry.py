@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
-from fp8core.config.section import SglangConfig
 from fp8core.models.architecture import Architecture
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
@@ -150,7 +149,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
 
 ENGINE = EngineEntry(
     name="sglang",
-    config=SglangConfig,
+    packages=("sglang",),
     build=_build,
     check=_check,
     check_model=_check_model,

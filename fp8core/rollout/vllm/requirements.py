@@ -19,7 +19,6 @@ from importlib.metadata import version as installed_version
 from typing import Literal
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.section import VllmConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats
@@ -27,6 +26,7 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.plan.memory import gib
 from fp8core.rollout.aligned import contract_refusals as contract_needs
 from fp8core.rollout.aligned import shape_refusals
+from fp8core.rollout.vllm.config import VllmConfig
 
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.

@@ -59,8 +59,8 @@ def test_shorter_completions_take_less_by_their_tokens_with_prompts():
 
 def test_settings_without_an_effect_on_time_change_nothing():
     free = {"training.learning_rate": 1e-5, "seed": 3, "loss.clip_high": 0.3, "evaluation.every": 7}
-    # Of an engine that does not run.
-    free |= {"rollout.sglang.page_size": 64}
+    # Marked beside the engine's settings; and of an engine that does not run.
+    free |= {"rollout.vllm.max_model_len": 4096, "rollout.sglang.page_size": 64}
     assert step(free) == step()
 
 

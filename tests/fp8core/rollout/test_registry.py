@@ -3,10 +3,13 @@
 import io
 import subprocess
 import sys
+from contextlib import suppress
+from typing import ClassVar
 
 import pytest
 
-from fp8core.config.capability import this_node
+from fp8core.config import capability
+from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RolloutConfig
 from fp8core.errors import UserError
@@ -105,16 +108,39 @@ def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_registered_engine_has_the_section_of_its_name(name):
-    entry = find_entry(name)
-    assert entry.name == name
+    assert find_entry(name).name == name
     section = RolloutConfig.model_fields.get(name)
-    assert entry.config is (None if section is None else section.annotation)
+    assert section is None or section.annotation.__module__ == f"fp8core.rollout.{name}.config"
+
+
+class _AskedNode(Node):
+    """A GPU machine with nothing installed, which notes what it is asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def version(self, distribution):
+        self.asked.append(distribution)
+        return super().version(distribution)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_machine_knows_the_versions_that_an_engine_asks_for(name, monkeypatch):
+    entry = find_entry(name)
+    monkeypatch.setattr(_AskedNode, "asked", [])
+    with suppress(UserError):
+        [*entry.check(load_config("tiny", {"rollout.engine": name}), _AskedNode("sm_90", 1))]
+    assert sorted(_AskedNode.asked) == sorted(entry.packages)
+    monkeypatch.setattr(capability, "installed_version", lambda distribution: f"1.0 of {distribution}")
+    assert {distribution: f"1.0 of {distribution}" for distribution in entry.packages}.items() <= (
+        this_node().packages.items()
+    )
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_an_engine():
     program = (
         "import sys; from fp8core.config.run import RolloutConfig; RolloutConfig(engine='vllm'); "
-        "print(sorted({'torch', 'vllm', 'fp8core.rollout.embedded', 'fp8core.rollout.vllm'} & sys.modules.keys()))"
+        "entries = {'fp8core.rollout.embedded', 'fp8core.rollout.vllm.entry', 'fp8core.rollout.sglang.entry'}; "
+        "print(sorted({'torch', 'vllm', 'sglang', *entries} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,13 +11,13 @@ import pytest
 from fp8core.alignment.bounds import contract_of
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.config.section import SglangConfig
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.engine import SglangEngine
 from fp8core.rollout.sglang.requirements import (
     SglangBuild,

@@ -1,0 +1,68 @@
+"""The section `rollout.vllm`: it decides speed and memory, and formats belong to the precision contract."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fp8core.config.section import SAME_SPEED, Section
+
+
+class VllmConfig(Section):
+    """Settings of vLLM; `rollout.max_batch` is its max_num_seqs."""
+
+    model: Literal["stock", "aligned"] = Field(
+        "stock",
+        description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
+        "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
+    )
+    gpu_memory_utilization: Annotated[float, SAME_SPEED] = Field(
+        0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
+    )
+    kv_cache_gib: Annotated[float | None, SAME_SPEED] = Field(
+        None, gt=0, le=4096, description="Size of the KV cache; null takes what gpu_memory_utilization leaves."
+    )
+    max_model_len: Annotated[int | None, SAME_SPEED] = Field(
+        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
+    )
+    batched_tokens: int = Field(
+        8192,
+        ge=256,
+        le=1 << 17,
+        description="On a GPU: tokens of one step of the engine, prompts and completions together "
+        "(max_num_batched_tokens); more read prompts faster and take more workspace.",
+    )
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
+    )
+    graphs: bool = Field(
+        True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
+    )
+    captured_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 17,
+        description="Of the aligned model on a GPU: steps with prompts of up to this many tokens are captured in CUDA "
+        "graphs, 20 s at the start. null: 2,048 with an environment or an asynchronous pipeline, else 0.",
+    )
+    batch_invariant: bool = Field(
+        False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
+    )
+    decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
+        "fp8_decode",
+        description="What decodes from an FP8 cache on a GPU: our kernel (head size 64 or 128), or FlashAttention 3.",
+    )
+    sleep: bool = Field(
+        False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="GPUs of one host that share every layer of an engine, for a model that one does not hold "
+        "(tensor_parallel_size); needs cluster.placement=separate.",
+    )
+    experts: Literal["deep_gemm", "triton"] = Field(
+        "deep_gemm",
+        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
+        "share of it, and is the one that batch_invariant knows.",
+    )
