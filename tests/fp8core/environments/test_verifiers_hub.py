@@ -18,7 +18,7 @@ from tests.fp8core.environments.conftest import collect
 NAME = "fp8core.environments.verifiers_hub:Verifiers"
 LIMITS = EpisodeLimits(timeout_seconds=20.0, cpu_seconds=10.0, memory_mb=512, processes=8)
 needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="needs pip install 'fp8-grpo[verifiers]', 147 MB"
+    importlib.util.find_spec("verifiers") is None, reason="needs the extra verifiers, which dev has"
 )
 
 # The column `info` names what an environment does beside its game.
