@@ -1,10 +1,16 @@
 """Settings of the data: rows of the user's own, or the generated task."""
 
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from fp8core.config.section import Section
+
+# A word in braces is a field in Python's formats; but not in LaTeX: \boxed{answer}, \frac{a}{b}, x^{n}.
+_PLACEHOLDER = re.compile(r"\{\s*[A-Za-z_]\w*\s*\}|\{question\b[^}\s]*\}?")
+_LATEX = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})+|[\\^_]\{[^{}]*\}")
+_QUESTION = "{question}"
 
 
 class ChainTaskConfig(Section):
@@ -62,7 +68,8 @@ class DataConfig(Section):
         description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
     )
     template: str = Field(
-        "{question}", description="Prompt text; {question} is replaced. Used inside the chat template if there is one."
+        _QUESTION,
+        description="Prompt text; {question} alone is replaced. Used inside the chat template if there is one.",
     )
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
@@ -78,6 +85,12 @@ class DataConfig(Section):
     @field_validator("template")
     @classmethod
     def _holds_the_question(cls, template: str) -> str:
-        if "{question}" not in template:
+        others = (found for found in _PLACEHOLDER.findall(_LATEX.sub(" ", template)) if found != _QUESTION)
+        if (other := next(others, None)) is not None:
+            raise ValueError(
+                f"{other} would stand in every prompt as it is: {_QUESTION} alone is replaced; correct it, or write "
+                "what is meant as text in other brackets"
+            )
+        if _QUESTION not in template:
             raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
         return template

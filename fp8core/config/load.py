@@ -164,7 +164,7 @@ def _tree(name_or_path: str, overrides: Overrides) -> Block:
 
 
 def _validated(tree: Block) -> RunConfig:
-    _refuse_invalid_text(tree)
+    _refuse_unstorable(tree)
     try:
         # JSON mode, so that a path may be a string while every other type is strict.
         return RunConfig.model_validate_json(json.dumps(tree), strict=True)
@@ -173,13 +173,28 @@ def _validated(tree: Block) -> RunConfig:
         raise refusal(error, RunConfig, tree, places=places) from error
 
 
-def _refuse_invalid_text(tree: Block) -> None:
-    """A path from a shell or a `\\ud800` in a file may be no text that UTF-8 can hold: nothing could store it."""
+def _refuse_unstorable(tree: Block) -> None:
+    """Nothing could store text that UTF-8 cannot hold, from a shell's path or as `\\ud800`. No path may have `\\0`.
+
+    A number that is not finite would be read back as another: options of one's own functions are any JSON.
+    """
     for key, value, place in _nodes(tree):
+        if isinstance(value, float | list) and not _is_finite(value):
+            origin = f" ({place})" if place else ""
+            raise UserError(f"{printable(key)}: must be a finite number, got {json.dumps(value)}{origin}")
         for text in (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
-            if (at := not_unicode(text)) is not None and not isinstance(value, Mapping):
+            at = text.index("\0") if "\0" in text else not_unicode(text)
+            if at is not None and not isinstance(value, Mapping):
                 origin = f" ({place})" if place else ""
                 raise UserError(f"{printable(key)}: not valid text: character {at} is {text[at]!a}{origin}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _stacked(layers: Iterable[Block]) -> Block:

@@ -203,7 +203,9 @@ class EvaluationConfig(Section):
     every: int = Field(5, ge=1, le=1_000_000, description="Steps between evaluations; the last step always is one.")
     prompts: int = Field(256, ge=1, le=1_000_000)
     source: str | None = Field(
-        None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
+        None,
+        min_length=1,
+        description="File of held-out rows; null holds out one prompt in eight by a hash of its text.",
     )
     precision_gap: int = Field(
         32,
@@ -311,7 +313,9 @@ class RunConfig(Section):
         "parameters; beside a GPU they lose more at their barriers than they gain.",
     )
     model: str | None = Field(
-        None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
+        None,
+        min_length=1,
+        description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture.",
     )
     revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")

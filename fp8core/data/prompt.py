@@ -4,7 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -150,6 +150,20 @@ def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, m
     text, _ = prompt_text(problem, config, tokenizer)
     if len(text.encode()) + ADDED_TOKENS > longest_prompt(config, max_positions):
         encode_prompt(problem, config, tokenizer, max_positions)
+
+
+def refuse_unread_turns(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError, with the place, where a turn could be another and the prompt would still be the same."""
+    text, _ = prompt_text(problem, config, tokenizer)
+    turns = [*problem.before, Message("user", problem.question)]
+    for number, (role, content) in enumerate(turns, start=1):
+        changed = [*turns[: number - 1], Message(role, f"{content}?"), *turns[number:]]
+        other = replace(problem, question=changed[-1].content, before=tuple(changed[:-1]))
+        if prompt_text(other, config, tokenizer)[0] == text:
+            raise UserError(
+                f"{problem.place}: the chat template of the model leaves out message {number}, the {role}'s; mend it, "
+                "or put this text into another message"
+            )
 
 
 def question_text(problem: Problem, config: RunConfig) -> str:

@@ -25,6 +25,7 @@ from fp8core.data.prompt import (
     problem,
     problems_digest,
     refuse_too_long,
+    refuse_unread_turns,
 )
 from fp8core.errors import UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
@@ -244,7 +245,7 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
             "run once with a network, or set data.source to a .jsonl file of its rows"
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = first_line(error)
+        reason = ": ".join(first_line(part) for part in (error, error.__cause__) if part is not None)
         raise UserError(f"data.source={data.source}: cannot be loaded as a Hugging Face dataset ({reason})") from error
     place = f"{data.source}, split {data.split}"
     rows = [problem_from_row(row, data, f"{place}, row {number}") for number, row in enumerate(table)]
@@ -276,18 +277,22 @@ def read_rows(data: DataConfig) -> list[Problem]:
     path = Path(data.source)
     if data.source.endswith(SUFFIXES) or (path.exists() and not path.is_dir()):
         return read_jsonl(path, data)
+    if data.source.startswith((".", "/", "~")) and not path.exists():
+        raise UserError(f"{path}: no such file")
     return read_hub_dataset(data)
 
 
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
-    """Raises UserError on a reference that is no answer, a prompt that does not fit, and fewer rows than a step takes.
+    """Raises UserError on a reference that is no answer, a prompt that lacks a turn or does not fit, and too few rows.
 
-    The first two name the place (file:line).
+    All but the last name the place (file:line).
     """
     problems = list(source.to_check())
     check_references(problems, verifier)
+    for row in {tuple(message.role for message in row.before): row for row in reversed(problems)}.values():
+        refuse_unread_turns(row, config, tokenizer)
     for row in problems:
         refuse_too_long(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)

@@ -202,7 +202,7 @@ class Tokenizer:
             return self._template.render(
                 messages=[*messages], add_generation_prompt=add_generation_prompt, **told, **self._special
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise UserError(f"{self._where}: the chat template failed: {_one_line(error)}") from error
 
     def save(self, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Loading: bases, overrides, edits of the pipeline, refusals as one line, origins, and comparisons."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -460,6 +461,9 @@ def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
     [
         (["runs=caf\udce9"], r"runs: not valid text: character 3 of 'caf\udce9' (--set)"),
         ({"tracking.uri": "\ud800"}, r"tracking.uri: not valid text: character 0 is '\ud800' (overrides)"),
+        ({"reward.options": {"a": math.nan}}, "reward.options.a: must be a finite number, got NaN (overrides)"),
+        ({"loss.options": {"a": [1, -math.inf]}}, "loss.options.a: must be a finite number, got [1, -Infinity] (over"),
+        ({"reward.verifier": "a\0:b"}, r"reward.verifier: not valid text: character 1 is '\x00' (overrides)"),
         ({"reward.options": {"a": {"\ud800": 1}}}, r"reward.options.a.\ud800: not valid text: character 17 is"),
     ],
 )

@@ -1,12 +1,13 @@
 """Rows with messages: the chat template renders all turns, and a verifier of one's own gets further columns."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
-from fp8core.data.prompt import Message, encode_prompt
+from fp8core.data.prompt import Message, encode_prompt, refuse_unread_turns
 from fp8core.data.source import problem_from_row
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -56,6 +57,25 @@ def test_what_is_no_conversation_is_refused_with_its_place(change, problem):
     with pytest.raises(UserError) as refused:
         problem_from_row({**ROW, **change}, MESSAGES, "here")
     assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        ("{% for message in messages %}{{ message.content | trim }}{% endfor %}", None),
+        ("{{ messages[-1].content }}", "message 1, the system's"),
+        ("{{ messages[0].content }}{{ messages[-1].content }}", "message 2, the user's"),
+        ("{% for message in messages[:3] %}{{ message.content }}{% endfor %}", "message 4, the user's"),
+    ],
+)
+def test_a_chat_template_that_leaves_a_turn_out_is_refused_with_a_row_that_has_it(
+    bpe_tokenizer, tmp_path, template, left_out
+):
+    bpe_tokenizer.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    config = load_config("gsm8k", {"model": "any", "data.messages_field": "messages"})
+    with nullcontext() if left_out is None else pytest.raises(UserError, match=f"^here: .* leaves out {left_out}"):
+        refuse_unread_turns(problem_from_row(ROW, MESSAGES, "here"), config, Tokenizer.load(tmp_path))
 
 
 def test_turns_need_a_chat_template(bpe_tokenizer, tmp_path):

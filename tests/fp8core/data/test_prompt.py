@@ -68,10 +68,32 @@ def with_bos():
     return tokenizer
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("in {unit}", "{unit}"),
+        ("in{{unit}}", "{unit}"),
+        ("of { question }", "{ question }"),
+        ("of {question!r}", "{question!r}"),
+        ("of {question", "{question"),
+        (r"\boxed{answer}, \frac{a}{b}, \{a\}, x^{n}, x_{n}, {}", None),
+        ('{"answer": 1}, {answer: 1}, {your answer}, {1}, {', None),
+    ],
+)
+def test_a_template_replaces_the_question_alone(text: str, named: str | None) -> None:
+    if named is None:
+        assert gsm8k(**{"data.template": f"{{question}} {text}"}).data.template == f"{{question}} {text}"
+    else:
+        with pytest.raises(
+            UserError, match=rf"^data\.template: {re.escape(named)} would stand in every prompt as it is"
+        ):
+            gsm8k(**{"data.template": f"{{question}} {text}"})
+
+
 def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_tokenizer):
-    config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with {braces}."})
+    config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with \\boxed{braces}."})
     text, tokens = encode_prompt(TOM, config, bpe_tokenizer, 512)
-    plain = f"Q: {TOM.question}\nAnswer {TOM.question} with {{braces}}."
+    plain = f"Q: {TOM.question}\nAnswer {TOM.question} with \\boxed{{braces}}."
     assert text == f"<|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n"
     assert tokens == bpe_tokenizer.encode(text)
     special = {name: bpe_tokenizer.encode(name) for name in ("<|im_start|>", "<|im_end|>")}

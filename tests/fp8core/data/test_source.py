@@ -261,6 +261,12 @@ def test_a_line_has_a_largest_size(tmp_path: Path, size: int, suffix: str) -> No
             read_jsonl(path, DataConfig())
 
 
+@pytest.mark.parametrize("name", ["/nowhere/rows", "./rows", "~/rows"])
+def test_a_path_is_no_name_of_a_dataset(name: str) -> None:
+    with pytest.raises(UserError, match=r"rows: no such file$"):
+        read_rows(DataConfig(source=name))
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
 def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
@@ -314,10 +320,12 @@ def test_a_dataset_gives_the_rows_of_its_split(tmp_path: Path) -> None:
         ({"subset": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
         ({"answer_field": "nosuch"}, "split train, row 0: no field 'nosuch'"),
         ({"source": "no/such/folder"}, "no/such/folder: cannot be loaded as a Hugging Face dataset"),
+        ({"rows": '{"question": '}, "cannot be loaded .* while generating the dataset: .*JSON"),
     ],
 )
 def test_bad_requests_are_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
-    data = folder(tmp_path).model_copy(update=changes)
+    changed = {**changes}
+    data = folder(tmp_path, changed.pop("rows", ROWS)).model_copy(update=changed)
     with pytest.raises(UserError, match=message) as caught:
         read_hub_dataset(data)
     assert "\n" not in str(caught.value)
