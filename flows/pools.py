@@ -124,8 +124,8 @@ class Unserved:
     def tell(self) -> None:
         """Write once into the log of each late run that no worker is online: `--watch` and its page show the log.
 
-        Prefect calls a run late 15 seconds after it was due. `--watch` makes the run, then begins to listen. It does not
-        show an earlier line, which one for a run that is merely due might be.
+        Prefect calls a run late 15 seconds after it was due. `--watch` makes the run, then begins to listen. It has no
+        earlier line, which one for a run that is merely due might be.
         """
         for pool in self._pools:
             try:
