@@ -3,14 +3,9 @@
 Nothing restarts by itself. A process, GPU or node that is gone is one error, and the caller replaces the whole gang.
 """
 
-import logging
-import os
 import platform
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,33 +13,27 @@ import ray
 from ray.exceptions import (
     ActorUnschedulableError,
     GetTimeoutError,
-    NodeDiedError,
     OutOfMemoryError,
     RayActorError,
     RayError,
     RayTaskError,
-    TaskUnschedulableError,
 )
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
+from fp8core.cluster.connection import checked_size, connect, last_line
 from fp8core.cluster.member import Member, Place
-from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
 from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
 _PATIENCE_SECONDS = 10.0
-_CONNECT_SECONDS = 5.0
 _LAST_WORDS = 400
 # Ray's own lines in the log of a process.
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
-
-
-# Ray has one connection a process: the address that it was made to.
-_joined: str | None = None
 
 
 class MemberFailed(RuntimeError):
@@ -198,7 +187,7 @@ class Gang:
     def _place(
         self, settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, arguments: tuple[Any, ...]
     ) -> None:
-        unit, held = _checked_size(settings, tensor_parallel, wants_gpus)
+        unit, held = checked_size(settings, tensor_parallel, wants_gpus)
         bundles = settings.bundles(tensor_parallel)
         wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
         self._group = placement_group(wanted, strategy="PACK")
@@ -280,63 +269,6 @@ def check_places(members: Sequence[Handle]) -> None:
             )
 
 
-def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> Node:
-    """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
-
-    The connection stays for the next question, and for the gang that follows.
-
-    Raises:
-        UserError: as `Gang` has it for a cluster that cannot be used or is too small; or none of them answered.
-    """
-    connect(settings, tensor_parallel)
-    try:
-        unit, held = _checked_size(settings, tensor_parallel, wants_gpus)
-        context = ray.get_runtime_context()
-        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds)
-    except BaseException:
-        ray.shutdown()
-        raise
-    return replace(found, gpus=held) if found.gpus else found
-
-
-# A connection has its own job.
-@lru_cache(maxsize=1)
-def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
-    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
-    gone = None
-    for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
-        # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
-        # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
-        ask = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        )
-        where = f"cluster: {node['NodeManagerAddress']}"
-        try:
-            found: Node = ray.get(ask.remote(), timeout=seconds)
-        except (TaskUnschedulableError, NodeDiedError) as error:
-            # It has ended: Ray lists it until some heartbeats are missing.
-            gone = UserError(f"{where} is gone: {first_line(error)}")
-            continue
-        except OutOfMemoryError as error:
-            gone = UserError(f"{where} has no memory left: {first_line(error)}")
-            continue
-        except RayError as error:
-            raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
-        return found
-    assert gone is not None, "the size was checked: there was a node"
-    raise gone
-
-
-def _checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:
-    """The resource that members take, `GPU` or `CPU`, and its amount in the cluster."""
-    resources = ray.cluster_resources()
-    unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
-    held = int(resources.get(unit, 0))
-    if held < sum(settings.bundles(tensor_parallel)):
-        raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {held}"))
-    return unit, held
-
-
 def _rank_of(place: Place) -> tuple[str, int, int]:
     """Sorts members by address and GPU, so that ranks do not move between starts."""
     return place.address, int(place.gpu or 0), place.pid
@@ -362,44 +294,3 @@ def _said(member: Handle) -> str:
         if text := " ".join(line.strip() for line in lines if line.strip() and not line.startswith(_MARKS)):
             return f"; it wrote last: {text[-_LAST_WORDS:]}"
     return ""
-
-
-def last_line(text: str) -> str:
-    """The last line of a traceback: the exception."""
-    return text.strip().rpartition("\n")[2]
-
-
-def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
-    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
-    global _joined
-    # Its own lines would stand between ours; what ends a member is in our error.
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    if settings.address not in (None, "auto"):
-        _refuse_silence(settings.address)
-    if ray.is_initialized():
-        if settings.address is not None and settings.address == _joined:
-            return
-        ray.shutdown()
-    _joined, own = settings.address, settings.address is None
-    # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
-    wanted = sum(settings.bundles(tensor_parallel))
-    places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
-    try:
-        ray.init(
-            address=settings.address or "local",
-            include_dashboard=False if own else None,
-            log_to_driver=False,
-            configure_logging=False,
-            **places,
-        )
-    except Exception as error:
-        # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
-        raise UserError(f"cluster.address={settings.address}: {' '.join(str(error).split())[:300]}") from error
-
-
-def _refuse_silence(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address={address}: nothing answers there ({first_line(error)})") from error

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import ray
 
-from fp8core.cluster.gang import connect
+from fp8core.cluster.connection import connect
 from fp8core.config.section import ClusterConfig
 
 # Ray names the kind of a node's accelerators by a resource of its own.

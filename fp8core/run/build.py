@@ -111,9 +111,9 @@ def members_node(config: RunConfig) -> Node:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
     if config.cluster.address is None:
         return this_node()
-    from fp8core.cluster import gang
+    from fp8core.cluster import connection
 
-    return gang.ask_node(config.cluster, engine_entry(config).tensor_parallel(config), _wants_gpus(config))
+    return connection.ask_node(config.cluster, engine_entry(config).tensor_parallel(config), _wants_gpus(config))
 
 
 def check_engine(config: RunConfig, node: Node) -> None:

@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from fp8core.cluster.gang import Gang, Handle, connect
+from fp8core.cluster.connection import connect
+from fp8core.cluster.gang import Gang, Handle
 from fp8core.cluster.member import Member, Place
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config

@@ -1,0 +1,155 @@
+"""The connection of this process to a Ray cluster, and what is asked of it before anything is placed."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, TaskUnschedulableError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from fp8core.config.capability import Node, this_node
+from fp8core.config.section import ClusterConfig
+from fp8core.errors import UserError, first_line
+
+_CONNECT_SECONDS = 5.0
+# For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
+_STATUS_SECONDS = 10.0
+# `ray status`, with a line before it asks: to import Ray takes long on a busy machine, and is no silence of the head.
+_STATUS = "from ray.scripts.scripts import main; print(flush=True); main()"
+# How its last line begins where an answer is none of a head.
+_NO_HEAD = "ray.exceptions.RpcError"
+
+# Ray has one connection a process: the address that the last one was made to.
+_joined: str | None = None
+
+
+def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
+    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
+    global _joined
+    # Its own lines would stand between ours; what ends a member is in our error.
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    own = settings.address is None
+    if settings.address not in (None, "auto"):
+        _refuse_silence(settings.address)
+    # What was a cluster is one: a run that has lost a process goes on sooner.
+    if settings.address not in (None, _joined):
+        _refuse_others(settings.address)
+    if ray.is_initialized():
+        if not own and settings.address == _joined:
+            return
+        ray.shutdown()
+    # Of a cluster of our own: as many places as are asked for, since none of them computes while others do.
+    wanted = sum(settings.bundles(tensor_parallel))
+    places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
+    try:
+        ray.init(
+            address=settings.address or "local",
+            include_dashboard=False if own else None,
+            log_to_driver=False,
+            configure_logging=False,
+            **places,
+        )
+    except Exception as error:
+        # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
+        raise UserError(f"cluster.address={settings.address}: {' '.join(str(error).split())[:300]}") from error
+    _joined = settings.address
+
+
+def _refuse_silence(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cluster.address={address}: nothing answers there ({first_line(error)})") from error
+
+
+def _refuse_others(address: str) -> None:
+    """Raises UserError: `ray status` finds no head of a cluster at an address where something listens.
+
+    Another failure of it (versions differ, a token is wanted) is told better by `ray.init`.
+    """
+    command = [sys.executable, "-P", "-c", _STATUS, "status", "--address", address]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as asked:
+        assert asked.stdout is not None
+        try:
+            asked.stdout.readline()
+            _, said = asked.communicate(timeout=_STATUS_SECONDS)
+        except subprocess.TimeoutExpired:
+            why = f"it gives no answer to `ray status` within {_STATUS_SECONDS:g} s"
+        else:
+            # Other servers of Ray know no such request.
+            if asked.returncode == 0 or not last_line(said.decode(errors="replace")).startswith(_NO_HEAD):
+                return
+            why = "`ray status` finds another server"
+        finally:
+            asked.kill()
+    raise UserError(f"cluster.address={address}: what listens there is not the head of a Ray cluster: {why}")
+
+
+def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> Node:
+    """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
+
+    The connection stays for the next question, and for the gang that follows.
+
+    Raises:
+        UserError: as `Gang` has it for a cluster that cannot be used or is too small; or none of them answered.
+    """
+    connect(settings, tensor_parallel)
+    try:
+        unit, held = checked_size(settings, tensor_parallel, wants_gpus)
+        context = ray.get_runtime_context()
+        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds)
+    except BaseException:
+        ray.shutdown()
+        raise
+    return replace(found, gpus=held) if found.gpus else found
+
+
+# A connection has its own job.
+@lru_cache(maxsize=1)
+def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
+    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
+    gone = None
+    for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
+        # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
+        # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
+        ask = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        )
+        where = f"cluster: {node['NodeManagerAddress']}"
+        try:
+            found: Node = ray.get(ask.remote(), timeout=seconds)
+        except (TaskUnschedulableError, NodeDiedError) as error:
+            # It has ended: Ray lists it until some heartbeats are missing.
+            gone = UserError(f"{where} is gone: {first_line(error)}")
+            continue
+        except OutOfMemoryError as error:
+            gone = UserError(f"{where} has no memory left: {first_line(error)}")
+            continue
+        except RayError as error:
+            raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
+        return found
+    assert gone is not None, "the size was checked: there was a node"
+    raise gone
+
+
+def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:
+    """The resource that members take, `GPU` or `CPU`, and its amount in the cluster."""
+    resources = ray.cluster_resources()
+    unit = "GPU" if wants_gpus and "GPU" in resources else "CPU"
+    held = int(resources.get(unit, 0))
+    if held < sum(settings.bundles(tensor_parallel)):
+        raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {held}"))
+    return unit, held
+
+
+def last_line(text: str) -> str:
+    """The last line of a traceback: the exception."""
+    return text.strip().rpartition("\n")[2]

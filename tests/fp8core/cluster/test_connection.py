@@ -1,0 +1,108 @@
+"""What is said of an address where something else than a Ray cluster listens; a cluster that is busy is not refused."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from flows import cli
+from fp8core.cluster import connection
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.run.build import members_node
+
+OTHER = "what listens there is not the head of a Ray cluster: "
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers as it is, in silence."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_server() -> Iterator[str]:
+    # Ray reaches this machine by its address, not at 127.0.0.1.
+    with ThreadingHTTPServer(("", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The kernel accepts connections, and nobody answers."""
+    with socket.create_server(("", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def not_known_yet(monkeypatch):
+    """Where a cluster was found before, it is not looked for again."""
+    monkeypatch.setattr(connection, "_joined", None)
+
+
+def test_an_http_server_is_refused_soon(http_server, capsys):
+    began = time.monotonic()
+    assert cli.main(["doctor", "--address", http_server]) == 2
+    # Ray's command has to start, which it may do slowly beside other tests.
+    assert time.monotonic() - began < 30
+    why = "it gives no answer to `ray status` within 10 s"
+    assert capsys.readouterr() == ("", f"fp8-grpo: cluster.address={http_server}: {OTHER}{why}\n")
+
+
+def test_a_server_that_stays_silent_is_refused_before_a_run_has_a_folder(silent, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "_STATUS_SECONDS", 1.0)
+    settings = (f"cluster.address={silent}", f"runs={tmp_path / 'runs'}")
+    assert cli.main(["run", "tiny", *(flag for setting in settings for flag in ("--set", setting))]) == 2
+    why = "it gives no answer to `ray status` within 1 s"
+    assert capsys.readouterr() == ("", f"fp8-grpo: cluster.address={silent}: {OTHER}{why}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_port_of_a_cluster_is_refused(cluster, capfd):
+    members_node(load_config("tiny", {"cluster.address": cluster.address}))
+    (node,) = ray.nodes()
+    ray.shutdown()
+    address = f"127.0.0.1:{node['NodeManagerPort']}"
+    assert cli.main(["doctor", "--address", address]) == 2
+    said = f"fp8-grpo: cluster.address={address}: {OTHER}`ray status` finds another server\n"
+    assert capfd.readouterr() == ("", said)
+
+
+def test_a_cluster_whose_head_stands_still_for_seconds_is_no_other_server(cluster):
+    head = cluster.head_node.all_processes["gcs_server"][0].process.pid
+    os.kill(head, signal.SIGSTOP)
+    threading.Timer(6.0, os.kill, (head, signal.SIGCONT)).start()
+    began = time.monotonic()
+    assert cli.main(["doctor", "--address", cluster.address]) == 0
+    assert time.monotonic() - began > 6
+
+
+def test_a_cluster_that_was_found_is_not_looked_for_again(cluster, monkeypatch):
+    """A run that has lost a process is not to wait for it."""
+    config = load_config("tiny", {"cluster.address": cluster.address})
+    members_node(config)
+    ray.shutdown()
+    monkeypatch.setattr(connection, "_STATUS", "raise SystemExit('ray.exceptions.RpcError')")
+    members_node(config)
+    monkeypatch.setattr(connection, "_joined", None)
+    ray.shutdown()
+    with pytest.raises(UserError, match="finds another server"):
+        members_node(config)
