@@ -32,6 +32,8 @@ from fp8core.store.manifest import current_code
 # A member that failed leaves others in a collective, which they would not leave by themselves.
 _PATIENCE_SECONDS = 10.0
 _LAST_WORDS = 400
+# Libraries may write gigabytes.
+_LAST_BYTES = 1 << 16
 # Ray's own lines in the log of a process.
 _MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
@@ -289,8 +291,11 @@ def _reason(error: Exception) -> str:
 def _said(member: Handle) -> str:
     """The end of what a process of this machine wrote, as a line; empty where its log is on another one."""
     node: Any = ray._private.worker._global_node
-    for path in sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{member.place.pid}.err")):
-        lines = path.read_text(errors="replace").split("\n")
+    # worker-WORKER-JOB-PID.err: other nodes, and later processes, have the same pid.
+    for path in Path(node.get_logs_dir_path()).glob(f"worker-{member.place.worker}-*.err"):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
         if text := " ".join(line.strip() for line in lines if line.strip() and not line.startswith(_MARKS)):
             return f"; it wrote last: {text[-_LAST_WORDS:]}"
     return ""

@@ -20,6 +20,7 @@ class Place:
         address: of its node.
         gpu: id of its GPU on the node; None on a CPU.
         pid: its process.
+        worker: Ray's id of it, in the names of its log files.
         python: version of its interpreter.
         code: digest of the sources that it computes with.
         processor: `numerics.elementwise.processor_digest`.
@@ -28,6 +29,7 @@ class Place:
     address: str
     gpu: str | None
     pid: int
+    worker: str
     python: str
     code: str
     processor: str
@@ -55,10 +57,17 @@ class Member:
         from fp8core.numerics.elementwise import processor_digest
         from fp8core.store.manifest import current_code
 
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        address = ray.util.get_node_ip_address()
-        python = platform.python_version()
-        return Place(address, gpus[0] if gpus else None, os.getpid(), python, current_code(), processor_digest())
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return Place(
+            address=ray.util.get_node_ip_address(),
+            gpu=gpus[0] if gpus else None,
+            pid=os.getpid(),
+            worker=context.get_worker_id(),
+            python=platform.python_version(),
+            code=current_code(),
+            processor=processor_digest(),
+        )
 
     def build(self, key: str, build: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> None:
         """Make a part by a function or class of a module, from other parts and further arguments."""

@@ -76,8 +76,8 @@ def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, sai
 
 def test_a_process_with_another_python_is_refused_by_its_name():
     """Ray may be told not to compare patch versions."""
-    here = Place("10.0.0.1", "0", 7, platform.python_version(), current_code(), "processor")
-    other = Place("10.0.0.2", "1", 8, "3.11.0rc1", current_code(), "processor")
+    here = Place("10.0.0.1", "0", 7, "", platform.python_version(), current_code(), "processor")
+    other = Place("10.0.0.2", "1", 8, "", "3.11.0rc1", current_code(), "processor")
     check_places([Handle(None, here)])
     with pytest.raises(UserError) as refused:
         check_places([Handle(None, here), Handle(None, other)])

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,28 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "OOM" not in str(lost.value)
 
 
+def write(words: str) -> None:
+    print("x" * 100_000, words, sep="\n", file=sys.stderr, flush=True)
+
+
+def test_the_last_words_are_those_of_the_process_and_of_no_other_with_its_pid(address):
+    """Nodes number their processes alike, and a number comes again."""
+    with ranks(address, 2) as gang:
+        gang.gather([gang.ranks[0].send("build", "words", write, (), "its own words")])
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+        for first in "0f":
+            for rank in gang.ranks:
+                (logs / f"worker-{first * 56}-01000000-{rank.place.pid}.err").write_text("words of another\n")
+        said = []
+        for rank in gang.ranks:
+            os.kill(rank.place.pid, signal.SIGKILL)
+            with pytest.raises(MemberLost) as lost:
+                gang.value(*rank.send("drop", "nothing"))
+            said.append(str(lost.value).partition("; it wrote last: ")[2])
+    assert said[0].endswith(" its own words")
+    assert said[1] == ""
+
+
 @pytest.mark.slow
 def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(address):
     with ranks(address, 2) as gang:
@@ -84,7 +108,7 @@ def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
         connect(config.cluster, 1)
         gang = Gang.__new__(Gang)
         member = Handle(
-            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), Place("h", "3", 7, "", "", "")
+            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), Place("h", "3", 7, "", "", "", "")
         )
         member.name = "engine 0"
         with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
