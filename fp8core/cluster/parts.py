@@ -68,7 +68,11 @@ def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
 
 
 Started = Mapping[str, PackedTensor] | FileTensors
-"""The weights that a trainer starts from."""
+"""The weights that a trainer starts from: in files, or drawn by the caller where no file has them."""
+
+
+def _unpacked(started: Started) -> Mapping[str, Tensor]:
+    return started if isinstance(started, FileTensors) else unpack(started)
 
 
 def _end_with(engine: MemoryReader) -> None:
@@ -172,10 +176,10 @@ class Exported(NamedTuple):
 class SftPart:
     """The trainer of a warm start, on one rank."""
 
-    def __init__(self, config: RunConfig, arch: Architecture, initial: Mapping[str, PackedTensor]) -> None:
+    def __init__(self, config: RunConfig, arch: Architecture, initial: Started) -> None:
         build = trainer_of(config.training).build_sft
         assert build is not None, "this process is asked for trainers of warm starts alone"
-        self._trainer = build(config, arch, unpack(initial))
+        self._trainer = build(config, arch, _unpacked(initial))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         return self._trainer.sft_step(batch, learning_rate)
@@ -201,8 +205,7 @@ class TrainerPart:
         masters: Started,
     ) -> None:
         self._ranks = ranks
-        started = masters if isinstance(masters, FileTensors) else unpack(masters)
-        self._trainer: Trainer = trainer_of(config.training).build(config, arch, started, ranks)
+        self._trainer: Trainer = trainer_of(config.training).build(config, arch, _unpacked(masters), ranks)
         self._exported: dict[str, Tensor] = {}
         self._lent = ExitStack()
 

@@ -139,14 +139,13 @@ class Cluster:
         return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "RankedTrainer":
-        """A trainer over all ranks that starts from the given weights; each rank reads those of a checkpoint itself."""
-        started = masters.files if isinstance(masters, ReadTensors) else ray.put(pack(masters))
-        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, started)
+        """A trainer over all ranks that starts from the given weights; each rank reads those of files itself."""
+        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, _started(masters))
         return RankedTrainer(self.gang, key, arch)
 
     def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> "RemoteSft":
         """A trainer for the warm start on rank 0."""
-        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, ray.put(pack(initial)))
+        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, _started(initial))
         return RemoteSft(self.gang, key)
 
     def close(self) -> None:
@@ -172,6 +171,11 @@ class Cluster:
         key = f"{part.__name__} {next(self._keys)}"
         self.gang.gather([member.send("build", key, part, uses, *arguments) for member in members])
         return key
+
+
+def _started(weights: Mapping[str, Tensor]) -> Any:
+    """What `parts.Started` is made of. Ray carries weights that this process drew, which no file has."""
+    return weights.files if isinstance(weights, ReadTensors) else ray.put(pack(weights))
 
 
 class ReplicatedEngine:

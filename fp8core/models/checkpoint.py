@@ -49,7 +49,7 @@ class Checkpoint:
     """
 
     architecture: Architecture
-    tensors: dict[str, Tensor]
+    tensors: ReadTensors
     tokenizer: Tokenizer
     dequantised: frozenset[str]
 
@@ -205,20 +205,19 @@ def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
 
 def _read_tensors(
     folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor], codes: Mapping[str, Dequantised]
-) -> dict[str, Tensor]:
+) -> ReadTensors:
     shapes = parameter_shapes(arch)
     try:
         tensors = _load({name: tensor for name, tensor in stored.items() if name not in codes})
-        tensors |= {name: torch.cat([part for _, part in matrix.pieces()]) for name, matrix in codes.items()}
+        tensors |= {name: matrix.whole() for name, matrix in codes.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder}: the weights cannot be read: {error}") from error
     if arch.tie_embeddings and _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
         raise stored[_HEAD].refused(
             f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
         )
-    found = {name: tensors[name] for name in shapes}
-    # Ranks elsewhere read the files themselves where these hold what is trained.
-    return found if codes else ReadTensors(found, {name: stored[name] for name in shapes})
+    # Ranks elsewhere read the files themselves.
+    return ReadTensors({name: tensors[name] for name in shapes}, {**stored, **codes})
 
 
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:

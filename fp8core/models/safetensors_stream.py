@@ -66,6 +66,14 @@ class StoredTensor:
         """The error that names this tensor and its file."""
         return _refused(self.file, self.spec.name, problem)
 
+    def absolute(self) -> "StoredTensor":
+        """The same, for a process with another working directory."""
+        return replace(self, file=self.file.absolute())
+
+    def whole(self) -> Tensor:
+        """The tensor, in its stored type (errors: `rows`)."""
+        return self.rows(0, self.spec.shape[0])
+
     def chunks(self, elements: int) -> Iterator[Tensor]:
         """The bytes in order, uint8, those of `elements` values at a time (the last may be fewer).
 
@@ -100,13 +108,13 @@ class StoredTensor:
 class FileTensors(Mapping[str, Tensor]):
     """Tensors that are read when they are asked for; another process that sees the files reads them there."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = dict(stored)
+    def __init__(self, stored: Mapping[str, "StoredTensor | Dequantised"]) -> None:
+        # The other process has a working directory of its own.
+        self._stored = {name: place.absolute() for name, place in stored.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises UserError: the file cannot be read."""
-        found = self._stored[name]
-        return found.rows(0, found.spec.shape[0])
+        """Raises UserError: the file cannot be read, or holds codes without a value."""
+        return self._stored[name].whole()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -118,9 +126,9 @@ class FileTensors(Mapping[str, Tensor]):
 class ReadTensors(dict[str, Tensor]):
     """Tensors in memory, and the `files` that they were read from."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], stored: Mapping[str, "StoredTensor | Dequantised"]) -> None:
         super().__init__(tensors)
-        self.files = FileTensors(stored)
+        self.files = FileTensors({name: stored[name] for name in tensors})
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -353,6 +361,14 @@ class Dequantised:
     @property
     def results(self) -> tuple[TensorSpec, ...]:
         return (TensorSpec(self.stored.spec.name, "BF16", self.stored.spec.shape),)
+
+    def absolute(self) -> "Dequantised":
+        """The same, for a process with another working directory."""
+        return Dequantised(self.stored.absolute(), self.scales.absolute())
+
+    def whole(self) -> Tensor:
+        """The matrix. Raises UserError: the file cannot be read, or holds codes without a value."""
+        return torch.cat([part for _, part in self.pieces()])
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         columns = self.stored.spec.shape[1]

@@ -18,6 +18,7 @@ from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.architecture import Architecture
+from fp8core.models.safetensors_stream import ReadTensors, read_header
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
@@ -103,9 +104,9 @@ class RunContext:
         ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         if ref is None:
             return self.base
-        weights = self.directory.store.get_tensors(ref)
-        refuse_other_shapes(self.directory.store.path(ref), weights, self.base)
-        return weights
+        weights, path = self.directory.store.get_tensors(ref), self.directory.store.path(ref)
+        refuse_other_shapes(path, weights, self.base)
+        return ReadTensors(weights, read_header(path))
 
     def ready_trainer(self) -> Trainer:
         """The trainer; the run must have been started."""

@@ -30,6 +30,7 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.errors import EngineLost, MemberLost, UserError
+from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
@@ -318,7 +319,9 @@ def end_late() -> None:
     os._exit(1)
 
 
-def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_why_they_ended(two_nodes, tmp_path):
+def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_why_they_ended(
+    two_nodes, tmp_path, monkeypatch
+):
     """Each part says what it holds. Processes cost seconds, so all parts have the same ones, and the last ends them."""
     settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
     config, packed = load_config("tiny", settings), load_config("tiny", {**settings, "training.packed": True})
@@ -327,6 +330,11 @@ def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_wh
         assert ray.get_runtime_context().get_job_id() == job
         a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(cluster, config, tmp_path)
         rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster, packed)
+        with monkeypatch.context() as spoilt:
+            spoilt.chdir(tmp_path)
+            # Ray would carry what it makes.
+            spoilt.delattr("fp8core.cluster.workers.pack")
+            weights_of_files_are_read_by_ranks_wherever_they_run(cluster, config, packed)
         a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster)
     assert not ray.is_initialized()
 
@@ -360,6 +368,18 @@ def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster: RemoteClu
             assert isinstance(trainer, RemoteSft) == (where is cluster)
             found.append(train_by(trainer, settings, batch, lambda *_: None))
     assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
+
+
+def weights_of_files_are_read_by_ranks_wherever_they_run(
+    cluster: RemoteCluster, config: RunConfig, packed: RunConfig
+) -> None:
+    base = build_base(config)
+    save_checkpoint(Path("model"), base.arch, base.tensors, base.tokenizer, dtype=torch.float32)
+    read = load_checkpoint(Path("model")).tensors
+    with closing(cluster.build_trainer(config, base.arch, read)) as trainer:
+        assert trainer.digest() == policy_digest(base.tensors)
+    with closing(build_sft_trainer(packed, base.arch, read, cluster)) as sft:
+        assert policy_digest(sft.masters) == policy_digest(base.tensors)
 
 
 def a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster: RemoteCluster) -> None:

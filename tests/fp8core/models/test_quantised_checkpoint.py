@@ -1,4 +1,5 @@
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -232,6 +233,14 @@ def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moe") / "checkpoint"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def test_another_process_reads_the_weights_of_codes_in_its_files(quantised):
+    loaded = load_checkpoint(quantised)
+    assert loaded.dequantised
+    assert list(loaded.tensors.files) == list(loaded.tensors)
+    for name, tensor in pickle.loads(pickle.dumps(loaded.tensors.files)).items():
+        assert (tensor.dtype, torch.equal(tensor, loaded.tensors[name])) == (loaded.tensors[name].dtype, True), name
 
 
 def rewrite(folder: Path, **changes: Tensor | None) -> None:
