@@ -20,9 +20,9 @@ from fp8core.errors import UserError, first_line
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
 _STATUS_SECONDS = 10.0
-# `ray status`, with a line before it asks: to import Ray takes long on a busy machine, and is no silence of the head.
+# `ray status`, with a line before its request: the import of Ray takes long on a busy machine, whatever the head does.
 _STATUS = "from ray.scripts.scripts import main; print(flush=True); main()"
-# How its last line begins where an answer is none of a head.
+# The beginning of its last line for an answer of another server.
 _NO_HEAD = "ray.exceptions.RpcError"
 
 # Ray has one connection a process: the address that the last one was made to.
@@ -37,7 +37,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
     own = settings.address is None
     if settings.address not in (None, "auto"):
         _refuse_silence(settings.address)
-    # What was a cluster is one: a run that has lost a process goes on sooner.
+    # The address of the last connection was a cluster's: a run that has lost a process goes on sooner.
     if settings.address not in (None, _joined):
         _refuse_others(settings.address)
     if ray.is_initialized():

@@ -174,7 +174,7 @@ class Cluster:
 
 
 def _started(weights: Mapping[str, Tensor]) -> Any:
-    """What `parts.Started` is made of. Ray carries weights that this process drew, which no file has."""
+    """The argument for a part's `Started`. Ray carries weights that this process drew, which no file has."""
     return weights.files if isinstance(weights, ReadTensors) else ray.put(pack(weights))
 
 
