@@ -7,7 +7,7 @@ A contract is read from the configuration alone:
 | exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
 | aligned | an engine's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
 | matched | equal formats, computed by different kernels | small errors |
-| unverifiable | exact, but the engine keeps its cache at an update (`pipeline`) | small errors |
+| kept_cache | exact, but the engine keeps its cache at an update (`pipeline`) | small errors |
 | mismatched | formats that differ | errors that the correction covers |
 | accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
 
@@ -25,7 +25,7 @@ from fp8core.rl.objective import named_correction
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
-Contract = Literal["exact", "aligned", "matched", "unverifiable", "mismatched", "accepted"]
+Contract = Literal["exact", "aligned", "matched", "kept_cache", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
 
 EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
@@ -146,7 +146,7 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
     """The contract of a configuration for the two policies, and its reason."""
     contract, reason = _contract_at_rest(config)
     if contract in EQUAL and not config.pipeline.recompute_kv_cache_after_weight_update:
-        return "unverifiable", "the engine keeps the cache of older weights, and no pass gives such log-probs"
+        return "kept_cache", "the engine keeps the cache of older weights, and no pass gives such log-probs"
     return contract, reason
 
 

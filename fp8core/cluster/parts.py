@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,9 @@ from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
+from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import ShippedTensors
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
@@ -238,6 +241,12 @@ class TrainerPart:
 
     def version(self) -> int:
         return self._trainer.version
+
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """As `Trainer.save_policy`: all ranks put the weights together, and rank 0 writes them."""
+        masters = self._trainer.masters
+        if self._ranks.rank == 0:
+            save_checkpoint(folder, self._trainer.arch, masters, tokenizer)
 
     def masters(self) -> dict[str, PackedTensor] | None:
         """The weights, which all ranks put together for rank 0."""

@@ -19,6 +19,7 @@ from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import ReadTensors
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -436,6 +437,10 @@ class RankedTrainer:
 
     def save(self, folder: Path) -> None:
         self._call("save", folder)
+
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """As `Trainer.save_policy`, by rank 0: no weights come to this process."""
+        self._by_all("save_policy", folder, tokenizer)
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)

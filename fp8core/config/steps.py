@@ -81,7 +81,7 @@ class PipelineConfig(Section):
     recompute_kv_cache_after_weight_update: bool = Field(
         True,
         description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
-        "their log-probs then, and the contract of the run is `unverifiable`.",
+        "their log-probs then, and the run is `unverifiable`.",
     )
     verified_share: float = Field(
         0.0625,

@@ -6,7 +6,6 @@ import time
 from safetensors import SafetensorError
 
 from fp8core.errors import StoredFileError, UserError
-from fp8core.models.checkpoint import save_checkpoint
 from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext, thawed_heap
 from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
@@ -50,7 +49,7 @@ def save_state(run: RunContext, index: int) -> None:
                 shutil.rmtree(stale)
         partial.mkdir()
         trainer.save(partial)
-        save_checkpoint(partial / "policy", run.arch, trainer.masters, run.tokenizer)
+        trainer.save_policy(partial / "policy", run.tokenizer)
         for path in partial.rglob("*"):
             sync_path(path)
         sync_path(partial)

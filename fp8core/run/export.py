@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
-from fp8core.models.checkpoint import save_checkpoint
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
 from fp8core.run.execute import carried
@@ -112,7 +111,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         # The warm start names its weights as a whole, Megatron's trainer those of each process.
         digest = masters_digest(run.initial_policy(), torch.device("cpu")) if step == START else trainer.digest()
         _refuse_other_weights(original, step, digest)
-        save_checkpoint(folder / "policy", run.arch, trainer.masters, run.tokenizer)
+        trainer.save_policy(folder / "policy", run.tokenizer)
         state = folder / "state"
         state.mkdir()
         if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.

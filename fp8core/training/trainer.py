@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
+from fp8core.models.checkpoint import save_checkpoint
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
@@ -147,7 +149,11 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write optimiser state and version; weights are saved beside it by the caller."""
+        """Write optimiser state and version, without the policy."""
+        ...
+
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write the policy in BF16 with `save_checkpoint`."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -208,6 +214,8 @@ class SftTrainer(Protocol):
 class PolicyTrainer(ABC):
     """Counts the updates of one policy: `version` those that rollouts see."""
 
+    arch: Architecture
+
     def __init__(self, training: TrainingConfig, objective: Objective) -> None:
         self.version = 0
         self._config, self._objective = training, objective
@@ -257,6 +265,15 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> Mapping[str, Tensor]:
+        """As `Trainer.masters`."""
+
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """As `Trainer.save_policy`."""
+        save_checkpoint(folder, self.arch, self.masters, tokenizer)
 
     def close(self) -> None:  # noqa: B027 - most trainers hold nothing to release
         """Releases memory and processes; most trainers hold none."""
