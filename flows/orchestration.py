@@ -82,23 +82,25 @@ class PrefectExecution(Execution):
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
         """It comes after what came before it in its flow run."""
         if name not in self._calls:
-            self._calls[name] = as_task(name)(_call)
+            self._calls[name] = as_task(name)(_run_body)
         # Quoted: Prefect need not look for futures in it.
         parameters = {"folder": run.directory.path, "index": index, "body": quote(body)}
         with self._step_runs.place():
-            called: Called = run_task_sync(self._calls[name], parameters=parameters, dependencies={"body": self._last})
-        self._last = {called.run}
-        return called.result
+            outcome: TaskOutcome = run_task_sync(
+                self._calls[name], parameters=parameters, dependencies={"body": self._last}
+            )
+        self._last = {outcome.run}
+        return outcome.result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
         """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way."""
 
-        def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
+        def ready(ended: Mapping[str, TaskOutcome]) -> dict[str, TaskCall]:
             artifacts = dict(inputs)
-            for called in ended.values():
-                artifacts |= called.result.entry.outputs
+            for outcome in ended.values():
+                artifacts |= outcome.result.entry.outputs
             return {
-                planned.name: Call(
+                planned.name: TaskCall(
                     self._steps[planned.name],
                     {
                         "folder": run.directory.path,
@@ -115,11 +117,11 @@ class PrefectExecution(Execution):
             ended = side_by_side(ready, run.halted.set)
         assert len(ended) == len(run.plan.steps), "a checked plan runs to its end"
         self._last = {ended[name].run for name in ended.keys() - set().union(*self._producers.values())}
-        return {name: called.result for name, called in ended.items()}
+        return {name: outcome.result for name, outcome in ended.items()}
 
 
 @dataclass(frozen=True)
-class Call:
+class TaskCall:
     """A Prefect task, its parameters, and the task runs that it comes after, by parameter."""
 
     task: Any
@@ -127,7 +129,7 @@ class Call:
     after: dict[str, set[RunInput]]
 
 
-class Called(NamedTuple):
+class TaskOutcome(NamedTuple):
     """A result of a task, and its task run."""
 
     result: Any
@@ -135,8 +137,8 @@ class Called(NamedTuple):
 
 
 def side_by_side(
-    ready: Callable[[Mapping[str, Called]], Mapping[str, Call]], halt: Callable[[], None]
-) -> dict[str, Called]:
+    ready: Callable[[Mapping[str, TaskOutcome]], Mapping[str, TaskCall]], halt: Callable[[], None]
+) -> dict[str, TaskOutcome]:
     """Results by name of Prefect tasks that run at once. The first of those that may begin runs in this thread: a call
     costs less than a submission.
 
@@ -144,7 +146,7 @@ def side_by_side(
         ready: from what has ended to what may begin; what has begun already is left out.
         halt: called when one raises, which is raised when all that have begun have ended.
     """
-    runner, begun, ended = FlowRunContext.get().task_runner, dict[str, Any](), dict[str, Called]()
+    runner, begun, ended = FlowRunContext.get().task_runner, dict[str, Any](), dict[str, TaskOutcome]()
     try:
         while (calls := [(name, call) for name, call in ready(ended).items() if name not in begun]) or begun:
             if calls:
@@ -165,7 +167,7 @@ def side_by_side(
     return ended
 
 
-def _value(result: Called | State[Called]) -> Called:
+def _value(result: TaskOutcome | State[TaskOutcome]) -> TaskOutcome:
     """Result of a called task, whose body may return the state it ends in.
 
     A state's own `result()` waits for another thread, which costs as much as half of a call.
@@ -183,16 +185,16 @@ def _prefect_step(planned: PlannedStep) -> Any:
     @as_task(planned.name)
     def body(folder: Path, index: int, inputs: dict[str, Ref]) -> Any:
         result = run_step(live_run(folder), index, planned, inputs)
-        called = Called(result, _this_run())
+        outcome = TaskOutcome(result, _this_run())
         # Shown as cached, so that a user sees what a resumed run did not repeat.
-        return Completed(name="Cached", data=called) if result.reused else called
+        return Completed(name="Cached", data=outcome) if result.reused else outcome
 
     return body
 
 
-def _call(folder: Path, index: int, body: Callable[[], Any]) -> Called:
+def _run_body(folder: Path, index: int, body: Callable[[], Any]) -> TaskOutcome:
     live_run(folder)  # Torch's thread count belongs to a thread.
-    return Called(body(), _this_run())
+    return TaskOutcome(body(), _this_run())
 
 
 def _this_run() -> RunInput:

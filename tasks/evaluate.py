@@ -1,5 +1,7 @@
 """Greedy accuracy on held-out prompts, answered by the rollout engine in its own precision."""
 
+from typing import Any
+
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes
@@ -15,7 +17,7 @@ def evaluate(
     run: RunContext, index: int, options: NoOptions, sync_report: Ref, next_policy: Ref, next_scales: Ref
 ) -> dict[str, Ref]:
     """Every `evaluation.every` steps and at the last; the evaluation of other steps is empty."""
-    content = {}
+    content: dict[str, Any] = {}
     if _due(run, index):
         content, _ = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts)
     return {"evaluation": run.directory.store.put_json("evaluation", content)}

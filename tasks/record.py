@@ -106,8 +106,8 @@ def record(
         rows = {place: row for row, place in names if compared[row]}
         metrics |= turn_metrics(store.get_table(turns), completions, against, rows)
     if left is not None and next_stream is not None and schedule is not None and evictions is not None:
-        begun = (store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream))
-        metrics |= stream_metrics(*begun, store.get_json(schedule)["chunks"], store.get_json(evictions))
+        before, after = (store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream))
+        metrics |= stream_metrics(before, after, store.get_json(schedule)["chunks"], store.get_json(evictions))
     if kv_statistics is not None:
         statistics = store.get_json(kv_statistics)
         metrics["kv/saturated_share"] = statistics["saturated_share"]

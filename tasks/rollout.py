@@ -25,11 +25,13 @@ from tasks.step import step
 def rollout(run: RunContext, index: int, options: NoOptions, prompts: Ref, policy: Ref, scales: Ref) -> dict[str, Ref]:
     """Complete every prompt `group_size` times under the given policy and scales.
 
+    The body reads neither: the last sync gave both to the engine. As inputs they order the steps and enter the key.
+
     Completions of an interrupted run are read from its shards; those of a damaged shard are generated again. The
     shards go when the step is committed: until then they are the only copy the ledger can rebuild from. The verifier
     may begin with finished groups while others are generated; its verdicts are the reward step's to store.
     """
-    return {"rollouts": run.directory.store.put_table("rollouts", _played(run, index, prompts))}
+    return {"rollouts": run.directory.store.put_table("rollouts", _generate(run, index, prompts))}
 
 
 @step(
@@ -43,7 +45,7 @@ def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, poli
 
     Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
     """
-    store, played = run.directory.store, _played(run, index, prompts)
+    store, played = run.directory.store, _generate(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
     check_episodes(run, index, turns)
     return {
@@ -52,7 +54,7 @@ def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, poli
     }
 
 
-def _played(run: RunContext, index: int, prompts: Ref) -> pa.Table:
+def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     """All completions of the step, in order; with an environment, each with its turns (`SHARD_TURNS`)."""
     asked = run.directory.store.get_table(prompts)
     groups, rows = prompt_groups(run, index, asked), asked.drop_columns(["tokens"]).to_pylist()

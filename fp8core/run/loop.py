@@ -114,6 +114,7 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
         return result
 
     stage("warm_start", policy)
+    # The ledger has their results as `calibrate` and `evaluate`, as those of any step.
     scales = stage("first_scales", lambda: start.first_scales(run)).entry.outputs["scales"]
     evaluation = stage("first_evaluation", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
     if "stream" in run.plan.carries:

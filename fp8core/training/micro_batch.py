@@ -81,10 +81,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     ) -> ScoredBatch:
         statistics, slices = self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
-            self._ranks, slices, lambda each: self._drawn(weights, each[1], temperature, scales, statistics)
+            self._ranks, slices, lambda each: self._score_drawn(weights, each[1], temperature, scales, statistics)
         )
         self._ranks.combine_counts(statistics.combine)
-        return ScoredBatch(*_laid_out(batch, slices, scores), statistics)
+        return ScoredBatch(*_padded(batch, slices, scores), statistics)
 
     def scored_step(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
@@ -92,9 +92,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
 
         A forward goes over all rows of its update, also over those that no loss reads, under the policy that this
-        update begins with. Of one update, old log-probs that the batch does not have are those of its forward, which no
-        backward has changed. A pass before the first update scores the audited rows of later ones, and those with stale
-        tokens. With these, the correction's metrics are of the forwards.
+        update begins with. With one update and no stored old log-probs, the forward's log-probs are the old ones.
+        A pass before the first update scores the audited rows of later ones, and those with stale tokens. With these,
+        the correction's metrics are of the forwards.
 
         Raises:
             NotFiniteError: as `step`.
@@ -103,12 +103,12 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         corrected, correction = self._objective.corrected(batch)
         first, *_ = updates = shares(len(batch.keep), self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) == 1, "the configuration was checked"
-        passed = self._passed(batch, first, temperature, scales)
+        passed = self._pass_scores(batch, first, temperature, scales)
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = self._selected(corrected.rows(rows), update, temperature, scales)
             with self._guarded():
-                totals, scores = self._learnt_and_scored(part, temperature, scales, statistics)
+                totals, scores = self._accumulate_and_score(part, temperature, scales, statistics)
                 if update == 0:
                     self._refuse_differing(
                         batch, {row: scores[0][row] for row in batch.audited if row < first.stop}, passed
@@ -117,14 +117,14 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             reports.append(totals)
             found.append(scores)
         self._ranks.combine_counts(statistics.combine)
-        logprobs, entropy = (_stacked(parts) for parts in zip(*found, strict=True))
+        logprobs, entropy = (_concatenated(parts) for parts in zip(*found, strict=True))
         if batch.old_logprobs is None:
             corrected, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
         elif batch.stale is not None:
             _, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
         return self._reported(batch, corrected, correction, reports), ScoredBatch(logprobs, entropy, statistics)
 
-    def _passed(
+    def _pass_scores(
         self, batch: RolloutBatch, first: slice, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[int, Tensor]:
         """Log-probs under this policy of audited rows beyond the first update's, or with stale tokens: row -> FP32 [C].
@@ -139,23 +139,23 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._refuse_differing(batch, passed, {})
         return passed
 
-    def _learnt_and_scored(
+    def _accumulate_and_score(
         self,
         batch: RolloutBatch,
         temperature: float,
         scales: Sequence[LayerScales] | None,
         statistics: KvStatistics,
     ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
-        """As `_learnt`, with log-probs and entropies of its forward as FP32 [B, C], NaN on padding."""
+        """As `_accumulate_parts`, with log-probs and entropies of its forward as FP32 [B, C], NaN on padding."""
         own = list[Scored]()
 
         def score(weights: Weights, part: TokenBatch) -> Scored:
-            scored = self._drawn(weights, part, temperature, scales, statistics)
+            scored = self._score_drawn(weights, part, temperature, scales, statistics)
             own.append(Scored(scored.logprobs.detach(), scored.entropy.detach()))
             return scored
 
-        totals, slices = self._learnt(batch, score), list(self._slices(batch.sequences))
-        return totals, _laid_out(batch.sequences, slices, self._ranks.joined(own))
+        totals, slices = self._accumulate_parts(batch, score), list(self._slices(batch.sequences))
+        return totals, _padded(batch.sequences, slices, self._ranks.joined(own))
 
     def _refuse_differing(
         self, batch: RolloutBatch, audited: Mapping[int, Tensor], passed: Mapping[int, Tensor]
@@ -240,9 +240,11 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _accumulate(
         self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
-        return self._learnt(batch, lambda weights, part: self._drawn(weights, part, temperature, scales))
+        return self._accumulate_parts(
+            batch, lambda weights, part: self._score_drawn(weights, part, temperature, scales)
+        )
 
-    def _drawn(
+    def _score_drawn(
         self,
         weights: Weights,
         batch: TokenBatch,
@@ -261,7 +263,9 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             )
         return scored
 
-    def _learnt(self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]) -> dict[str, float]:
+    def _accumulate_parts(
+        self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]
+    ) -> dict[str, float]:
         """Add up the gradients of all parts; returns the batch's statistics."""
         denominator, weights = Denominator.of(batch.mask), self._training_weights()
         slices = list(self._slices(batch.sequences))
@@ -299,7 +303,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         torch.autograd.backward(loss, retain_graph=not last)
 
 
-def _laid_out(
+def _padded(
     batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scored]
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of parts as FP32 [B, C], NaN on padding."""
@@ -312,7 +316,7 @@ def _laid_out(
     return logprobs, entropy
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts [rows, columns], of as many columns as the widest has; others have NaN there."""
     columns = max(part.shape[1] for part in parts)
     return torch.cat([F.pad(part, (0, columns - part.shape[1]), value=torch.nan) for part in parts])

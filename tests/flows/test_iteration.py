@@ -10,18 +10,18 @@ import pytest
 from prefect import flow
 from prefect.states import Completed
 
-from flows.orchestration import Call, Called, as_task, side_by_side
+from flows.orchestration import TaskCall, TaskOutcome, as_task, side_by_side
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 def in_a_flow(
-    *calls: Call, after: Mapping[str, str] = MappingProxyType({}), halt: threading.Event | None = None
+    *calls: TaskCall, after: Mapping[str, str] = MappingProxyType({}), halt: threading.Event | None = None
 ) -> Any:
     """What they return; `after` maps one to another that must have ended."""
     named = {str(place): call for place, call in enumerate(calls)}
 
-    def ready(ended: Mapping[str, Called]) -> dict[str, Call]:
+    def ready(ended: Mapping[str, TaskOutcome]) -> dict[str, TaskCall]:
         free = {name: call for name, call in named.items() if after.get(name, name) in {name, *ended}}
         return {name: call for name, call in free.items() if name not in ended}
 
@@ -41,7 +41,9 @@ def thread_of(index: int, barrier: threading.Barrier) -> str:
 
 def test_tasks_run_at_once_and_the_first_in_the_calling_thread() -> None:
     barrier = threading.Barrier(3)
-    first, second, last = in_a_flow(*(Call(thread_of, {"index": index, "barrier": barrier}, {}) for index in range(3)))
+    first, second, last = in_a_flow(
+        *(TaskCall(thread_of, {"index": index, "barrier": barrier}, {}) for index in range(3))
+    )
     assert first == threading.current_thread().name
     assert len({first, second, last}) == 3
 
@@ -58,8 +60,8 @@ def setting(index: int, event: threading.Event) -> None:
 
 def test_a_task_begins_when_what_it_needs_has_ended_whatever_else_is_under_way() -> None:
     event = threading.Event()
-    calls = [Call(stored, {"index": 1}, {}), Call(waiting, {"index": 1, "event": event}, {})]
-    assert in_a_flow(*calls, Call(setting, {"index": 1, "event": event}, {}), after={"2": "0"}) == [10, True, None]
+    calls = [TaskCall(stored, {"index": 1}, {}), TaskCall(waiting, {"index": 1, "event": event}, {})]
+    assert in_a_flow(*calls, TaskCall(setting, {"index": 1, "event": event}, {}), after={"2": "0"}) == [10, True, None]
 
 
 @as_task("cached")
@@ -68,8 +70,8 @@ def stored(index: int) -> Any:
 
 
 def test_a_task_may_return_the_state_it_ends_in() -> None:
-    assert in_a_flow(Call(stored, {"index": 1}, {})) == [10]
-    assert in_a_flow(Call(stored, {"index": 1}, {}), Call(stored, {"index": 2}, {})) == [10, 20]
+    assert in_a_flow(TaskCall(stored, {"index": 1}, {})) == [10]
+    assert in_a_flow(TaskCall(stored, {"index": 1}, {}), TaskCall(stored, {"index": 2}, {})) == [10, 20]
 
 
 @as_task("raising")
@@ -86,7 +88,10 @@ def slow(index: int, ended: list[float]) -> None:
 @pytest.mark.parametrize("raises_first", [True, False])
 def test_what_one_raises_is_raised_when_all_have_ended(raises_first: bool) -> None:
     ended: list[float] = []
-    calls = [Call(raising, {"index": 1, "error": ValueError("why")}, {}), Call(slow, {"index": 1, "ended": ended}, {})]
+    calls = [
+        TaskCall(raising, {"index": 1, "error": ValueError("why")}, {}),
+        TaskCall(slow, {"index": 1, "ended": ended}, {}),
+    ]
     halt = threading.Event()
     with pytest.raises(ValueError, match="why"):
         in_a_flow(*(calls if raises_first else reversed(calls)), halt=halt)
