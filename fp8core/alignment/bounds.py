@@ -22,7 +22,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.rl.objective import named_correction
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import ENGINES, engine_entry
 from fp8core.training.registry import trainer_of
 
 Contract = Literal["exact", "aligned", "matched", "kept_cache", "mismatched", "accepted"]
@@ -142,6 +142,16 @@ def stop_bounds(config: RunConfig) -> StopBounds:
     return StopBounds(contract, reason, limits, sources, action, patience)
 
 
+def stored_bounds(config: RunConfig | None) -> StopBounds | None:
+    """`stop_bounds` of a run that is only read; None where they are unknown, as `is_known` has it."""
+    return stop_bounds(config) if config is not None and is_known(config) else None
+
+
+def is_known(config: RunConfig) -> bool:
+    """False where the contract is up to an engine that the configuration imports, which a stranger may have written."""
+    return config.rollout.engine in ENGINES or bool(_differing(config))
+
+
 def contract_of(config: RunConfig) -> tuple[Contract, str]:
     """The contract of a configuration for the two policies, and its reason."""
     contract, reason = _contract_at_rest(config)
@@ -172,10 +182,7 @@ def only_equal_bits(config: RunConfig) -> str | None:
 
 def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
     """The contract of what is computed with one version of the weights."""
-    rollout, training = config.precision.rollout, config.precision.training
-    pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
-    differing = [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
-    if differing:
+    if differing := _differing(config):
         corrected = config.correction.method != "none" or not config.precision.accept_mismatch
         return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
     kernels = config.precision.rounding_points == "kernels"
@@ -188,6 +195,13 @@ def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
     if engine == "kernels" and by_kernels and device == "cuda" and config.training.deterministic:
         return "aligned", "the engine's aligned model and the packed trainer run the same kernels in equal formats"
     return "matched", "engine and trainer compute equal formats with different kernels"
+
+
+def _differing(config: RunConfig) -> list[str]:
+    """Formats that are not the same on both sides."""
+    rollout, training = config.precision.rollout, config.precision.training
+    pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
+    return [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8core.alignment.bounds import BOUNDED, stop_bounds
+from fp8core.alignment.bounds import BOUNDED, stored_bounds
 from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
 from fp8core.report.summary import (
     ENTROPY,
@@ -548,9 +548,9 @@ def configured_bounds(runs: Sequence[RunData]) -> Bounds:
         holders: dict[float, list[str]] = defaultdict(list)
         for run in runs:
             name = _NAMES.get(curve.metric, "")
-            limits = {} if run.evidence.config is None else stop_bounds(run.evidence.config).limits
-            if name in limits:
-                holders[limits[name]].append(run.label)
+            bounds = stored_bounds(run.evidence.config)
+            if bounds is not None and name in bounds.limits:
+                holders[bounds.limits[name]].append(run.label)
         for value, labels in holders.items():
             whose = "" if len(labels) == len(runs) else f" of {', '.join(labels)}"
             line = Bound(f"stop{whose}: {short(value)}", curve.of({curve.metric: value}))

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fp8core.alignment.bounds import stop_bounds
+from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import ParityConfig
@@ -216,7 +216,8 @@ def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
     content: Mapping[str, Any] = run.evidence.description.config if config is None else public_dump(config)
     settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.asked}).items()}
-    return settings if config is None else settings | stop_bounds(config).described()
+    bounds = stored_bounds(config)
+    return settings if bounds is None else settings | bounds.described()
 
 
 def provenance_table(run: RunData) -> Table:
@@ -230,7 +231,8 @@ def _time_of_all(run: RunData) -> str:
 
 
 def _bounds(run: RunData) -> str:
-    return MISSING if run.evidence.config is None else stop_bounds(run.evidence.config).summary
+    bounds = stored_bounds(run.evidence.config)
+    return MISSING if bounds is None else bounds.summary
 
 
 def _over(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, variance
 from typing import Literal
 
-from fp8core.alignment.bounds import unverifiable
+from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import (
@@ -60,7 +60,8 @@ def answer(history: History, form: Callable[[float], str], why: str | None = Non
 
 def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
     """The answer of a run, with its speed."""
-    why = None if run.evidence.config is None else unverifiable(run.evidence.config)
+    config = run.evidence.config
+    why = unverifiable(config) if config is not None and is_known(config) else None
     words = [answer(run.history, form, why).words]
     if run.busy:
         words.append(f"{form(median(run.busy.values()))} s a step")

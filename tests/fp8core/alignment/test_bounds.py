@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fp8core.alignment.bounds import BOUNDED, StopBounds, crossed, stop_bounds
+from fp8core.alignment.bounds import BOUNDED, StopBounds, crossed, stop_bounds, stored_bounds
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
@@ -140,3 +140,11 @@ def test_a_bound_on_what_nobody_measures_is_refused() -> None:
     del metrics["alignment/k3_kl"]
     with pytest.raises(UserError, match=expected):
         crossed(of(**{"alignment.stop.k3": 0.01}), [metrics])
+
+
+def test_a_run_that_is_only_read_has_unknown_bounds_where_they_are_up_to_an_engine_that_it_names() -> None:
+    own = {"rollout.engine": "nowhere:ENGINE"}
+    assert stored_bounds(load_config("tiny", own)) is None
+    differing = load_config("tiny", own | {"precision.training.linear": "bf16"})
+    assert stored_bounds(differing) == stop_bounds(differing)
+    assert stored_bounds(load_config("tiny")) == of()
