@@ -100,7 +100,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     config = original.config(step)
     original.refuse_removed(config, step)
     with (
-        scratch_folder(original.folder, step + 1) as folder,
+        scratch_folder(original.folder, step + 1, config) as folder,
         scratch_run(config, original.folder, folder, console) as run,
     ):
         wanted = carried(run, step + 1)["policy"]

@@ -103,14 +103,24 @@ class RunSnapshot:
 
 
 @contextmanager
-def scratch_folder(original: Path, step: int) -> Iterator[Path]:
+def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[Path]:
     """A temporary run folder whose ledger ends where the original's step began.
 
     Args:
         original: the run's folder.
         step: everything before it is known; 0 leaves nothing.
+        configs: what it will be run with. On a cluster at an address, ranks of other nodes read and write files of it:
+            it lies beside the run, where all nodes see it.
+
+    Raises:
+        UserError: nothing can be written there.
     """
-    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as temporary:
+    place = original.parent if any(config.cluster.address is not None for config in configs) else None
+    try:
+        made = tempfile.TemporaryDirectory(prefix=".fp8-grpo-", dir=place)
+    except OSError as error:
+        raise UserError(f"{place or 'the folder of temporary files'}: cannot be written: {error.strerror}") from error
+    with made as temporary:
         folder = Path(temporary) / original.name
         (folder / "manifests").mkdir(parents=True)
         (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
@@ -236,7 +246,7 @@ def replay(
     _refuse_other_model(own, changed, steps)
     if steps[0] > START:
         original.refuse_removed(own, steps[0] - 1)
-    with scratch_folder(original.folder, steps[0]) as folder:
+    with scratch_folder(original.folder, steps[0], own, changed) as folder:
         try:
             if overrides and steps[0] > START + 1:
                 restore_as_it_was(own, original.folder, folder, steps[0] - 1, console)
