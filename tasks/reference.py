@@ -1,9 +1,8 @@
 """Optional step: log-probs under the frozen reference policy, for the KL penalty of `loss.reference_kl`."""
 
 from fp8core.config.steps import NoOptions
-from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext
-from fp8core.run.policy import read_scales
+from fp8core.run.policy import initial_trainer, read_scales
 from fp8core.store.artifacts import Ref
 from tasks.logprobs import ORDERED, REPLAYED, layer_scales, logprob_table, token_batch
 from tasks.step import step
@@ -14,7 +13,7 @@ def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, sc
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
     run.rest_engine()
     if run.reference is None:
-        run.reference = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
+        run.reference = initial_trainer(run)
     table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = layer_scales(read_scales(run, scales))
     scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)

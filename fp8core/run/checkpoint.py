@@ -6,8 +6,8 @@ import time
 from safetensors import SafetensorError
 
 from fp8core.errors import StoredFileError, UserError
-from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext, thawed_heap
+from fp8core.run.policy import initial_trainer
 from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.ledger import START, CheckpointEntry
@@ -87,7 +87,7 @@ def load_state(run: RunContext, version: int) -> None:
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
     with thawed_heap():
-        run.trainer = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
+        run.trainer = initial_trainer(run)
 
 
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:

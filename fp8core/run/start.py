@@ -38,16 +38,11 @@ from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
-from fp8core.run.build import (
-    build_engine,
-    build_sft_trainer,
-    build_trainer,
-    sft_settings,
-)
+from fp8core.run.build import build_engine, build_sft_trainer, sft_settings
 from fp8core.run.context import RunContext, freeze_heap
 from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.execute import TaskResult, attempt, run_task
-from fp8core.run.policy import covered, push, read_scales, store_scales
+from fp8core.run.policy import covered, initial_trainer, push, read_scales, store_scales
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
@@ -93,7 +88,7 @@ def build_workers(run: RunContext) -> None:
     torch.cuda.empty_cache()
     run.engine = build_engine(run.config, run.arch, run.cluster)
     run.engine.sleep()
-    run.trainer = build_trainer(run.config, run.arch, run.initial_policy(), run.cluster)
+    run.trainer = initial_trainer(run)
     freeze_heap()
 
 

@@ -59,6 +59,7 @@ class TrainerEntry:
         advice: what to change where its memory does not fit.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
+        names_whole: whether the digest of its weights is that of the whole masters, not of what each process holds.
     """
 
     name: str
@@ -79,6 +80,7 @@ class TrainerEntry:
     products: Callable[[RunConfig, Architecture], Iterable[Product]] = lambda *_: ()
     packs: Callable[[RunConfig, Architecture], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
+    names_whole: bool = True
 
 
 _entries: dict[str, TrainerEntry] = {}
@@ -213,6 +215,7 @@ register_trainer(
     TrainerEntry(
         name="megatron",
         packages=("megatron-core", "transformer-engine"),
+        names_whole=False,
         settings=MegatronConfig,
         chosen=lambda training: training.trainer == "megatron",
         build=_build_megatron,

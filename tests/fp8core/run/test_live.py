@@ -1,4 +1,6 @@
 import io
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.config.steps import Plan
 from fp8core.data.source import build_source
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.report.console import Console
@@ -14,6 +16,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.build import build_base, build_engine, build_trainer
 from fp8core.run.context import RunContext, live_run, register, release
+from fp8core.run.policy import initial_trainer
 from fp8core.store.ledger import TaskEntry
 from fp8core.store.run_directory import RunDirectory
 
@@ -87,6 +90,32 @@ def test_the_initial_policy_is_what_the_first_task_stored(run, warm):
     assert policy_digest(dict(policy)) == policy_digest(made if warm else dict(run.base))
     if warm:
         assert policy_digest(policy.files) == policy_digest(made), "ranks elsewhere read the same"
+
+
+class Elsewhere:
+    """The ranks of another node, which read the files of a policy there."""
+
+    def __init__(self, spoilt: Path | None) -> None:
+        self.spoilt = spoilt
+
+    def build_trainer(self, config, arch, masters):
+        if self.spoilt is not None:
+            content = bytearray(self.spoilt.read_bytes())
+            content[-1] ^= 1
+            self.spoilt.write_bytes(content)
+        return build_trainer(config, arch, masters.files)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_ranks_that_have_read_other_weights_than_policy_0_has_are_refused(run, spoilt):
+    store, made = run.directory.store, {name: tensor + 1 for name, tensor in run.base.items()}
+    policy = {"version": 0, "weights_digest": policy_digest(made)}
+    outputs = {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", made)}
+    entry = TaskEntry(step=0, task="warm_start", key="", outputs=outputs, started=0.0, seconds=0.0)
+    run.directory.ledger.append(entry)
+    run.cluster = Elsewhere(store.path(outputs["weights"]) if spoilt else None)
+    with pytest.raises(StoredFileError, match=r"^policy 0 has weights") if spoilt else nullcontext():
+        assert initial_trainer(run).digest() == policy["weights_digest"]
 
 
 def test_there_is_no_trainer_or_engine_before_there_is_a_policy(run):

@@ -26,13 +26,13 @@ def test_a_run_freezes_what_it_is_made_of_until_it_ends(run_copy):
 
 
 def test_a_trainer_is_gone_before_another_takes_its_place(run_copy, monkeypatch):
-    found, build = [], checkpoint.build_trainer
+    found, build = [], checkpoint.initial_trainer
 
     def watched(*arguments):
         found.append(trainer())
         return build(*arguments)
 
-    monkeypatch.setattr(checkpoint, "build_trainer", watched)
+    monkeypatch.setattr(checkpoint, "initial_trainer", watched)
     with run_copy.opened() as run:
         start.warm_start(run)
         start.build_workers(run)
