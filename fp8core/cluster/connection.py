@@ -93,8 +93,8 @@ def _refuse_others(address: str) -> None:
     raise UserError(f"cluster.address={address}: what listens there is not the head of a Ray cluster: {why}")
 
 
-def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> Node:
-    """The machine of members of a cluster, as one of its nodes describes itself; nothing is placed.
+def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:
+    """The machine of members of a cluster, as one of its nodes describes itself (`this_node`); nothing is placed.
 
     The connection stays for the next question, and for the gang that follows.
 
@@ -105,7 +105,7 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) ->
     try:
         unit, held = checked_size(settings, tensor_parallel, wants_gpus)
         context = ray.get_runtime_context()
-        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds)
+        found = _told(context.gcs_address, context.get_job_id(), unit, settings.start_seconds, packages)
     except BaseException:
         ray.shutdown()
         raise
@@ -114,18 +114,18 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) ->
 
 # A connection has its own job.
 @lru_cache(maxsize=1)
-def _told(cluster: str, job: str, unit: str, seconds: float) -> Node:
+def _told(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str, ...]) -> Node:
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
     gone = None
     for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
         # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
-        ask = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
+        ask: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         )
         where = f"cluster: {node['NodeManagerAddress']}"
         try:
-            found: Node = ray.get(ask.remote(), timeout=seconds)
+            found: Node = ray.get(ask.remote(packages), timeout=seconds)
         except (TaskUnschedulableError, NodeDiedError) as error:
             # It has ended: Ray lists it until some heartbeats are missing.
             gone = UserError(f"{where} is gone: {first_line(error)}")

@@ -11,7 +11,7 @@ On Blackwell Transformer Engine emulates 128x128 block scaling by MXFP8, whose s
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
@@ -79,22 +79,23 @@ def this_platform() -> str:
     return f"sm_{major}{minor}"
 
 
-def this_node() -> Node:
-    """The machine of this process."""
+def this_node(packages: Iterable[str] = ()) -> Node:
+    """The machine of this process, with the versions of these `packages` too: those of an engine of the user's own."""
     # Entries import this module.
     from fp8core.rollout.registry import ENGINES, find_entry
     from fp8core.training.registry import trainers
 
-    packages = dict[str, str]()
-    for name in chain(*(find_entry(name).packages for name in ENGINES), *(entry.packages for entry in trainers())):
+    versions = dict[str, str]()
+    registered = chain(*(find_entry(name).packages for name in ENGINES), *(entry.packages for entry in trainers()))
+    for name in chain(registered, packages):
         with suppress(PackageNotFoundError):
-            packages[name] = installed_version(name)
+            versions[name] = installed_version(name)
     gpu = None
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
         gpu = found.name, found.total_memory
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Node(this_platform(), torch.cuda.device_count(), gpu, memory, packages)
+    return Node(this_platform(), torch.cuda.device_count(), gpu, memory, versions)
 
 
 def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:

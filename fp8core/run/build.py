@@ -109,11 +109,13 @@ def members_node(config: RunConfig) -> Node:
     """
     if config.cluster.used and find_spec("ray") is None:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
+    entry = engine_entry(config)
     if config.cluster.address is None:
-        return this_node()
+        return this_node(entry.packages)
     from fp8core.cluster import connection
 
-    return connection.ask_node(config.cluster, engine_entry(config).tensor_parallel(config), _wants_gpus(config))
+    shared, packages = entry.tensor_parallel(config), tuple(entry.packages)
+    return connection.ask_node(config.cluster, shared, _wants_gpus(config), packages)
 
 
 def check_engine(config: RunConfig, node: Node) -> None:

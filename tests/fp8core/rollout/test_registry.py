@@ -18,7 +18,7 @@ from fp8core.plan.memory import Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
 from fp8core.rollout.registry import ENGINES, find_entry
-from fp8core.run.build import check_engine
+from fp8core.run.build import check_engine, members_node
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.ledger import LedgerView
@@ -134,6 +134,15 @@ def test_a_machine_knows_the_versions_that_an_engine_asks_for(name, monkeypatch)
     assert {distribution: f"1.0 of {distribution}" for distribution in entry.packages}.items() <= (
         this_node().packages.items()
     )
+
+
+def test_a_machine_is_asked_for_the_packages_of_an_engine_from_outside(toy, tmp_path):
+    module = tmp_path / "toy_engine.py"
+    module.write_text(module.read_text().replace("check=check)", 'check=check, packages=("pytest", "no-such"))'))
+    config = load_config("tiny", toy)
+    assert members_node(config).version("pytest") == pytest.__version__
+    assert "no-such" not in members_node(config).packages
+    assert "pytest" not in this_node().packages
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_an_engine():
