@@ -2,9 +2,11 @@
 
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -20,9 +22,18 @@ from fp8core.errors import UserError, first_line
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
 _STATUS_SECONDS = 10.0
-# `ray status`, with a line before its request: the import of Ray takes long on a busy machine, whatever the head does.
-_STATUS = "from ray.scripts.scripts import main; print(flush=True); main()"
-# The beginning of its last line for an answer of another server.
+# The import of Ray takes long on a busy machine, whatever the head does.
+_IMPORT_SECONDS = 60.0
+# `ray status`, with the address that it asks on a line before its request. Neither module is documented (Ray 2.60), but
+# no public command shows when its request begins, nor the address behind `auto`.
+_STATUS = """\
+import sys
+from ray._private.services import canonicalize_bootstrap_address as found
+from ray.scripts.scripts import main
+print(found(sys.argv[-1]), flush=True)
+main()
+"""
+# The beginning of its last line for an answer of another server, or for none.
 _NO_HEAD = "ray.exceptions.RpcError"
 
 # Ray has one connection a process: the address that the last one was made to.
@@ -70,27 +81,36 @@ def _refuse_silence(address: str) -> None:
 
 
 def _refuse_others(address: str) -> None:
-    """Raises UserError: `ray status` finds no head of a cluster at an address where something listens.
+    """Raises UserError: `ray status` finds no head of a cluster at an address.
 
     Another failure of it (versions differ, a token is wanted) is told better by `ray.init`.
     """
     command = [sys.executable, "-P", "-c", _STATUS, "status", "--address", address]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as asked:
+    place, asked_at = f"cluster.address={address}", ""
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said) as asked,
+    ):
         assert asked.stdout is not None
         try:
-            asked.stdout.readline()
-            _, said = asked.communicate(timeout=_STATUS_SECONDS)
+            if not select.select([asked.stdout], [], [], _IMPORT_SECONDS)[0]:
+                raise UserError(f"{place}: `ray status` has not begun within {_IMPORT_SECONDS:g} s; is Ray whole?")
+            asked_at = asked.stdout.readline().decode(errors="replace").strip()
+            asked.communicate(timeout=_STATUS_SECONDS)
         except subprocess.TimeoutExpired:
-            why = f"it gives no answer to `ray status` within {_STATUS_SECONDS:g} s"
+            why = f"it did not answer as a Ray head within {_STATUS_SECONDS:g} s"
         else:
+            said.seek(0)
             # Other servers of Ray know no such request.
-            if asked.returncode == 0 or not last_line(said.decode(errors="replace")).startswith(_NO_HEAD):
+            if asked.returncode == 0 or not last_line(said.read().decode(errors="replace")).startswith(_NO_HEAD):
                 return
-            why = "`ray status` finds another server"
+            why = "it did not answer `ray status` as a Ray head"
         finally:
             asked.kill()
-    raise UserError(f"cluster.address={address}: what listens there is not the head of a Ray cluster: {why}")
+    if address == "auto":
+        # Perhaps of a head that has crashed, and is still the last one that was started here.
+        why = f"no running cluster answers; {asked_at} was tried"
+    raise UserError(f"{place}: {why}")
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:

@@ -290,7 +290,10 @@ def _reason(error: Exception) -> str:
 
 def _said(member: Handle) -> str:
     """The end of what a process of this machine wrote, as a line; empty where its log is on another one."""
-    node: Any = ray._private.worker._global_node
+    # Private (Ray 2.60): nothing public names the folder of the logs. Without it the loss is still told.
+    node: Any = getattr(ray._private.worker, "_global_node", None)
+    if node is None:
+        return ""
     # worker-WORKER-JOB-PID.err: other nodes, and later processes, have the same pid.
     for path in Path(node.get_logs_dir_path()).glob(f"worker-{member.place.worker}-*.err"):
         with path.open("rb") as file:

@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from fp8core.cluster import gang
 from fp8core.cluster.connection import connect
 from fp8core.cluster.gang import Gang, Handle
 from fp8core.cluster.member import Member, Place
@@ -114,3 +115,9 @@ def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
         with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
             gang.value(*member.send("drop", "nothing"))
     assert not any("\n" in str(each.value) for each in (asked, started, lost))
+
+
+def test_a_process_of_which_ray_has_no_log_wrote_nothing_that_is_known(monkeypatch):
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    member = Handle(None, Place("host", None, 1, "w", "", "", ""))
+    assert gang._said(member) == ""
