@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import say
-from fp8core.config.run import own_code, without_adapters
+from fp8core.config.run import own_code, public_dump, without_adapters
 from fp8core.errors import UserError
 from fp8core.user_files import PICTURE, json_output
 
@@ -109,7 +109,7 @@ def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> N
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    from fp8core.config.load import load_config
+    from fp8core.config.load import load_config, reload_config
     from fp8core.store.run_directory import read_description
 
     folder = Path(options.target)
@@ -124,8 +124,8 @@ def _subject(options: argparse.Namespace) -> Subject:
     if described is None:
         raise UserError(f"{options.target}: neither a checkpoint (config.json) nor a run (run.json in {folder})")
     # A run is measured under its own settings, whatever its pipeline.
-    settings = [f"{key}={json.dumps(value)}" for key, value in described.config.items() if key != "pipeline"]
-    config = load_config("tiny", [*settings, *options.overrides])
+    pipeline = public_dump(load_config("tiny"))["pipeline"]
+    config = reload_config({**described.config, "pipeline": pipeline}, options.overrides)
     for key, path in own_code(config).items():
         if key in ("loss.policy", "rollout.engine"):
             raise UserError(f"{folder}: {key}={path} is code that its run.json names, which is never imported here")

@@ -1,14 +1,16 @@
 """Settings of the data: rows of the user's own, or the generated task."""
 
 import re
+from difflib import get_close_matches
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from fp8core.config.section import Section
 
-# A word in braces is a field in Python's formats; but not in LaTeX: \boxed{answer}, \frac{a}{b}, x^{n}.
-_PLACEHOLDER = re.compile(r"\{\s*[A-Za-z_]\w*\s*\}|\{question\b[^}\s]*\}?")
+# A word in braces is a field in Python's formats; but not in two pairs of them.
+_PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(?!\})")
+# \boxed{answer}, \frac{a}{b}, x^{n}.
 _LATEX = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})+|[\\^_]\{[^{}]*\}")
 _QUESTION = "{question}"
 
@@ -85,12 +87,19 @@ class DataConfig(Section):
     @field_validator("template")
     @classmethod
     def _holds_the_question(cls, template: str) -> str:
-        others = (found for found in _PLACEHOLDER.findall(_LATEX.sub(" ", template)) if found != _QUESTION)
-        if (other := next(others, None)) is not None:
-            raise ValueError(
-                f"{other} would stand in every prompt as it is: {_QUESTION} alone is replaced; correct it, or write "
-                "what is meant as text in other brackets"
-            )
         if _QUESTION not in template:
             raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
         return template
+
+
+def stray_placeholder(data: DataConfig) -> str | None:
+    """A part of the template that was hardly meant as text: a misspelt {question}, or a field of the rows.
+
+    None where there is none: other words in braces stay as they are, and so does LaTeX.
+    """
+    fields = {data.question_field, data.answer_field, data.messages_field, *data.columns}
+    for found in _PLACEHOLDER.finditer(_LATEX.sub(" ", data.template)):
+        meant = get_close_matches(found[1].lower(), ["question"], cutoff=0.8)
+        if found[0] != _QUESTION and (meant or found[1] in fields):
+            return found[0]
+    return None

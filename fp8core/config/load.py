@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from pydantic import JsonValue, ValidationError
 
-from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.run import RunConfig, public_dump, unmeant
 from fp8core.config.section import refusal, step_name, suggestion
 from fp8core.config.steps import PipelineConfig
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
@@ -72,7 +72,11 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
             f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
         )
-    return _validated(tree)
+    config = _validated(tree)
+    places = {key: place for key, _, place in _nodes(tree)}
+    for key, problem in unmeant(config).items():
+        raise UserError(f"{key}: {problem} ({places[key]})")
+    return config
 
 
 def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
@@ -92,7 +96,9 @@ def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ())
         _validated(_stacked([_blocks(described, "run.json")]))
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise StoredFileError(f"run.json: config: {error}") from error
-    return _validated(_stacked([_blocks(described, "run.json"), *_override_layers(overrides)]))
+    layers = _override_layers(overrides)
+    _refuse_nul(layers)
+    return _validated(_stacked([_blocks(described, "run.json"), *layers]))
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
@@ -160,7 +166,9 @@ def shipped_names() -> list[str]:
 
 
 def _tree(name_or_path: str, overrides: Overrides) -> Block:
-    return _stacked([*_file_layers(_locate(name_or_path)), *_override_layers(overrides)])
+    layers = [*_file_layers(_locate(name_or_path)), *_override_layers(overrides)]
+    _refuse_nul(layers)
+    return _stacked(layers)
 
 
 def _validated(tree: Block) -> RunConfig:
@@ -174,7 +182,7 @@ def _validated(tree: Block) -> RunConfig:
 
 
 def _refuse_unstorable(tree: Block) -> None:
-    """Nothing could store text that UTF-8 cannot hold, from a shell's path or as `\\ud800`. No path may have `\\0`.
+    """Nothing could store text that UTF-8 cannot hold, from a shell's path or as `\\ud800`.
 
     A number that is not finite would be read back as another: options of one's own functions are any JSON.
     """
@@ -183,10 +191,25 @@ def _refuse_unstorable(tree: Block) -> None:
             origin = f" ({place})" if place else ""
             raise UserError(f"{printable(key)}: must be a finite number, got {json.dumps(value)}{origin}")
         for text in (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
-            at = text.index("\0") if "\0" in text else not_unicode(text)
-            if at is not None and not isinstance(value, Mapping):
+            if (at := not_unicode(text)) is not None and not isinstance(value, Mapping):
                 origin = f" ({place})" if place else ""
                 raise UserError(f"{printable(key)}: not valid text: character {at} is {text[at]!a}{origin}")
+
+
+def _refuse_nul(layers: Iterable[Block]) -> None:
+    """No path may have `\\0`. A run that was begun with it elsewhere is still read."""
+    for key, value, place in (node for layer in layers for node in _nodes(layer)):
+        for text in (key, *(() if isinstance(value, Mapping) else _texts(value))):
+            if (at := text.find("\0")) >= 0:
+                raise UserError(f"{printable(key)}: not valid text: character {at} is '\\x00' ({place})")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def _is_finite(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
-from fp8core.config.data import DataConfig
+from fp8core.config.data import DataConfig, stray_placeholder
 from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
@@ -203,9 +203,7 @@ class EvaluationConfig(Section):
     every: int = Field(5, ge=1, le=1_000_000, description="Steps between evaluations; the last step always is one.")
     prompts: int = Field(256, ge=1, le=1_000_000)
     source: str | None = Field(
-        None,
-        min_length=1,
-        description="File of held-out rows; null holds out one prompt in eight by a hash of its text.",
+        None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
     )
     precision_gap: int = Field(
         32,
@@ -313,9 +311,7 @@ class RunConfig(Section):
         "parameters; beside a GPU they lose more at their barriers than they gain.",
     )
     model: str | None = Field(
-        None,
-        min_length=1,
-        description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture.",
+        None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
     )
     revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
@@ -492,6 +488,15 @@ def public_dump(config: RunConfig) -> dict[str, Any]:
 def without_adapters(config: RunConfig) -> RunConfig:
     """The configuration for a policy that is scored as it is: adapters would freeze it first."""
     return config.model_copy(update={"training": config.training.model_copy(update={"lora": None})})
+
+
+def unmeant(config: RunConfig) -> dict[str, str]:
+    """Settings that a new run was hardly meant to have, with what is wrong. No rule: a run that has them is read."""
+    texts = {"model": config.model, "evaluation.source": config.evaluation.source}
+    found = {key: "is empty; null leaves it unset" for key, text in texts.items() if text == ""}
+    if (stray := stray_placeholder(config.data)) is not None:
+        found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
+    return found
 
 
 def own_code(config: RunConfig) -> dict[str, str]:

@@ -285,14 +285,12 @@ def read_rows(data: DataConfig) -> list[Problem]:
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> None:
-    """Raises UserError on a reference that is no answer, a prompt that lacks a turn or does not fit, and too few rows.
+    """Raises UserError on a reference that is no answer, a prompt that does not fit, and too few rows.
 
-    All but the last name the place (file:line).
+    The first two name the place (file:line).
     """
     problems = list(source.to_check())
     check_references(problems, verifier)
-    for row in {tuple(message.role for message in row.before): row for row in reversed(problems)}.values():
-        refuse_unread_turns(row, config, tokenizer)
     for row in problems:
         refuse_too_long(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
@@ -304,3 +302,10 @@ def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:
     for row, fault in zip(problems, faults, strict=True):
         if fault is not None:
             raise UserError(f"{row.place}: {fault}" if row.place else fault)
+
+
+def check_turns(source: PromptSource, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError on a prompt that lacks a turn, with its place: of a new run, since it changes no prompt."""
+    rows = reversed(list(source.to_check()))
+    for row in {tuple(message.role for message in row.before): row for row in rows}.values():
+        refuse_unread_turns(row, config, tokenizer)

@@ -17,7 +17,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
-from fp8core.data.source import build_source, check_problems
+from fp8core.data.source import build_source, check_problems, check_turns
 from fp8core.environments.child import EpisodeLimits
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError, refuse
@@ -37,6 +37,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.episodes import check_openings, tool_calls_of
+from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import SftTrainer, Trainer
@@ -150,7 +151,7 @@ def check_inputs(config: RunConfig) -> None:
 
     Raises:
         UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
-            `check_problems`, `tool_calls_of`, `build_environment` and `check_openings` have it.
+            `check_problems`, `check_turns`, `tool_calls_of`, `build_environment` and `check_openings` have it.
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
@@ -160,6 +161,8 @@ def check_inputs(config: RunConfig) -> None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+    if config.run is None or read_description(config.runs / config.run) is None:
+        check_turns(source, config, base.tokenizer)
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:

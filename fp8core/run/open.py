@@ -16,7 +16,7 @@ from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
-from fp8core.data.source import build_source, check_problems
+from fp8core.data.source import build_source, check_problems, check_turns
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.weights import training_formats
@@ -400,6 +400,8 @@ def open_run(
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
+            check_turns(source, config, base.tokenizer)
         environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)

@@ -12,8 +12,13 @@ from prefect.client.schemas.filters import FlowRunFilter
 from safetensors.torch import load_file, save_file
 
 from flows import cli
+from fp8core.config.load import load_config
+from fp8core.config.run import public_dump
+from fp8core.errors import UserError
+from fp8core.run.build import check_inputs
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.run_directory import RunDirectory
 
 TINY_GSM8K = {
     "rollout.prompts_per_step": 2,
@@ -239,7 +244,7 @@ MISTAKES = {
     ),
     "no-answer": (change_text("data", "#### 9", "9"), {}, "problems.jsonl:3: reward.verifier=integer: the reference"),
     "no-question": (nothing, {"data.template": "Answer it."}, "data.template: the text has no {question}"),
-    "placeholder": (nothing, {"data.template": "{question} in {unit}"}, "data.template: {unit} would stand in every"),
+    "placeholder": (nothing, {"data.template": "{question} is {answer}"}, "data.template: {answer} would stand in"),
     "no-question-in-chat": (
         lambda model, data: (model / "chat_template.jinja").write_text("Answer."),
         {},
@@ -251,7 +256,7 @@ MISTAKES = {
         "model: the chat template failed: division by zero",
     ),
     "no-path": (nothing, {"data.source": "a\0.jsonl"}, "data.source: not valid text: character 1 is '\\x00'"),
-    "no-heldout": (nothing, {"evaluation.source": ""}, "evaluation.source: must have at least 1 character"),
+    "no-heldout": (nothing, {"evaluation.source": ""}, "evaluation.source: is empty; null leaves it unset"),
     "lone-completions": (nothing, {"rollout.group_size": 1}, "rollout.group_size=1: loss.advantage=grpo compares"),
     "no-room": (nothing, {"rollout.max_new_tokens": 512}, "none fit (data.max_prompt_tokens=512, 512 positions of"),
     "few-rows": (nothing, {"rollout.prompts_per_step": 24}, "a step takes 24 prompts, but there are only"),
@@ -295,6 +300,18 @@ def test_a_mistake_is_one_line_before_anything_starts(gsm8k, tmp_path, capsys, m
     assert (out, len(err.splitlines())) == ("", 1), err
     assert message in err
     assert {path for path in tmp_path.iterdir() if path.name != "__pycache__"} == before
+
+
+def test_a_run_that_was_begun_keeps_prompts_that_lack_a_turn(gsm8k, tmp_path):
+    model, data = gsm8k
+    (model / "chat_template.jinja").write_text("Answer.")
+    place = {"runs": str(tmp_path / "runs"), "run": "begun"}
+    config = load_config("gsm8k", {"model": str(model), "data.source": str(data), **TINY_GSM8K, **place})
+    with pytest.raises(UserError, match="the chat template of the model leaves out message 1"):
+        check_inputs(config)
+    with RunDirectory.create_or_open(config.runs / "begun") as directory:
+        directory.write_description(public_dump(config), "")
+    check_inputs(config)
 
 
 # --- a place that cannot be written ---

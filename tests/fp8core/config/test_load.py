@@ -464,6 +464,12 @@ def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
         ({"reward.options": {"a": math.nan}}, "reward.options.a: must be a finite number, got NaN (overrides)"),
         ({"loss.options": {"a": [1, -math.inf]}}, "loss.options.a: must be a finite number, got [1, -Infinity] (over"),
         ({"reward.verifier": "a\0:b"}, r"reward.verifier: not valid text: character 1 is '\x00' (overrides)"),
+        ({"data.columns": ["b", "a\0"]}, r"data.columns: not valid text: character 1 is '\x00' (overrides)"),
+        (
+            {"reward.options": {"a": [["\\u0000"], {"b": "\0"}]}},
+            r"reward.options.a: not valid text: character 0 is '\x00'",
+        ),
+        ({"pipeline.remove": ["a\0"]}, r"pipeline.remove: not valid text: character 1 is '\x00' (overrides)"),
         ({"reward.options": {"a": {"\ud800": 1}}}, r"reward.options.a.\ud800: not valid text: character 17 is"),
     ],
 )
@@ -472,6 +478,18 @@ def test_a_value_that_is_no_text_names_its_field(overrides, line):
         load_config("tiny", overrides)
     assert str(caught.value).startswith(line)
     assert str(caught.value).isprintable()
+
+
+def test_what_a_new_run_may_not_have_is_read_of_one_that_has_it() -> None:
+    stored = public_dump(load_config("tiny"))
+    stored["evaluation"]["source"] = ""
+    stored["reward"] |= {"verifier": "mine.py:scored", "options": {"a": ["\0"]}}
+    read = reload_config(stored)
+    assert (read.evaluation.source, public_dump(read)) == ("", stored)
+    with pytest.raises(UserError, match=r"^evaluation.source: is empty; null leaves it unset \(overrides\)$"):
+        load_config("tiny", {"evaluation.source": ""})
+    with pytest.raises(UserError, match=r"^tracking.uri: not valid text: character 0 is '.x00' \(overrides\)$"):
+        reload_config(stored, {"tracking.uri": "\0"})
 
 
 def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):

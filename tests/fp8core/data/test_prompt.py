@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from fp8core.config.load import load_config
+from fp8core.config.load import load_config, reload_config
+from fp8core.config.run import public_dump
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_too_long
 from fp8core.errors import UserError
@@ -72,28 +73,35 @@ def with_bos():
     ("text", "named"),
     [
         ("in {unit}", "{unit}"),
-        ("in{{unit}}", "{unit}"),
+        ("is {answer}", "{answer}"),
         ("of { question }", "{ question }"),
         ("of {question!r}", "{question!r}"),
-        ("of {question", "{question"),
-        (r"\boxed{answer}, \frac{a}{b}, \{a\}, x^{n}, x_{n}, {}", None),
+        ("of {Question}", "{Question}"),
+        ("of {qestion}", "{qestion}"),
+        (r"\boxed{answer}, \boxed{{answer}}, {{unit}}, \frac{a}{b}, \{a\}, x^{n}, x_{n}, {}", None),
         ('{"answer": 1}, {answer: 1}, {your answer}, {1}, {', None),
+        ("Write {name} or {result}, or {question: {question}, answer: 1}.", None),
     ],
 )
-def test_a_template_replaces_the_question_alone(text: str, named: str | None) -> None:
+def test_a_template_replaces_the_question_alone(text: str, named: str | None, bpe_tokenizer) -> None:
+    template = f"{{question}} {text}"
+    settings = {"model": "any", "data.template": template, "data.columns": ["unit"], "data.chat": False}
     if named is None:
-        assert gsm8k(**{"data.template": f"{{question}} {text}"}).data.template == f"{{question}} {text}"
+        config = load_config("gsm8k", settings)
     else:
-        with pytest.raises(
-            UserError, match=rf"^data\.template: {re.escape(named)} would stand in every prompt as it is"
-        ):
-            gsm8k(**{"data.template": f"{{question}} {text}"})
+        refused = rf"^data\.template: {re.escape(named)} would stand in every prompt as it is: .* \(overrides\)$"
+        with pytest.raises(UserError, match=refused):
+            load_config("gsm8k", settings)
+        # A run that was begun with it is read, and its prompts are what they were.
+        stored = public_dump(load_config("gsm8k", {**settings, "data.template": "{question}"}))
+        config = reload_config({**stored, "data": {**stored["data"], "template": template}})
+    assert encode_prompt(TOM, config, bpe_tokenizer, 512)[0] == template.replace("{question}", TOM.question)
 
 
 def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_tokenizer):
-    config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with \\boxed{braces}."})
+    config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with {braces}."})
     text, tokens = encode_prompt(TOM, config, bpe_tokenizer, 512)
-    plain = f"Q: {TOM.question}\nAnswer {TOM.question} with \\boxed{{braces}}."
+    plain = f"Q: {TOM.question}\nAnswer {TOM.question} with {{braces}}."
     assert text == f"<|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n"
     assert tokens == bpe_tokenizer.encode(text)
     special = {name: bpe_tokenizer.encode(name) for name in ("<|im_start|>", "<|im_end|>")}
