@@ -24,7 +24,7 @@ _CONNECT_SECONDS = 5.0
 _STATUS_SECONDS = 10.0
 # The import of Ray takes long on a busy machine, whatever the head does.
 _IMPORT_SECONDS = 60.0
-# `ray status`, with the address that it asks on a line before its request. Neither module is documented (Ray 2.60), but
+# `ray status`, with the address of its request on a line before. Neither module is documented (Ray 2.60), but
 # no public command shows when its request begins, nor the address behind `auto`.
 _STATUS = """\
 import sys
