@@ -30,6 +30,7 @@ ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
 
 Arithmetic = Literal["exact", "kernels", "own"]
 Continuation = Literal["equal", "anew", "none"]
+_CONTINUATIONS: Final[tuple[Continuation, ...]] = ("equal", "anew", "none")
 
 
 def no_refusals(*_: object) -> Iterable[str]:
@@ -121,6 +122,22 @@ def find_entry(name: str) -> EngineEntry:
     if not isinstance(entry, EngineEntry):
         raise UserError(f"rollout.engine={name}: it is no EngineEntry (fp8core/rollout/registry.py)")
     return entry
+
+
+def continuation_of(config: "RunConfig") -> Continuation:
+    """`EngineEntry.continues` of the engine that a configuration chooses, checked.
+
+    Raises:
+        UserError: the entry says something else, or as `find_entry`.
+    """
+    found: object = engine_entry(config).continues(config)
+    for known in _CONTINUATIONS:
+        if found == known:
+            return known
+    raise UserError(
+        f"rollout.engine={config.rollout.engine}: its entry's `continues` gives {found!r}; it must give "
+        f"{', '.join(_CONTINUATIONS[:-1])} or {_CONTINUATIONS[-1]}"
+    )
 
 
 def engine_entry(config: "RunConfig") -> EngineEntry:

@@ -35,7 +35,7 @@ from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import continuation_of, engine_entry
 from fp8core.run.episodes import check_openings, tool_calls_of
 from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
@@ -124,8 +124,15 @@ def check_engine(config: RunConfig, node: Node) -> None:
 
     Raises:
         UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
-            or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not.
+            or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not; or the engine
+            would answer an environment's second turn without the first.
     """
+    if config.environment is not None and continuation_of(config) == "none":
+        raise UserError(
+            f"environment.name={config.environment.name}: rollout.engine={config.rollout.engine} does not go on from "
+            "what was begun (`continues` of its entry), as each turn after the first does; set rollout.engine to "
+            "embedded"
+        )
     trainer = trainer_of(config.training)
     try:
         trainer.check_machine(config, node)

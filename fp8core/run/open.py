@@ -25,7 +25,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.correction import CorrectionRule
 from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import continuation_of, engine_entry
 from fp8core.run.build import (
     build_base,
     build_environment,
@@ -142,7 +142,7 @@ def _refuse_ahead(config: RunConfig) -> None:
     if config.pipeline.mode == "synchronous":
         return
     place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
-    if config.pipeline.mode == "asynchronous" and engine_entry(config).continues(config) == "none":
+    if config.pipeline.mode == "asynchronous" and continuation_of(config) == "none":
         raise UserError(
             f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded, or "
             "pipeline.mode to one_step_off"
@@ -174,8 +174,8 @@ def _refuse_unverified(config: RunConfig, reason: str) -> None:
     """Refuse bounds of equal bits where no pass gives them, and to learn from such tokens without a weight."""
     if (setting := only_equal_bits(config)) is not None:
         raise UserError(
-            f"{setting}: with pipeline.mode={config.pipeline.mode} the run is unverifiable ({reason}); raise it, or "
-            "set it to none"
+            f"{setting}: with pipeline.mode={config.pipeline.mode} the run is unverifiable ({reason}); loosen it, "
+            "or set it to none"
         )
     if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
         raise UserError(
@@ -188,6 +188,11 @@ def _refuse_unverified(config: RunConfig, reason: str) -> None:
 def _refuse_nothing_ahead(config: RunConfig) -> None:
     """Refuse settings with which the prompts of later steps wait for the part beside the update, which is empty."""
     pipeline = config.pipeline
+    if pipeline.max_staleness == 0 and not pipeline.in_flight_weight_updates:
+        raise UserError(
+            "pipeline.in_flight_weight_updates=false: with pipeline.max_staleness=0 no update finds a completion in "
+            "flight; unset one of both"
+        )
     if pipeline.ahead_tokens != 0:
         return
     waiting = {

@@ -17,10 +17,10 @@ from fp8core.models.hub import model_shape
 from fp8core.plan.memory import Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
-from fp8core.rollout.registry import ENGINES, find_entry
+from fp8core.rollout.registry import ENGINES, continuation_of, find_entry
 from fp8core.run.build import check_engine, members_node
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 
@@ -57,6 +57,8 @@ def check(config, node):
 
 ENGINE = EngineEntry(name="toy", build=build, check=check)
 NO_ENTRY = ToyEngine
+YES = EngineEntry(name="toy", build=build, continues=lambda config: True)
+NO = EngineEntry(name="toy", build=build, continues=lambda config: False)
 '''
 
 
@@ -104,6 +106,27 @@ def test_its_own_checks_and_memory_are_taken(toy):
 def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
     with pytest.raises(UserError, match=f"^{complaint}"):
         check_engine(load_config("tiny", {"rollout.engine": name}), this_node())
+
+
+@pytest.mark.parametrize(("entry", "given"), [("YES", "True"), ("NO", "False")])
+def test_how_an_engine_goes_on_is_one_of_three_words(toy, entry, given):
+    """An entry of a time when it was yes or no."""
+    name = f"toy_engine:{entry}"
+    line = f"rollout.engine={name}: its entry's `continues` gives {given}; it must give equal, anew or none"
+    config = load_config("tiny", {"rollout.engine": name, "pipeline.mode": "asynchronous"})
+    for read in (continuation_of, pipeline_of):
+        with pytest.raises(UserError) as refused:
+            read(config)
+        assert str(refused.value) == line
+    assert continuation_of(load_config("tiny", toy)) == "none"
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
+def test_an_environment_is_refused_where_a_second_turn_would_be_answered_without_the_first(toy, mode):
+    environment = {"environment": {"name": "guess", "max_turns": 2}, "pipeline.mode": mode}
+    with pytest.raises(UserError, match=r"^environment\.name=guess: rollout\.engine=toy_engine:ENGINE does not go on"):
+        plan_of(load_config("tiny", toy | environment))
+    plan_of(load_config("tiny", environment))
 
 
 @pytest.mark.parametrize("name", ENGINES)
