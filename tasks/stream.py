@@ -14,7 +14,7 @@ from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import continuation_of
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
@@ -124,11 +124,12 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     """
     store, opened, source = run.directory.store, _opened(run, left, index), _Prompts(run)
     written = _writer(run, index, source, opened.rows)
-    chunks = run_ahead(
-        opened, index - 1, _chunks(run, index, lambda: written.holds(opened.rows)), written, source.enter
-    )
-    if not run.config.pipeline.in_flight_weight_updates:
-        drain(opened, index - 1, written)
+    in_flight = run.config.pipeline.in_flight_weight_updates
+    # `drain` gives what a killed process wrote, too; with a further chunk more prompts would enter.
+    schedule = _chunks(run, index, lambda: in_flight and written.holds(opened.rows))
+    chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
+    if not in_flight:
+        drain(opened, index - 1, _until_halted(run), written)
     written.complete(opened.rows)
     # A run cannot play again those of a stored stream.
     for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):
@@ -161,12 +162,17 @@ def _chunks(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterable[
 
 def _until_updated(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterator[int]:
     """Chunks until the ledger has the policy that the step makes, and all is told that a killed process wrote."""
-    updated, chunk = run.plan.carries["policy"], run.config.pipeline.chunk_tokens
-    yield chunk
+    updated, chunks = run.plan.carries["policy"], _until_halted(run)
+    yield run.config.pipeline.chunk_tokens
     while updated not in run.directory.ledger.artifacts(index) or holds():
-        if run.halted.is_set():
-            raise RuntimeError("another task of the step has failed")
-        yield chunk
+        yield next(chunks)
+
+
+def _until_halted(run: RunContext) -> Iterator[int]:
+    """Chunks without an end; raises RuntimeError where a task beside this one has failed."""
+    while not run.halted.is_set():
+        yield run.config.pipeline.chunk_tokens
+    raise RuntimeError("another task of the step has failed")
 
 
 def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
@@ -280,7 +286,7 @@ class _Written:
         self._run = run
         self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
         self._shards = shards_of(run, index, "segments")
-        self._equal = engine_entry(run.config).continues(run.config) == "equal"
+        self._equal = continuation_of(run.config) == "equal"
         damaged = self._shards.discard_damaged()
         for error in damaged:
             run.console.note(f"step {index}: {error}; its completions are generated again")

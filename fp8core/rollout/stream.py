@@ -10,9 +10,9 @@ enter. A tick is a token that each completion in flight wrote or could have: wit
   others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the same.
 - `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. A token is a
-function of its seed, its position, the tokens before it, and the version that wrote it. The stream has a version a
-token.
+Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. Of an engine
+that goes on with equal tokens, each is a function of its seed, its position, the tokens before it, and its version. The
+stream has a version a token.
 """
 
 from collections import defaultdict
@@ -127,6 +127,10 @@ class Stream:
             for place in sorted(self._groups)
             if batch in (None, place[0]) and any(not row.finish for row in self._groups[place])
         ]
+
+    def begun(self) -> list[Place]:
+        """Prompts in flight with a completion of which a policy has written something."""
+        return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
 
     def admit(self, version: int, enter: Enter) -> None:
         """Let as many prompts in as staleness and `max_inflight_prompts` allow under a policy."""
@@ -285,13 +289,17 @@ def run_ahead(
     return written
 
 
-def drain(stream: Stream, version: int, generate: Generate) -> None:
-    """Write what is in flight to its end, under the policy that `run_ahead` has ended with; no prompt enters.
+def drain(stream: Stream, version: int, chunks: Iterator[int], generate: Generate) -> None:
+    """Write what has begun to its end, chunk by chunk, under the policy that `run_ahead` has ended with.
 
-    Then no update lands in a completion. The stream alone decides what is written, so no schedule has it.
+    Then no update lands in a completion. No prompt enters, and those of which nothing is written wait for the next
+    policy. The stream alone decides what is written, so no schedule has it.
+
+    Args:
+        chunks: as of `run_ahead`, without an end.
     """
-    if due := stream.in_flight():
-        stream.tick += stream.write(version, due, None, generate)
+    while due := stream.begun():
+        stream.tick += stream.write(version, due, next(chunks), generate)
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[int]:

@@ -1,7 +1,9 @@
 """Runs whose engines end what they have begun before they take new weights."""
 
 import io
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -9,17 +11,21 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError
+from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.loop import begin
 from fp8core.run.open import plan_of
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
+from tasks import stream
 
+DIGITS = Path(__file__).parents[1] / "parts" / "digits_environment.py"
 SETTINGS = {
     "pipeline.mode": "asynchronous",
     "pipeline.in_flight_weight_updates": False,
-    "pipeline.ahead_tokens": 3,
+    "pipeline.ahead_tokens": 6,
     "pipeline.max_staleness": 2,
     "pipeline.max_inflight_prompts": 5,
     "pipeline.verified_share": 1.0,
@@ -34,23 +40,27 @@ def whole(loop_run, request):
 
 
 def test_each_completion_is_of_one_version(whole):
-    ages = set()
+    ages, waiting = set(), 0
     for step in range(1, 5):
         artifacts = whole.ledger.artifacts(step)
         for row in whole.store.get_table(artifacts["rollouts"]).to_pylist():
             (version,) = set(row["versions"])
             ages.add(step - 1 - version)
         left, after = (whole.store.get_table(artifacts[name]).to_pylist() for name in ("left", "next_stream"))
-        assert all(row["finish"] for row in after)
+        assert not any(row["tokens"] for row in after if not row["finish"])
+        entered = {(row["batch"], row["group"]) for row in after if not row["finish"]}
+        waiting += len(entered)
         metrics = whole.store.get_json(artifacts["metrics"])
-        assert (metrics["rollout/prompts_in_flight"], metrics["alignment/tokens_differing"]) == (0, 0)
+        assert metrics["rollout/prompts_in_flight"] == len(entered)
+        assert metrics["alignment/tokens_differing"] == 0
         begun = {(row["batch"], row["group"], row["sample"]): len(row["tokens"]) for row in left}
         longest = max(
             (len(row["tokens"]) - begun.get((row["batch"], row["group"], row["sample"]), 0) for row in after), default=0
         )
         assert metrics["rollout/decode_steps_beside_update"] >= longest
-        assert whole.store.get_json(artifacts["schedule"])["chunks"] in ([3], [])
+        assert whole.store.get_json(artifacts["schedule"])["chunks"] in ([6], [])
     assert {0, 1} <= ages <= {0, 1, 2}
+    assert waiting, "prompts that enter when the last chunk has ended"
 
 
 @pytest.mark.parametrize("task", ["rollout", "ahead", "train", "sync"])
@@ -61,7 +71,7 @@ def test_a_run_that_was_cut_ends_with_the_same_bytes(whole, copy_of, task):
     assert run.records == whole.records
 
 
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_kill_beside_the_update_changes_nothing(whole, copy_of, monkeypatch, call):
     """In a chunk, or while what has begun is written to its end."""
     run, calls, generate = copy_of(whole), Counter(), EmbeddedEngine.generate
@@ -84,6 +94,51 @@ def test_a_kill_beside_the_update_changes_nothing(whole, copy_of, monkeypatch, c
     assert run.records == whole.records
 
 
+@pytest.mark.parametrize("where", ["alone", "environment"])
+def test_what_was_ended_before_a_kill_lets_no_other_prompt_enter(loop_run, copy_of, monkeypatch, tmp_path, where):
+    """All of it is durable and nothing tells how many chunks there were; the update is over."""
+    clock = {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2, "pipeline.max_inflight_prompts": 3}
+    environment = {
+        "environment": {"name": f"{shutil.copy(DIGITS, tmp_path)}:Digits", "max_turns": 12, "turn_tokens": 3},
+        **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2},
+    }
+    run = loop_run("clocked", **SETTINGS | clock | (environment if where == "environment" else {}))
+    killed = copy_of(run)
+    killed.cut_after(3, "train")
+
+    class Killed(BaseException):
+        pass
+
+    def put_json(store, kind, content, put=ArtifactStore.put_json):
+        if kind == "schedule":
+            raise Killed
+        return put(store, kind, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ArtifactStore, "put_json", put_json)
+        with pytest.raises(Killed):
+            killed.resume()
+    assert list((killed.folder / "shards" / "00003").glob("*.parquet"))
+    killed.resume()
+    schedules = [killed.store.get_json(killed.ledger.artifacts(step)["schedule"])["chunks"] for step in range(1, 5)]
+    assert schedules == [[2]] * 4
+    assert killed.records == run.records
+
+
+def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, monkeypatch):
+    run = copy_of(whole)
+    run.cut_after(3, "rollout")
+    with run.opened() as opened:
+        begin(opened)
+        opened.halted.set()
+        monkeypatch.setattr(stream, "_chunks", lambda *asked: [1])
+        planned = next(each for each in opened.plan.steps if each.name == "ahead")
+        artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        with pytest.raises(StepError, match="another task of the step has failed"):
+            run_step(opened, 3, planned, ports)
+
+
 def test_a_replay_is_equal_and_verify_finds_nothing(whole):
     original = RunSnapshot.read(whole.folder, read_description(whole.folder))
     verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
@@ -96,6 +151,7 @@ def test_a_replay_is_equal_and_verify_finds_nothing(whole):
     [
         ({"pipeline.mode": "one_step_off"}, r"pipeline\.in_flight_weight_updates=false: needs pipeline\.mode=async"),
         ({"pipeline.ahead_tokens": 0}, r"pipeline\.ahead_tokens=0: with pipeline\.in_flight_weight_updates=false"),
+        ({"pipeline.max_staleness": 0}, r"pipeline\.in_flight_weight_updates=false: with pipeline\.max_staleness=0"),
         (
             {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"},
             r"pipeline\.recompute_kv_cache_after_weight_update=false: .* no update finds a cache",

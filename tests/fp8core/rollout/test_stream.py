@@ -154,7 +154,7 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
 ) -> None:
     """Whatever the update takes: the chunks that were written decide, in one go or in two.
 
-    `whole`: nothing is in flight when an update lands.
+    `whole`: nothing that has begun is in flight when an update lands.
     """
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):
@@ -169,12 +169,40 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
         for part in (chunks[:first], chunks[first:]):
             assert run_ahead(again, step - 1, part, generate, enter) == part
         if whole:
-            for each in (live, again):
-                drain(each, step - 1, generate)
-                assert not each.in_flight()
+            # However it is cut.
+            for each, size in ((live, chunk), (again, LONGEST)):
+                drain(each, step - 1, repeat(size), generate)
+                assert not each.begun()
+                assert not any(row.tokens for row in each.rows if not row.finish)
             assert all(len({*row.versions}) == 1 for row in taken)
         assert again.rows == live.rows
         rows = live.rows
+
+
+@pytest.mark.parametrize("kind", [Stream, DroppingStream])
+def test_what_has_not_begun_waits_for_the_next_policy(kind: type[Stream]) -> None:
+    """A prompt that enters when the last chunk has ended is not begun to be ended before the update."""
+    stream = kind([], Pace(2, 3, 2), 0)
+    # The second prompt is complete, the first one has a token left.
+    run_ahead(stream, 0, chunks_of(10, 2), generate, enter)
+    begun, entered = stream.begun(), [place for place in stream.in_flight() if place not in stream.begun()]
+    assert begun
+    assert entered
+    drain(stream, 0, repeat(3), generate)
+    assert stream.in_flight() == entered
+    assert {place for place in begun if place in stream.in_flight()} == set()
+    assert {len(row.tokens) for row in stream.rows if (row.batch, row.group) in entered} == {0}
+
+
+def test_a_prompt_that_goes_on_ends_as_a_whole() -> None:
+    """Also completions of it that have nothing yet, and an episode that only its environment has begun."""
+    first, second = enter(1, 0), enter(1, 1)
+    first[0].tokens, first[0].logprobs, first[0].versions = [100 * first[0].seed], [0.0], [0]
+    second[0].turns = [{}]
+    stream = Stream([*first, *second, *enter(1, 2)], Pace(3, 1, None), 0)
+    assert stream.begun() == [(1, 0), (1, 1)]
+    drain(stream, 0, repeat(2), generate)
+    assert stream.in_flight() == [(1, 2)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -211,7 +239,7 @@ def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
         stream = DroppingStream(stream.rows, pace, step)
         run_ahead(stream, step - 1, repeat(chunk, most), generate, enter)
         if whole:
-            drain(stream, step - 1, generate)
+            drain(stream, step - 1, repeat(chunk), generate)
         rows = stream.rows
         held = [(row.batch, row.group) for row in rows if row.finish != "left"]
         assert len(set(gone)) == len(gone), "each leaves once"
