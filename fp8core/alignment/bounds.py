@@ -48,7 +48,8 @@ BOUNDED = {
 
 _LOWER = frozenset({"effective_sample_size", "reward_slope"})
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
-_NO_ERROR = {"error": 1.0, "tokens_differing": 0.0, "k3": 0.0}
+_PROBED = ("probe_differing", "probe_error")
+_NO_ERROR = {"error": 1.0, "tokens_differing": 0.0, "k3": 0.0, "effective_sample_size": 1.0}
 _ERROR = 1.1
 _NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
 _SAME_RATIO = {"ratio_bias": 0.0, "ratio_deviation": 0.0, "ratio_clipped": 0.0}
@@ -168,16 +169,27 @@ def unverifiable(config: RunConfig) -> str | None:
     if config.pipeline.mode == "synchronous":
         return None
     contract, reason = _contract_at_rest(config)
-    if contract not in EQUAL:
-        return reason
     kept = not config.pipeline.recompute_kv_cache_after_weight_update
-    return "the engine kept the cache of older weights" if kept else None
+    reasons = {reason: contract not in EQUAL, "the engine kept the cache of older weights": kept}
+    return " and ".join(why for why, found in reasons.items() if found) or None
 
 
 def only_equal_bits(config: RunConfig) -> str | None:
-    """A setting of `alignment.stop` that only equal log-probs of one policy keep; None where there is none."""
-    limits = {f"{name}={limit:g}": getattr(config.alignment.stop, name) == limit for name, limit in _NO_ERROR.items()}
-    return next((f"alignment.stop.{setting}" for setting, found in limits.items() if found), None)
+    """A setting of `alignment.stop` that stops a run unless log-probs are equal; None where there is none.
+
+    For unverifiable runs.
+    """
+    if stop_bounds(config).action not in ("fail", "pause"):
+        return None
+    limits = dict(_NO_ERROR)
+    if _contract_at_rest(config)[0] not in EQUAL:
+        # Probes are scored by one version, so a cache that is kept over updates leaves them equal.
+        limits |= {name: _EQUAL[name] for name in _PROBED}
+    if named_correction(config.correction).mode == "bypass":
+        # Ratios are over the rollout's log-probs. The clip alone has room for a mismatch.
+        limits |= {name: _SAME_RATIO[name] for name in ("ratio_bias", "ratio_deviation")}
+    given = (name for name, limit in limits.items() if getattr(config.alignment.stop, name) == limit)
+    return next((f"alignment.stop.{name}={limits[name]:g}" for name in given), None)
 
 
 def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:

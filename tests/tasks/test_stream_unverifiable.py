@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.report.console import Console
 from fp8core.report.pages import report_html
@@ -235,6 +235,16 @@ def test_of_what_was_written_anew_the_newest_counts():
     assert _Part(3, [4], [0.0], "").replaced(_Part(0, [9, 9, 9], [0.0] * 3, "")).tokens == [9, 9, 9]
 
 
+@pytest.mark.parametrize("artifact", ["next_stream", "left"])
+def test_what_an_engine_wrote_anew_is_not_made_again(loop_run, anew, artifact):
+    """A stream of a committed step, of which nothing but its own file has the tokens."""
+    run = loop_run("anew", **SETTINGS | anew("anew"))
+    run.cut_after(4, "rollout")
+    run.file(3, artifact).write_bytes(b"damaged")
+    with pytest.raises(StoredFileError, match=f"^step 3: artifact {artifact} is damaged and cannot be restored"):
+        run.resume()
+
+
 def test_an_engine_that_never_goes_on_runs_one_step_off(loop_run, anew):
     settings = SETTINGS | anew("none")
     with pytest.raises(UserError, match=r"does not go on from what was begun; .* or pipeline.mode to one_step_off$"):
@@ -256,14 +266,15 @@ def test_stock_models_and_bf16_on_a_gpu_go_on_too():
     ("settings", "message"),
     [
         ({"alignment.stop.tokens_differing": 0}, r"alignment\.stop\.tokens_differing=0: with .* is unverifiable"),
-        ({"alignment.stop.error": 1.0}, r"alignment\.stop\.error=1: with .* raise it, or set it to none"),
+        ({"alignment.stop.error": 1.0}, r"alignment\.stop\.error=1: with .* loosen it, or set it to none"),
+        ({"alignment.stop.effective_sample_size": 1}, r"alignment\.stop\.effective_sample_size=1: with .* loosen it"),
         ({"correction.method": "none"}, r"correction\.method=none: .* nothing weighs its tokens; set it to token_tis"),
         ({"logprobs.source": "rollout"}, r"logprobs\.source=rollout: log-probs are not promised to be equal"),
         ({"training.device": "cuda", "training.deterministic": False}, r".*training\.deterministic=false: a resumed"),
     ],
 )
 def test_what_only_equal_bits_give_is_refused(settings, message):
-    formats = {} if "correction.method" in settings else LINEARS
+    formats = {"alignment.stop.action": "fail"} | ({} if "correction.method" in settings else LINEARS)
     with pytest.raises(UserError, match=f"^{message}") as refused:
         pipeline_of(
             load_config("tiny", SETTINGS | PACKED | formats | {"precision.rounding_points": "stepwise"} | settings)

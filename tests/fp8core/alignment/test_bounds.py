@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from fp8core.alignment.bounds import BOUNDED, StopBounds, crossed, stop_bounds, stored_bounds
+from fp8core.alignment.bounds import (
+    BOUNDED,
+    StopBounds,
+    crossed,
+    only_equal_bits,
+    stop_bounds,
+    stored_bounds,
+    unverifiable,
+)
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 
@@ -57,6 +65,53 @@ def test_importance_ratios_that_hold_the_mismatch_are_not_expected_to_be_1() -> 
     bypass = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
     assert of(**bypass).limits["ratio_bias"] == 0
     assert of(**bypass, **{"precision.training.linear": "bf16"}).limits["ratio_bias"] == pytest.approx(0.1)
+
+
+KEPT = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.recompute_kv_cache_after_weight_update": False,
+    "replay.level": "tolerant",
+}
+BF16 = {"precision.training.linear": "bf16"}
+BYPASS = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "bounds", "found"),
+    [
+        (BF16, {"tokens_differing": 0}, "tokens_differing=0"),
+        (BF16, {"error": 1, "k3": 0.1}, "error=1"),
+        (BF16, {"k3": 0}, "k3=0"),
+        (BF16, {"effective_sample_size": 1}, "effective_sample_size=1"),
+        (BF16, {"probe_differing": 0}, "probe_differing=0"),
+        (BF16, {"probe_error": 1}, "probe_error=1"),
+        (BF16, {"effective_sample_size": 0.99, "error": 1.01, "k3": 1e-6, "tokens_differing": 3}, None),
+        (BF16, {"tokens_differing": 0, "action": "pause"}, "tokens_differing=0"),
+        (BF16, {"tokens_differing": 0, "action": "warn"}, None),
+        (BF16, {"tokens_differing": 0, "action": "none"}, None),
+        (BF16, {"ratio_bias": 0, "ratio_deviation": 0, "ratio_clipped": 0}, None),
+        (BF16 | BYPASS, {"ratio_bias": 0}, "ratio_bias=0"),
+        (BF16 | BYPASS, {"ratio_deviation": 0}, "ratio_deviation=0"),
+        (BF16 | BYPASS, {"ratio_clipped": 0}, None),
+        # A probe is scored by one version.
+        (KEPT, {"probe_differing": 0, "probe_error": 1}, None),
+        (KEPT, {"effective_sample_size": 1}, "effective_sample_size=1"),
+    ],
+)
+def test_bounds_that_only_equal_bits_keep_are_found_where_they_would_stop_a_run(settings, bounds, found) -> None:
+    stop = {f"alignment.stop.{name}": value for name, value in bounds.items()}
+    setting = only_equal_bits(load_config("tiny", settings | stop))
+    assert setting == (None if found is None else f"alignment.stop.{found}")
+
+
+def test_every_reason_why_a_run_is_unverifiable_is_told() -> None:
+    formats, cache = "the sides compute linear fp8_block and bf16", "the engine kept the cache of older weights"
+    ahead = {"pipeline.mode": "asynchronous"}
+    assert unverifiable(load_config("tiny", BF16)) is None
+    assert unverifiable(load_config("tiny", ahead)) is None
+    assert unverifiable(load_config("tiny", ahead | BF16)) == formats
+    assert unverifiable(load_config("tiny", KEPT)) == cache
+    assert unverifiable(load_config("tiny", KEPT | BF16)) == f"{formats} and {cache}"
 
 
 def test_a_setting_replaces_its_default_and_says_so() -> None:
