@@ -9,7 +9,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, refuse
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import training_formats
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.memory import (
     CacheRoom,
     Device,
@@ -284,10 +284,30 @@ def _training(
     trainer = trainer_of(config.training)
     memory, advice = trainer.memory(config.training), trainer.advice(config)
     state = memory.state(config, arch, parallel)
+    sent = memory.exported(config, arch, parallel, sync)
     return (
         Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
-        Phase("syncing", (*state, *memory.exported(config, arch, parallel, sync)), gpu.memory, advice),
+        Phase("syncing", (*state, *_larger(sent, _keeping(config, arch, sent))), gpu.memory, advice),
     )
+
+
+def _keeping(config: RunConfig, arch: Architecture, sent: tuple[Need, ...]) -> tuple[Need, ...]:
+    """The weights to send, and beside them the policy to keep, which the trainer makes in its own formats.
+
+    Where these are the engine's, it keeps what it sends.
+    """
+    weights, *_ = sent
+    ahead, contract, layers = _ahead(config, arch), config.precision, arch.num_layers
+    if ahead is None:
+        return (weights,)
+    if training_formats(contract, layers).stored_names() == rollout_formats(contract, layers).stored_names():
+        return (weights,)
+    return weights, Need("policy to keep", ahead.policy, "in the trainer's formats, on its way to main memory")
+
+
+def _larger(one: tuple[Need, ...], other: tuple[Need, ...]) -> tuple[Need, ...]:
+    """Of needs that are not there at the same time, those that take more."""
+    return max(one, other, key=lambda needs: sum(need.bytes for need in needs))
 
 
 def _sharing(
@@ -317,6 +337,9 @@ def _in_turn(
     memory, lower = trainer.memory(config.training), trainer.advice(config)
     state = memory.state(config, arch, parallel)
     sent = memory.exported(config, arch, parallel, sync)
+    keeping = _keeping(config, arch, sent)
+    if engine.asleep is None:
+        sent = _larger(sent, keeping)
     beside = engine.needs if engine.asleep is None else engine.asleep
     # An engine that wakes has its cache again before the update is over.
     stays = (*state, Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate"))
@@ -325,5 +348,5 @@ def _in_turn(
     return (
         Phase("generating", (*engine.needs, *stays), gpu.memory, advice),
         Phase("training", (*beside, *state, *memory.step(config, arch, parallel)), gpu.memory, lower),
-        Phase("syncing", (*engine.needs, *stays, *sent), gpu.memory, advice),
+        Phase("syncing", _larger((*engine.needs, *stays, *sent), (*beside, *stays, *keeping)), gpu.memory, advice),
     )

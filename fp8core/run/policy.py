@@ -109,14 +109,17 @@ def push(run: RunContext, scales: PolicyScales) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class KeptPolicy:
-    """Weights that an engine was sent, as the trainer keeps them (`ScoringTrainer.keep`), with their scales."""
+    """A policy that an engine was sent, as the trainer's passes read it (`ScoringTrainer.keep`), with its scales."""
 
     tensors: Any
     scales: PolicyScales
 
 
 def keep_policy(run: RunContext, shipped: Shipped, scales: PolicyScales) -> None:
-    """Keep what the engine is sent, as long as a step may learn from what it writes with it (`run.behaviour`)."""
+    """Keep the policy that the engine is sent, as long as a step may learn from what it writes with it.
+
+    `run.behaviour` scores with it, in the formats of the trainer.
+    """
     trainer = run.ready_trainer()
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     oldest = trainer.version + 1 - run.config.pipeline.kept_policies

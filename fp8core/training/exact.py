@@ -122,8 +122,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         described = self._decoder.formats.describe() | self._policy.describe()
         return {"trainer": "torch", "accumulation": "exact", **described}
 
-    def export(self) -> ShippedTensors:
-        """Weights for the rollout engine, quantised here and nowhere else."""
+    def _to_ship(self) -> ShippedTensors:
         formats = self._rollout_formats
         return ShippedTensors(stored_weights(self._policy.weights(), formats.stored_names(), formats.scale_rule))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
-from fp8core.models.weights import Shipped
+from fp8core.models.weights import Shipped, ShippedTensors
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
@@ -48,14 +48,21 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
         super().__init__(training, objective)
         self._ranks = ranks
+        self._exported: int | None = None
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
+    def export(self) -> ShippedTensors:
+        """Weights for the rollout engine, quantised here and nowhere else."""
+        self._exported = self.version
+        return self._to_ship()
+
     def keep(self, shipped: Shipped) -> KeptWeights:
         """As `ScoringTrainer.keep`."""
+        assert self._exported == self.version, "the trainer holds another policy than the exported one"
         own = self._unlike_shipped()
         return KeptWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
@@ -206,6 +213,10 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     @abstractmethod
     def _inference_weights(self) -> Weights:
         """Weights for passes without gradients."""
+
+    @abstractmethod
+    def _to_ship(self) -> ShippedTensors:
+        """The policy in the formats of the engine."""
 
     @abstractmethod
     def _unlike_shipped(self) -> Mapping[str, Tensor] | None:

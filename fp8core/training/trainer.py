@@ -176,10 +176,10 @@ class ScoringTrainer(Protocol):
         ...
 
     def keep(self, shipped: Shipped) -> Any:
-        """A copy of what `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet.
+        """The policy that `export` gave last, in main memory, for `logprobs_of`; an engine has not taken it yet.
 
-        Where the trainer's passes read weights in other formats, the copy has these. It outlives the trainer, until
-        `forget`.
+        The trainer still holds this policy. Where its passes read weights in the formats that were shipped, these are
+        copied; else it makes the policy again, in its own formats. The copy outlives the trainer, until `forget`.
         """
         ...
 

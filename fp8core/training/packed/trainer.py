@@ -137,8 +137,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         points = {"rounding_points": KERNELS.name}
         return {**said, **self._formats.training.describe(), **points, **self._masters.describe()}
 
-    def export(self) -> ShippedTensors:
-        """Weights for the rollout engine, quantised here and nowhere else, in one buffer: that is shared fast."""
+    def _to_ship(self) -> ShippedTensors:
+        # In one buffer: that is shared fast.
         return ShippedTensors(in_one_buffer(self._stored(self._formats.rollout)))
 
     def _stored(self, formats: Formats) -> dict[str, Tensor]:

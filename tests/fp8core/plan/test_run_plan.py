@@ -97,6 +97,37 @@ def test_a_colocated_engine_that_never_sleeps_lies_beside_the_rank(planned):
     assert {"KV cache", "gradients"} < items(training)
 
 
+_BF16 = {"precision__training__linear": "bf16", "precision__training__kv_cache": "bf16"}
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_a_policy_to_keep_in_other_formats_lies_beside_the_one_to_send(planned, placement):
+    """The trainer makes it again; where formats are equal, it keeps what it sends."""
+    settings = {"cluster__placement": placement, "cluster__engines": 8, "pipeline__mode": "asynchronous"}
+
+    def syncing(**changed):
+        plan = planned("qwen3-8b", parallel=Parallel(8), **settings | changed)
+        (found,) = (each for device in plan.devices for each in device.phases if "weights to send" in items(each))
+        return {need.item: need.bytes for need in found.needs}
+
+    for equal in ({}, {**_BF16, "pipeline__mode": "synchronous"}):
+        assert "policy to keep" not in syncing(**equal)
+    kept = syncing(**_BF16)
+    assert kept["policy to keep"] == 2 * 8_190_735_360
+    # By then what the engine is sent is in one piece.
+    assert "what they are made from" not in kept
+
+
+def test_a_policy_is_kept_while_a_colocated_engine_sleeps(planned):
+    settings = {**_in_turn(8), **_BF16, "pipeline__mode": "asynchronous", "pipeline__ahead_tokens": 0}
+    small = Device("a GPU of 48 GiB", 48 << 30)
+    for gpu, share, largest in (("h200", 0.6, {"KV cache"}), (small, 0.3, {"engine asleep", "policy to keep"})):
+        settings["rollout__vllm__gpu_memory_utilization"] = share
+        plan = planned("qwen3-8b", gpu=gpu, parallel=Parallel(8), **settings)
+        phase = next(each for each in plan.devices[0].phases if each.name == "syncing")
+        assert largest | {"weights to send"} <= items(phase)
+
+
 @pytest.mark.parametrize(
     ("placement", "given", "gpus", "found"),
     [

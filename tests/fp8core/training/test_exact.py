@@ -218,6 +218,26 @@ def test_a_step_moves_every_weight_and_counts(trainer_of, architecture, first_sc
     assert report.grad_norm > 0
 
 
+@pytest.mark.parametrize("sides", [("fp8_block", "fp8_block"), ("fp8_block", "bf16")])
+def test_only_the_policy_that_was_exported_last_is_kept(trainer_of, architecture, first_scales, batch_for, sides):
+    """In other formats it is made of the masters, which must not have moved since."""
+    rollout, training = sides
+    contract = PrecisionContract(rollout=SidePrecision(linear=rollout), training=TrainingPrecision(linear=training))
+    trainer, batch = trainer_of(contract, architecture()), batch_for(contract)
+    scales = first_scales(trainer, contract).layers
+    for _ in range(2):
+        kept, expected = trainer.keep(trainer.export()), trainer.logprobs(batch.sequences, 1.0, scales)
+        shipped = trainer.export()
+        trainer.step(batch, 1.0, scales)
+        assert torch.equal(
+            trainer.logprobs_of(kept, batch.sequences, 1.0, scales).logprobs.nan_to_num(),
+            expected.logprobs.nan_to_num(),
+        )
+        with pytest.raises(AssertionError, match="another policy than the exported one"):
+            trainer.keep(shipped)
+        trainer.forget(kept)
+
+
 def test_learning_raises_what_had_the_advantage(trainer_of, architecture, first_scales, batch_for, contract):
     trainer = trainer_of(contract, architecture(), TrainingConfig(learning_rate=1e-3, warmup_steps=0))
     scales, batch = first_scales(trainer, contract).layers, batch_for(contract)
