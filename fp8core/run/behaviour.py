@@ -1,8 +1,8 @@
 """The policies that wrote what a run learns from: kept for a while, to compute the log-probs of their tokens again.
 
-A run that generates ahead learns from tokens of several versions. Engines that compute exactly have one log-prob for a
-token, that of (version, prefix). A pass over whole sequences with the weights of that version gives it bit for bit.
-Updates that landed while the completion was in flight change nothing.
+A run that generates ahead learns from tokens of several versions. Where both sides promise equal bits, a token has one
+log-prob, that of (version, prefix). A pass over whole sequences with the weights of that version gives it. Updates that
+landed while the completion was in flight change nothing. In an unverifiable run the pass is near what was sampled.
 """
 
 import hashlib
