@@ -77,7 +77,7 @@ def with_bos():
         ("of { question }", "{ question }"),
         ("of {question!r}", "{question!r}"),
         ("of {Question}", "{Question}"),
-        ("of {qestion}", "{qestion}"),
+        ("of {questionn}", "{questionn}"),
         (r"\boxed{answer}, \boxed{{answer}}, {{unit}}, \frac{a}{b}, \{a\}, x^{n}, x_{n}, {}", None),
         ('{"answer": 1}, {answer: 1}, {your answer}, {1}, {', None),
         ("Write {name} or {result}, or {question: {question}, answer: 1}.", None),
