@@ -99,7 +99,7 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
         together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
         together = together and run.config.environment is None
         rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
-    written.complete([*rows, *opened.rows])
+    written.attach_turns([*rows, *opened.rows])
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)
@@ -126,11 +126,11 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     written = _writer(run, index, source, opened.rows)
     in_flight = run.config.pipeline.in_flight_weight_updates
     # `drain` gives what a killed process wrote, too; with a further chunk more prompts would enter.
-    schedule = _chunks(run, index, lambda: in_flight and written.holds(opened.rows))
+    schedule = _chunks(run, index, lambda: in_flight and written.has_more(opened.rows))
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
     if not in_flight:
         drain(opened, index - 1, _until_halted(run), written)
-    written.complete(opened.rows)
+    written.attach_turns(opened.rows)
     # A run cannot play again those of a stored stream.
     for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):
         check_episodes(run, index, _turns_of([row for row in opened.rows if row.batch == batch]))
@@ -146,8 +146,8 @@ def _turns_of(rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_pylist(found, schema=TURNS)
 
 
-def _chunks(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterable[int | None]:
-    """Tokens beside the update of a step, chunk by chunk; `holds`: whether more of them are durable than were told."""
+def _chunks(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterable[int | None]:
+    """Tokens beside the update of a step, chunk by chunk; `has_more`: more of them are durable than the stream has."""
     pipeline = run.config.pipeline
     if pipeline.mode == "one_step_off":
         return itertools.repeat(None)
@@ -157,14 +157,14 @@ def _chunks(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterable[
         stored = {} if ledger is None else {ref.kind: ref for ref in ledger.artifacts(index).values()}
         if "schedule" in stored:
             return _recorded(run, index, stored["schedule"])
-    return _until_updated(run, index, holds)
+    return _until_updated(run, index, has_more)
 
 
-def _until_updated(run: RunContext, index: int, holds: Callable[[], bool]) -> Iterator[int]:
-    """Chunks until the ledger has the policy that the step makes, and all is told that a killed process wrote."""
+def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
+    """Chunks until the ledger has the policy that the step makes, and the stream all that a killed process wrote."""
     updated, chunks = run.plan.carries["policy"], _until_halted(run)
     yield run.config.pipeline.chunk_tokens
-    while updated not in run.directory.ledger.artifacts(index) or holds():
+    while updated not in run.directory.ledger.artifacts(index) or has_more():
         yield next(chunks)
 
 
@@ -274,11 +274,11 @@ class _Part:
         return _Part(first.before, tokens, logprobs, last.finish)
 
 
-class _Written:
-    """Generation by the run's engine; what is complete is durable as it comes, and is not generated again.
+class _SegmentWriter:
+    """Generation by the run's engine; finished groups of segments are durable as they come.
 
-    All of it is of one policy. So of what a killed process wrote, any part from any token on is what would be written.
-    Of an engine that goes on anew, only the newest tokens after those before them are.
+    After a kill, stored segments are returned before the engine is called. All are of one policy: from any token on,
+    the stored ones are those that the engine would write. Of an engine that goes on anew, only the newest count.
     """
 
     def __init__(self, run: RunContext, index: int) -> None:
@@ -297,25 +297,25 @@ class _Written:
             self._keep(kept)
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
-        asked = list[PromptGroup]()
+        missing = list[PromptGroup]()
         for group in groups:
-            found = self._found(group, places[group.group])
+            found = self._stored_group(group, places[group.group])
             if found is None:
-                asked.append(group)
+                missing.append(group)
             else:
                 yield found
-        by_number = {group.group: group for group in asked}
-        for finished in self._run.ready_engine().generate(asked, self._sampling) if asked else ():
+        by_number = {group.group: group for group in missing}
+        for finished in self._run.ready_engine().generate(missing, self._sampling) if missing else ():
             rows = [_segment(done, by_number[done.group], places[done.group]) for done in finished]
             table = pa.Table.from_pylist(rows, schema=SEGMENTS)
             self._shards.append(table)
             self._keep(table)
             yield finished
 
-    def complete(self, rows: Sequence[Row]) -> None:
-        """A completion has all of what was written."""
+    def attach_turns(self, rows: Sequence[Row]) -> None:
+        """Nothing: completions have no turns."""
 
-    def holds(self, rows: Sequence[Row]) -> bool:
+    def has_more(self, rows: Sequence[Row]) -> bool:
         """True if more of a row that is in flight is durable than it has."""
         parts = ((row, self._kept.get(_sample(row))) for row in rows if not row.finish)
         return any(part and part.before <= len(row.tokens) < part.end for row, part in parts)
@@ -328,7 +328,7 @@ class _Written:
                 part = held.joined(part) if self._equal else held.replaced(part)
             self._kept[place] = part
 
-    def _found(self, group: PromptGroup, place: Place) -> list[Completion] | None:
+    def _stored_group(self, group: PromptGroup, place: Place) -> list[Completion] | None:
         """The completions of a group from what was kept, if all of them are there."""
         found = list[Completion]()
         for i, sample in enumerate(group.samples):
@@ -346,7 +346,7 @@ class _Written:
         return found
 
 
-class _Played:
+class _EpisodeWriter:
     """Episodes by the run's engine and environment; one that is over is durable, and is not played again.
 
     All of it is of one policy. An episode may be played in several parts, which it has again after a kill.
@@ -372,23 +372,26 @@ class _Played:
         self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
-        asked = list[PromptGroup]()
+        missing = list[PromptGroup]()
         for group in groups:
             place, begun = places[group.group], group.begun or ((),) * len(group.samples)
             kept = {sample for sample in group.samples if (*place, sample) in self._over}
-            told = zip(group.samples, begun, strict=True)
-            yield [self._told(group.group, (*place, sample), len(tokens)) for sample, tokens in told if sample in kept]
+            yield [
+                self._stored_rest(group.group, (*place, sample), len(tokens))
+                for sample, tokens in zip(group.samples, begun, strict=True)
+                if sample in kept
+            ]
             if (left := group.without(kept)).samples:
-                asked.append(left)
-        if asked:
-            yield from self._play(asked, places)
+                missing.append(left)
+        if missing:
+            yield from self._play(missing, places)
 
-    def _play(self, asked: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
         run, longest = self._run, longest_prompt(self._run.config, self._run.arch.max_positions)
-        numbers = {group.group: self._number(places[group.group]) for group in asked}
-        by_number = {numbers[group.group]: group for group in asked}
+        numbers = {group.group: self._number(places[group.group]) for group in missing}
+        by_number = {numbers[group.group]: group for group in missing}
         again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
-        prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in asked]
+        prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in missing]
         begun = {
             (number, sample): state
             for number, group in by_number.items()
@@ -396,7 +399,7 @@ class _Played:
             if (state := self._state((*places[group.group], sample))) is not None
         }
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
-        room = asked[0].room[0] if asked[0].room else None
+        room = missing[0].room[0] if missing[0].room else None
         engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
         played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
         for batch in played:
@@ -424,7 +427,7 @@ class _Played:
         self._shards.append(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES))
         self._over |= {_sample(row): (row, ends) for row, ends in zip(over, parts, strict=True)}
 
-    def complete(self, rows: Sequence[Row]) -> None:
+    def attach_turns(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""
         for row in rows:
             key, told = _sample(row), len(row.tokens)
@@ -440,7 +443,7 @@ class _Played:
                 row.prompt_tokens, row.written = played.prompt_tokens, played.written[:told]
                 row.turns = played.turns if row.finish else turns
 
-    def holds(self, rows: Sequence[Row]) -> bool:
+    def has_more(self, rows: Sequence[Row]) -> bool:
         """True if an episode is over and durable whose row is in flight."""
         return any(not row.finish and _sample(row) in self._over for row in rows)
 
@@ -451,7 +454,7 @@ class _Played:
         row = self._begun.get(key)
         return None if row is None else begun_of(row.tokens, row.logprobs, row.turns)
 
-    def _told(self, group: int, key: _Sample, before: int) -> Completion:
+    def _stored_rest(self, group: int, key: _Sample, before: int) -> Completion:
         """The next part of an episode that is over, after so many tokens."""
         row, parts = self._over[key]
         end = next(part for part in parts if part > before)
@@ -502,9 +505,9 @@ def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float
     return new if before is None else new[1:]
 
 
-def _writer(run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> _Written | _Played:
+def _writer(run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) -> _SegmentWriter | _EpisodeWriter:
     """The writer of a step: the engine alone, or with an environment, for which `rows` are those of the stream."""
-    return _Written(run, index) if run.config.environment is None else _Played(run, index, source, rows)
+    return _SegmentWriter(run, index) if run.config.environment is None else _EpisodeWriter(run, index, source, rows)
 
 
 def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, Any]:
@@ -532,8 +535,8 @@ def _rollouts(run: RunContext, rows: Sequence[Row]) -> pa.Table:
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    asked = [group_of(group, each) for group, each in groups.items()]
-    table = rollout_table(run, completions, asked, ROLLOUTS, [row.prompt_tokens for row in rows])
+    answered = [group_of(group, each) for group, each in groups.items()]
+    table = rollout_table(run, completions, answered, ROLLOUTS, [row.prompt_tokens for row in rows])
     if run.config.pipeline.max_staleness == 0:
         return table
     return table.append_column(VERSIONS, pa.array([row.versions for row in rows], VERSIONS.type))

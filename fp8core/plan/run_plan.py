@@ -296,13 +296,13 @@ def _keeping(config: RunConfig, arch: Architecture, sent: tuple[Need, ...]) -> t
 
     Where these are the engine's, it keeps what it sends.
     """
-    weights, *_ = sent
     ahead, contract, layers = _ahead(config, arch), config.precision, arch.num_layers
     if ahead is None:
-        return (weights,)
+        return sent
     if training_formats(contract, layers).stored_names() == rollout_formats(contract, layers).stored_names():
-        return (weights,)
-    return weights, Need("policy to keep", ahead.policy, "in the trainer's formats, on its way to main memory")
+        return sent
+    # The weights come first; what their making took is given back.
+    return *sent[:1], Need("policy to keep", ahead.policy, "in the trainer's formats, on its way to main memory")
 
 
 def _larger(one: tuple[Need, ...], other: tuple[Need, ...]) -> tuple[Need, ...]:

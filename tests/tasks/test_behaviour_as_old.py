@@ -140,7 +140,7 @@ def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, copy
     """Also where every token is of an older policy: a pass of the audited rows says what it must give."""
     run = copy_of(sampled)
     run.cut_after(step, "reward")
-    drawn = MicroBatchTrainer._drawn
+    drawn = MicroBatchTrainer._score_drawn
 
     def biased(*arguments):
         found = drawn(*arguments)
@@ -148,7 +148,7 @@ def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, copy
 
     with run.opened() as live:
         begin(live)
-        monkeypatch.setattr(MicroBatchTrainer, "_drawn", biased)
+        monkeypatch.setattr(MicroBatchTrainer, "_score_drawn", biased)
         with pytest.raises(LogprobError, match=rf"^step {step}, task train: .*: {origin} gave the log-prob"):
             iterate(live, step, carried(live, step))
 

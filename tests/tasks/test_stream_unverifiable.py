@@ -27,7 +27,7 @@ from fp8core.store.run_view import RunView
 from fp8core.store.tables import SEGMENTS
 from fp8core.store.verify import verify
 from tasks.logprobs import token_batch
-from tasks.stream import _Part, _Written
+from tasks.stream import _Part, _SegmentWriter
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",
@@ -223,7 +223,7 @@ def test_where_a_shard_is_damaged_nothing_of_its_step_is_gone_on_from(loop_run, 
         shards.append(pa.Table.from_pylist([row], schema=SEGMENTS))
     sorted((run.folder / "shards" / "00002").glob("*.parquet"))[1].write_bytes(b"damaged")
     with run.opened() as live:
-        assert len(_Written(live, 2)._kept) == kept
+        assert len(_SegmentWriter(live, 2)._kept) == kept
 
 
 def test_of_what_was_written_anew_the_newest_counts():

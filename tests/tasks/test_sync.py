@@ -35,10 +35,10 @@ def test_an_engine_sleeps_while_the_trainer_is_built_and_exports(run_copy, monke
         return engine
 
     monkeypatch.setattr(start, "build_engine", watched_engine)
-    watch(start, "build_trainer")
+    watch(start, "initial_trainer")
     with run_copy.opened() as run:
         start.warm_start(run)
         start.build_workers(run)
         watch(run.trainer, "export")
         push(run, read_scales(run, carried(run, 1)["scales"]))
-    assert names == ["sleep", "build_trainer", "sleep", "export", "update"]
+    assert names == ["sleep", "initial_trainer", "sleep", "export", "update"]
