@@ -301,7 +301,7 @@ def _keeping(config: RunConfig, arch: Architecture, sent: tuple[Need, ...]) -> t
         return sent
     if training_formats(contract, layers).stored_names() == rollout_formats(contract, layers).stored_names():
         return sent
-    # The weights come first; what their making took is given back.
+    # The weights come first; the buffers of the export are free by then.
     return *sent[:1], Need("policy to keep", ahead.policy, "in the trainer's formats, on its way to main memory")
 
 
