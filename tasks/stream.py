@@ -267,11 +267,7 @@ class _Part:
         first, last = sorted((self, other), key=lambda part: part.before)
         if first.end < last.before:
             return other
-        if first.end >= last.end:
-            return first
-        kept = last.before - first.before
-        tokens, logprobs = first.tokens[:kept] + last.tokens, first.logprobs[:kept] + last.logprobs
-        return _Part(first.before, tokens, logprobs, last.finish)
+        return first if first.end >= last.end else first.replaced(last)
 
 
 class _SegmentWriter:

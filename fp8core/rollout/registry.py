@@ -7,7 +7,7 @@ entry is imported when a run first needs it, so that reading a configuration imp
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from fp8core.config.steps import import_attribute
 from fp8core.errors import UserError
@@ -30,7 +30,7 @@ ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
 
 Arithmetic = Literal["exact", "kernels", "own"]
 Continuation = Literal["equal", "anew", "none"]
-_CONTINUATIONS: Final[tuple[Continuation, ...]] = ("equal", "anew", "none")
+_CONTINUATIONS: Final[tuple[Continuation, ...]] = get_args(Continuation)
 
 
 def no_refusals(*_: object) -> Iterable[str]:
