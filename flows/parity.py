@@ -37,6 +37,8 @@ VariantName = Literal[
     "bf16",
     "fp8-rollout",
     "fp8-rollout-corrected",
+    "fp8-rollout-kv",
+    "fp8-rollout-kv-corrected",
     "fp8-end-to-end",
     "fp8-end-to-end-kv",
     "stress",

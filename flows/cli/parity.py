@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
         dest="variants",
         metavar="NAME",
         type=_variant,
-        help="what to train (default: all but asynchronous)",
+        help="what to train (default: all but fp8-rollout-kv, fp8-rollout-kv-corrected and asynchronous)",
     )
     parser.add_argument("--set", action="append", dest="overrides", metavar="KEY=VALUE", help="override a setting")
     parser.set_defaults(command=run_parity)

@@ -57,6 +57,14 @@ VARIANTS = {
         Variant(BASELINE, "BF16 on both sides: what the others are compared with", "bf16", "bf16"),
         Variant("fp8-rollout", "generation in FP8, training in BF16, no correction", "fp8", "bf16", _UNCORRECTED),
         Variant("fp8-rollout-corrected", "the same with the correction for the mismatch", "fp8", "bf16"),
+        Variant(
+            "fp8-rollout-kv",
+            "generation with FP8 cache and attention too, training in BF16, no correction",
+            "fp8+kv",
+            "bf16",
+            _UNCORRECTED,
+        ),
+        Variant("fp8-rollout-kv-corrected", "the same with the correction for the mismatch", "fp8+kv", "bf16"),
         Variant("fp8-end-to-end", "linear layers in FP8 on both sides", "fp8", "fp8"),
         Variant("fp8-end-to-end-kv", "the KV cache and attention in FP8 as well", "fp8+kv", "fp8+kv"),
         Variant(
@@ -74,7 +82,7 @@ VARIANTS = {
         ),
     )
 }
-"""By name, the baseline first. The last is trained where it is named."""
+"""By name, the baseline first; `flows.parity` says which are trained where none is named."""
 
 
 def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str, Any]:
