@@ -16,6 +16,9 @@ from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
 from fp8core.numerics.e4m3 import TILE
 
+VOCABULARY_STEP = 64
+"""vLLM and SGLang pad the vocabulary to a multiple of this; the rows beyond it are never read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -96,6 +99,11 @@ def with_whole_tiles(arch: Architecture) -> Architecture:
     heads = arch.num_heads // arch.num_kv_heads * kv_heads
     width = -(-arch.intermediate_size // TILE) * TILE
     return replace(arch, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width)
+
+
+def padded_vocabulary(tokens: int) -> int:
+    """Rows of embedding and head in vLLM, and in SGLang."""
+    return -(-tokens // VOCABULARY_STEP) * VOCABULARY_STEP
 
 
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
     GIB,
@@ -29,10 +29,7 @@ from fp8core.rollout.sglang.requirements import (
     replay_refusals,
 )
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
-from fp8core.rollout.vllm.requirements import padded_vocabulary
 
-# SGLang's head has as many rows as fill this.
-_VOCABULARY_STEP = 64
 # CUDA context, activations, captured graphs. An estimate: SGLang measures its own when it starts.
 _WORKSPACE = 5_000_000_000
 # Memory that a sleeping engine leaves on its GPU: CUDA context, workspaces. An estimate.

