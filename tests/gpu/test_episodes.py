@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_pool import ScriptedPool
+from episode_cases import check_no_token_of_a_long_play_differs, long_play
 from torch import Tensor
 
 from flows.environment import set_variables
@@ -18,18 +18,14 @@ from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
-from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.engine import PolicyScales
+from fp8core.rollout.episodes import Episode
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
@@ -42,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
 ]
 CONTRACT = PrecisionContract(rounding_points="kernels")
-LONGEST, TURNS, GROUPS, SIZE = 2048, 10, 8, 6
+LONGEST = 2048
 OPTIONS = VllmConfig(
     model="aligned", captured_tokens=2048, max_model_len=LONGEST, kv_cache_gib=2.0, gpu_memory_utilization=0.4
 )
@@ -63,32 +59,7 @@ ARCH = Architecture(
     tie_embeddings=False,
 )
 SCALES = PolicyScales(3, tuple(LayerScales(2.0 ** -(4 + i % 2), 0.03125, 0.0625) for i in range(ARCH.num_layers)))
-TOKENIZER = character_tokenizer("0123456789+-*=,#[]$ abcdefgh", ARCH.vocab_size, "$")
-# Of each group its own, after a beginning that all share; neither is a multiple of a cache block.
-QUESTIONS = [("12+7*" * 70)[:337] + "3-" * (5 * group) + "4=" for group in range(GROUPS)]
-SAMPLING = Sampling(0.7, 900, TOKENIZER.eos_ids)
-BUDGET = TurnBudget(TURNS, turn_tokens=41, observation_tokens=60)
-
-
-def talkative(episode: Key, turn: int, action: Action) -> Turn | Outcome:
-    """Answers of 0 to 46 characters."""
-    if turn + 1 == TURNS:
-        return Outcome("judge")
-    return Turn((Said("tool", ("ab1234567890" * 4)[: (7 * turn + 5 * episode[0] + episode[1]) % 47]),))
-
-
-def play(engine: Any, order: int) -> list[Episode]:
-    """All episodes, by group and sample."""
-    tasks = {(group, i): Task(QUESTIONS[group], "", 0) for group in range(GROUPS) for i in range(SIZE)}
-    groups = [
-        PromptGroup(
-            group, f"{group}", (9,), tuple(range(SIZE)), tuple(sample_seed(0, 0, group, i) for i in range(SIZE))
-        )
-        for group in range(GROUPS)
-    ]
-    multi_turn = MultiTurn(ScriptedPool(talkative, order), Talk(TOKENIZER, "plain"), tasks, BUDGET)
-    found = [e for whole in run_episodes(engine, groups, SAMPLING, multi_turn) for e in whole]
-    return sorted(found, key=lambda episode: (episode.completion.group, episode.completion.sample))
+PLAY = long_play(ARCH.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +101,7 @@ def played(engine: Any) -> dict[bool, list[Episode]]:
     for reads_prefixes, order in ((True, 1), (False, 2)):
         assert engine.drop_prefixes()
         engine.reads_prefixes = reads_prefixes
-        found[reads_prefixes] = play(engine, order)
+        found[reads_prefixes] = PLAY.episodes(engine, order)
     engine.reads_prefixes = True
     return found
 
@@ -141,15 +112,4 @@ def test_cached_prefixes_and_the_order_of_replies_change_nothing(played: dict[bo
 
 @pytest.mark.parametrize("reads_prefixes", [True, False])
 def test_no_token_differs(played: dict[bool, list[Episode]], trainer: PackedTrainer, reads_prefixes: bool) -> None:
-    episodes = played[reads_prefixes]
-    assert all(len(episode.turns) == TURNS for episode in episodes)
-    done = [episode.completion for episode in episodes]
-    batch = TokenBatch.of([episode.prompt for episode in episodes], [completion.tokens for completion in done])
-    scored = trainer.logprobs(batch, SAMPLING.temperature, SCALES.layers).logprobs
-    written = [torch.tensor(completion.written) for completion in done]
-    reported = [torch.tensor(completion.logprobs) for completion in done]
-    differing = torch.cat(
-        [(row[: len(mask)] != own)[mask] for row, own, mask in zip(scored, reported, written, strict=True)]
-    )
-    assert len(differing) > 10_000
-    assert not differing.any(), f"{int(differing.sum())} of {len(differing)} tokens differ"
+    check_no_token_of_a_long_play_differs(trainer, played[reads_prefixes], SCALES.layers)

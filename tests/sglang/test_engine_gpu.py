@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from generation_cases import build_groups, collect
 from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
 
 from fp8core.errors import EngineLost, UserError
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.gpu
 
 STOPS = frozenset({3, 7, 9})
 SAMPLING = Sampling(1.0, 12, frozenset({3}))
-build_groups, collect = shared.build_groups, shared.collect
 
 
 def _logprobs(found):

@@ -32,9 +32,7 @@ from fp8core.rollout.engine import (
     Completion,
     PolicyScales,
     PromptGroup,
-    Sampling,
     SyncReport,
-    sample_seed,
     share_weights,
     specs_of,
 )
@@ -166,28 +164,6 @@ def in_bf16(contract: PrecisionContract) -> PrecisionContract:
 def _trainer(arch: Architecture, weights: dict[str, Tensor], contract: PrecisionContract) -> ExactTrainer:
     formats = training_formats(contract, arch.num_layers), rollout_formats(contract, arch.num_layers)
     return ExactTrainer(arch, weights, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
-
-
-def build_groups(prompts: int, size: int, longest: int = 40, shortest: int = 1) -> list[PromptGroup]:
-    """Ragged prompts without the tokens 0 to 3."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(shortest, longest + 1, (prompts,), generator=generator).tolist()
-    return [
-        PromptGroup(
-            group=i,
-            prompt_id=f"prompt-{i}",
-            prompt=tuple(torch.randint(4, 200, (length,), generator=generator).tolist()),
-            samples=tuple(range(size)),
-            seeds=tuple(sample_seed(0, 1, i, sample) for sample in range(size)),
-        )
-        for i, length in enumerate(lengths)
-    ]
-
-
-def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> list[Completion]:
-    """All completions, by group and sample."""
-    found = [completion for finished in engine.generate(groups, sampling) for completion in finished]
-    return sorted(found, key=lambda completion: (completion.group, completion.sample))
 
 
 def update_in_parts(engine: Any, policy: Policy, parts: int) -> SyncReport:

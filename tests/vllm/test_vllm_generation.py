@@ -4,19 +4,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, build_policy, collect
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_policy
+from generation_cases import (
+    STOPS,
+    build_groups,
+    check_a_generation_that_is_left_gives_way_to_an_update,
+    check_greedy_logprobs_are_those_of_temperature_one,
+    check_groups_come_whole_and_as_they_finish,
+    check_small_model,
+    check_tokens_come_as_often_as_their_logprobs_say,
+    collect,
+    drawn_together_and_alone,
+    drawn_twice_by,
+    part_and_whole_group,
+    prompts_that_exceed_a_batch,
+    share_parted,
+    with_a_bf16_head,
+)
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Probe, Sampling
-from fp8core.run.policy import check_formats, check_report
 
 pytestmark = pytest.mark.vllm
-
-STOPS = frozenset({3, 7, 9})
 
 
 def test_greedy_tokens_are_the_references(engine, policies):
@@ -77,61 +89,29 @@ def test_known_tokens_are_scored_whether_they_would_be_drawn_or_not(engine, poli
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):
-    groups = build_groups(8, 1)
-    found = collect(engine, groups, Sampling(0.0, 12, STOPS))
-    error = (_logprobs(found) - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs()
-    assert error.max() < policies[0].bounds(groups, found, 1.0).largest
+    check_greedy_logprobs_are_those_of_temperature_one(engine, policies[0])
 
 
 def test_tokens_come_as_often_as_their_logprobs_say(engine):
-    draws = 2000
-    (group,) = build_groups(1, draws)
-    found = collect(engine, [group], Sampling(1.5, 1, frozenset()))
-    counts = torch.bincount(torch.tensor([done.tokens[0] for done in found]), minlength=200)
-    likely = {done.tokens[0]: done.logprobs[0] for done in found}
-    assert len(likely) > 20, "nothing is cut off"
-    for token, logprob in likely.items():
-        expected = draws * torch.tensor(logprob).exp()
-        assert abs(counts[token] - expected) < 5 * expected.sqrt() + 1, f"token {token}"
+    check_tokens_come_as_often_as_their_logprobs_say(engine)
 
 
 def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
-    sampling = Sampling(1.0, 12, STOPS)
-    groups = build_groups(6, 4)
-    together = collect(engine, groups, sampling)
-    alone = [done for group in reversed(groups) for done in collect(engine, [group], sampling)]
-    by_place = {(done.group, done.sample): done for done in alone}
-    assert [done.tokens for done in together] == [by_place[done.group, done.sample].tokens for done in together]
-    assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
+    assert share_parted(*drawn_together_and_alone(engine)) == 0
 
 
 def test_prompts_that_exceed_a_batch_change_nothing(engine, policies):
     """On a GPU vLLM's results depend on the batch, so tokens may part there; log-probs stay near all the same."""
-    sampling = Sampling(1.0, 4, frozenset())
-    groups = build_groups(24, 1, longest=240, shortest=180)
-    together = collect(engine, groups, sampling)
-    alone = [done for group in groups for done in collect(engine, [group], sampling)]
-    assert ON_GPU or [done.tokens for done in together] == [done.tokens for done in alone]
-    for found in (together, alone):
-        error = (_logprobs(found) - torch.cat(policies[0].logprobs(groups, found, 1.0))).abs()
-        assert error.mean() < policies[0].bounds(groups, found, 1.0).mean
+    parted = share_parted(*prompts_that_exceed_a_batch(engine, policies[0]))
+    assert ON_GPU or parted == 0
 
 
 def test_part_of_a_group_draws_what_the_whole_group_did(engine):
-    sampling = Sampling(1.0, 12, STOPS)
-    (group,) = build_groups(1, 6)
-    whole = collect(engine, [group], sampling)
-    part = collect(engine, [replace(group, samples=group.samples[4:], seeds=group.seeds[4:])], sampling)
-    assert [(done.sample, done.tokens) for done in part] == [(done.sample, done.tokens) for done in whole[4:]]
+    assert share_parted(*part_and_whole_group(engine, size=6, first=4)) == 0
 
 
 def test_groups_come_whole_and_as_they_finish(engine):
-    groups = build_groups(24, 4)
-    batches = list(engine.generate(groups, Sampling(1.0, 12, STOPS)))
-    assert len(batches) > 3
-    seen = [{done.group for done in batch} for batch in batches]
-    assert sorted(group for batch in seen for group in batch) == list(range(24)), "every group once"
-    assert all(len(batch) == 4 * len(groups_) for batch, groups_ in zip(batches, seen, strict=True)), "and whole"
+    check_groups_come_whole_and_as_they_finish(engine)
 
 
 def test_completions_end_with_a_stop_token_or_at_the_limit(engine):
@@ -145,11 +125,7 @@ def test_completions_end_with_a_stop_token_or_at_the_limit(engine):
 
 
 def test_generation_can_be_abandoned(engine, policies):
-    running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
-    next(running)
-    running.close()
-    engine.update(policies[0].tensors, policies[0].scales, 0)
-    assert len(collect(engine, build_groups(2, 2), Sampling(1.0, 3, STOPS))) == 4
+    check_a_generation_that_is_left_gives_way_to_an_update(engine, policies[0])
 
 
 def test_what_does_not_fit_is_refused(engine):
@@ -160,9 +136,7 @@ def test_what_does_not_fit_is_refused(engine):
 
 
 def test_every_seed_is_one(engine):
-    (group,) = build_groups(1, 1)
-    minus_one = replace(group, seeds=(-1,))
-    first, second = (collect(engine, [minus_one], Sampling(1.7, 12, frozenset())) for _ in range(2))
+    first, second = drawn_twice_by([-1], engine)
     assert first == second
 
 
@@ -179,24 +153,10 @@ SMALL = [
 def test_small_models_that_share_their_embedding(vllm_build, changes):
     from fp8core.rollout.vllm.engine import VllmEngine
 
-    side = CONTRACT.rollout.model_copy(update={"head": "bf16"})
-    contract = CONTRACT.model_copy(
-        update={"rollout": side, "training": CONTRACT.training.model_copy(update={"head": "bf16"})}
-    )
+    contract = with_a_bf16_head(CONTRACT)
     arch = Architecture(**{**SHAPE, "qk_norm": False, "tie_embeddings": True, **changes})
     engine = VllmEngine(arch, contract, OPTIONS, 16, vllm_build)
     try:
-        groups = build_groups(8, 4, longest=80)
-        for version in (0, 1):
-            policy = build_policy(arch, version, contract)
-            report = engine.update(policy.tensors, policy.scales, version)
-            check_report(report, policy_digest(policy.tensors), policy.scales, version)
-            check_formats(engine.describe(), contract)
-            found = collect(engine, groups, Sampling(0.7, 12, frozenset({3})))
-            reported = torch.tensor([logprob for done in found for logprob in done.logprobs])
-            error = (reported - torch.cat(policy.logprobs(groups, found, 0.7))).abs()
-            bounds = policy.bounds(groups, found, 0.7)
-            assert error.mean() < bounds.mean
-            assert error.max() < 2 * bounds.largest, "logits of 8 bits"
+        check_small_model(engine, arch, contract, build_policy)
     finally:
         engine.close()

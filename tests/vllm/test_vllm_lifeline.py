@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_groups, wait_until_gone
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, wait_until_gone
+from generation_cases import build_groups
 
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture

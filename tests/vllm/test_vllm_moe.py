@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, TRUNCATES, build_groups, build_policy, collect, in_bf16
+from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, TRUNCATES, build_policy, in_bf16
+from generation_cases import build_groups, collect
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import psutil
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, REPLICAS, SHAPE, build_groups, collect, wait_until_gone
+from conftest import CONTRACT, ON_GPU, REPLICAS, SHAPE, wait_until_gone
 from faulty_engine import commit_fault
+from generation_cases import build_groups, collect
 
 from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicaError, ReplicatedEngine
 from fp8core.config.load import load_config

@@ -11,12 +11,11 @@ from conftest import (
     ON_GPU,
     OPTIONS,
     SHAPE,
-    build_groups,
     build_policy,
-    collect,
     update_in_parts,
     wait_until_gone,
 )
+from generation_cases import build_groups, collect
 
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture

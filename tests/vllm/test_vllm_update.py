@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, TRUNCATES, build_groups, collect, update_in_parts
+from conftest import CONTRACT, ON_GPU, TRUNCATES, update_in_parts
+from generation_cases import build_groups, collect, sent_and_held_scales
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.kv_scales import scales_from_statistics
-from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, Sampling, share_weights, specs_of
 from fp8core.rollout.vllm.weights import UpdateError
 from fp8core.rollout.vllm.worker import captured_values
@@ -133,26 +132,9 @@ def test_this_vllm_has_the_scales_that_the_internals_set(engine):
 
 
 def test_scales_of_both_sources_reach_the_engine(engine, policies):
-    """One step: rollouts of policy 0, its log-prob pass, policy 1 with the scales of that pass or of a fresh one."""
-    before, after = policies
-    groups = build_groups(4, 2)
-    found = collect(engine, groups, Sampling(1.0, 8, frozenset()))
-    prompts = {group.group: list(group.prompt) for group in groups}
-    rollouts = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
-    sources = {
-        "logprob_pass": before.trainer.logprobs(rollouts, 1.0, before.scales.layers).statistics,
-        "fresh_pass": after.trainer.statistics(rollouts),
-    }
-    shipped, held = after.tensors, {}
-    for source, statistics in sources.items():
-        layers = scales_from_statistics(statistics.amax(), 2.0, CONTRACT.scale_rule)
-        scales = PolicyScales(after.version, tuple(layers))
-        report = engine.update(shipped, scales, after.version)
-        check_report(report, policy_digest(shipped), scales, after.version)
-        held[source] = engine.describe()["scales"]
+    for sent, held in sent_and_held_scales(engine, policies, CONTRACT).values():
         # vLLM without an FP8 cache has no use for scales.
-        assert held[source] == ([vars(layer) for layer in layers] if ON_GPU else [])
-        assert len(collect(engine, groups, Sampling(1.0, 4, frozenset()))) == 8
+        assert held == ([vars(layer) for layer in sent] if ON_GPU else [])
 
 
 ELEMENTWISE = {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "rotary_emb", "attn", "act_fn"}

@@ -1,0 +1,182 @@
+"""Cases of what an engine samples, for tests/vllm and tests/sglang: the small policies are those of tests/vllm.
+
+Where results depend on what runs beside a request, a case hands back what it drew twice, and each engine's test says
+how far the two may part (`share_parted`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.run.policy import check_formats, check_report
+
+STOPS = frozenset({3, 7, 9})
+Found = list[Completion]
+
+
+def build_groups(prompts: int, size: int, longest: int = 40, shortest: int = 1) -> list[PromptGroup]:
+    """Ragged prompts without the tokens 0 to 3."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(shortest, longest + 1, (prompts,), generator=generator).tolist()
+    return [
+        PromptGroup(
+            group=i,
+            prompt_id=f"prompt-{i}",
+            prompt=tuple(torch.randint(4, 200, (length,), generator=generator).tolist()),
+            samples=tuple(range(size)),
+            seeds=tuple(sample_seed(0, 1, i, sample) for sample in range(size)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def collect(engine: Any, groups: Sequence[PromptGroup], sampling: Sampling) -> Found:
+    """All completions, by group and sample."""
+    found = [completion for finished in engine.generate(groups, sampling) for completion in finished]
+    return sorted(found, key=lambda completion: (completion.group, completion.sample))
+
+
+def share_parted(found: Found, others: Found) -> float:
+    """Share of completions whose tokens differ."""
+    assert [(done.group, done.sample) for done in found] == [(done.group, done.sample) for done in others]
+    return sum(a.tokens != b.tokens for a, b in zip(found, others, strict=True)) / len(found)
+
+
+def errors(policy: Any, groups: Sequence[PromptGroup], found: Found, temperature: float) -> Tensor:
+    """Distance of every reported log-prob from the trainer's."""
+    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    distances: Tensor = (reported - torch.cat(policy.logprobs(groups, found, temperature))).abs()
+    return distances
+
+
+def check_near(policy: Any, groups: Sequence[PromptGroup], found: Found) -> None:
+    """Drawn at temperature 1, in the mean as near to the trainer as the contract's format allows (`Bounds`)."""
+    assert errors(policy, groups, found, 1.0).mean() < policy.bounds(groups, found, 1.0).mean
+
+
+def check_greedy_logprobs_are_those_of_temperature_one(engine: Any, policy: Any) -> None:
+    groups = build_groups(8, 1)
+    found = collect(engine, groups, Sampling(0.0, 12, STOPS))
+    assert errors(policy, groups, found, 1.0).max() < policy.bounds(groups, found, 1.0).largest
+
+
+def check_tokens_come_as_often_as_their_logprobs_say(engine: Any) -> None:
+    draws = 2000
+    (group,) = build_groups(1, draws)
+    found = collect(engine, [group], Sampling(1.5, 1, frozenset()))
+    counts = torch.bincount(torch.tensor([done.tokens[0] for done in found]), minlength=200)
+    likely = {done.tokens[0]: done.logprobs[0] for done in found}
+    assert len(likely) > 20, "nothing is cut off"
+    for token, logprob in likely.items():
+        expected = draws * torch.tensor(logprob).exp()
+        assert abs(counts[token] - expected) < 5 * expected.sqrt() + 1, f"token {token}"
+
+
+def drawn_together_and_alone(engine: Any) -> tuple[Found, Found]:
+    """Groups at once, then one by one from the last to the first."""
+    sampling, groups = Sampling(1.0, 12, STOPS), build_groups(6, 4)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in reversed(groups) for done in collect(engine, [group], sampling)]
+    assert len({tuple(done.tokens) for done in together}) > 20, "other seeds draw other completions"
+    return together, sorted(alone, key=lambda done: (done.group, done.sample))
+
+
+def prompts_that_exceed_a_batch(engine: Any, policy: Any) -> tuple[Found, Found]:
+    """Together and alone, near the trainer both times."""
+    sampling, groups = Sampling(1.0, 4, frozenset()), build_groups(24, 1, longest=240, shortest=180)
+    together = collect(engine, groups, sampling)
+    alone = [done for group in groups for done in collect(engine, [group], sampling)]
+    check_near(policy, groups, together)
+    check_near(policy, groups, alone)
+    return together, alone
+
+
+def part_and_whole_group(engine: Any, size: int, first: int) -> tuple[Found, Found]:
+    """The samples of a group from `first` on, drawn without and with the others."""
+    sampling = Sampling(1.0, 12, STOPS)
+    (group,) = build_groups(1, size)
+    whole = collect(engine, [group], sampling)
+    part = collect(engine, [replace(group, samples=group.samples[first:], seeds=group.seeds[first:])], sampling)
+    return part, whole[first:]
+
+
+def check_groups_come_whole_and_as_they_finish(engine: Any) -> None:
+    batches = list(engine.generate(build_groups(24, 4), Sampling(1.0, 12, STOPS)))
+    assert len(batches) > 3
+    seen = [{done.group for done in batch} for batch in batches]
+    assert sorted(group for batch in seen for group in batch) == list(range(24)), "every group once"
+    assert all(len(batch) == 4 * len(groups) for batch, groups in zip(batches, seen, strict=True)), "and whole"
+
+
+def check_a_generation_that_is_left_gives_way_to_an_update(engine: Any, policy: Any) -> None:
+    running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
+    next(running)
+    running.close()
+    engine.update(policy.tensors, policy.scales, policy.version)
+    assert len(collect(engine, build_groups(2, 2), Sampling(1.0, 3, STOPS))) == 4
+
+
+def drawn_twice_by(seeds: Sequence[int], engine: Any) -> tuple[Found, Found]:
+    """One prompt with these seeds, twice."""
+    (group,) = build_groups(1, len(seeds))
+    sampling, group = Sampling(1.7, 12, frozenset()), replace(group, seeds=tuple(seeds))
+    return collect(engine, [group], sampling), collect(engine, [group], sampling)
+
+
+def with_a_bf16_head(contract: PrecisionContract) -> PrecisionContract:
+    """The contract with logits in BF16 on both sides."""
+    sides = {"rollout": contract.rollout, "training": contract.training}
+    return contract.model_copy(update={name: side.model_copy(update={"head": "bf16"}) for name, side in sides.items()})
+
+
+def check_small_model(
+    engine: Any, arch: Architecture, contract: PrecisionContract, build_policy: Callable[..., Any]
+) -> None:
+    """Two policies of a model whose logits have 8 bits, each written, read back and generated by."""
+    groups = build_groups(8, 4, longest=80)
+    for version in (0, 1):
+        policy = build_policy(arch, version, contract)
+        report = engine.update(policy.tensors, policy.scales, version)
+        check_report(report, policy_digest(policy.tensors), policy.scales, version)
+        check_formats(engine.describe(), contract)
+        found = collect(engine, groups, Sampling(0.7, 12, frozenset({3})))
+        error, bounds = errors(policy, groups, found, 0.7), policy.bounds(groups, found, 0.7)
+        assert error.mean() < bounds.mean
+        assert error.max() < 2 * bounds.largest, "logits of 8 bits"
+
+
+def sent_and_held_scales(
+    engine: Any, policies: tuple[Any, Any], contract: PrecisionContract
+) -> dict[str, tuple[list[LayerScales], object]]:
+    """One step: rollouts of policy 0, its log-prob pass, policy 1 with the scales of that pass or of a fresh one.
+
+    Returns:
+        By source, the scales that were sent and those that the engine describes.
+    """
+    before, after = policies
+    groups = build_groups(4, 2)
+    found = collect(engine, groups, Sampling(1.0, 8, frozenset()))
+    prompts = {group.group: list(group.prompt) for group in groups}
+    rollouts = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
+    sources = {
+        "logprob_pass": before.trainer.logprobs(rollouts, 1.0, before.scales.layers).statistics,
+        "fresh_pass": after.trainer.statistics(rollouts),
+    }
+    shipped, held = after.tensors, {}
+    for source, statistics in sources.items():
+        layers = scales_from_statistics(statistics.amax(), 2.0, contract.scale_rule)
+        scales = PolicyScales(after.version, tuple(layers))
+        report = engine.update(shipped, scales, after.version)
+        check_report(report, policy_digest(shipped), scales, after.version)
+        held[source] = list(layers), engine.describe()["scales"]
+        assert len(collect(engine, groups, Sampling(1.0, 4, frozenset()))) == 8
+    return held
