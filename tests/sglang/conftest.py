@@ -1,4 +1,15 @@
-"""One SGLang for all tests here, on Hopper in an environment of its own (`make env-sglang`)."""
+"""One SGLang for all tests here, on Hopper in an environment of its own (`make env-sglang`).
+
+Cases that tests/vllm and tests/gpu have of vLLM, and that are none of SGLang here:
+
+- experts (test_vllm_moe.py): this engine holds dense models, and refuses others;
+- layers that processes share (test_vllm_tensor_parallel.py): an engine has one GPU;
+- engines of a cluster (test_vllm_replicas.py, in both folders): no environment of SGLang has Ray;
+- rounding points, operation by operation: SGLang's model has its own, and the aligned one equals training bit by bit;
+- aligned models on a CPU, and trainings of the tiny model: of vLLM they run on a CPU alone, where SGLang does not;
+- prefixes that are computed though they are cached: this engine has no such switch, so tests drop the cache;
+- a turn that draws other numbers than a first request: SGLang draws by the place of a token, which a case here holds.
+"""
 
 import sys
 from collections.abc import Iterator

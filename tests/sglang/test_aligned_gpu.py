@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from episode_cases import check_no_token_of_a_long_play_differs, long_play
 from sglang_cases import start_engine
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling
+from fp8core.rollout.episodes import Episode
 from fp8core.run.policy import check_formats, check_report
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -145,3 +147,23 @@ def test_a_completion_that_was_cut_goes_on(aligned: Any, temperature: float) -> 
         assert part.finish == ("open" if room < WRITTEN else "length")
         tokens, logprobs = tokens + part.tokens, logprobs + part.logprobs
     assert (tokens, logprobs) == (alone.tokens, alone.logprobs)
+
+
+@pytest.fixture(scope="module")
+def played(aligned: Any) -> list[list[Episode]]:
+    """Episodes whose turns go on from what decoding wrote, then again in another order, with all of it cached.
+
+    They are more than the engine decodes together: some wait, and enter while others decode.
+    """
+    play = long_play(ARCH.vocab_size)
+    assert aligned.drop_prefixes()
+    return [play.episodes(aligned, order) for order in (1, 2)]
+
+
+def test_cached_prefixes_and_the_order_of_replies_change_no_episode(played: list[list[Episode]]) -> None:
+    assert played[0] == played[1]
+
+
+@pytest.mark.parametrize("time", [0, 1], ids=["first", "cached"])
+def test_no_token_of_an_episode_differs(played: list[list[Episode]], trainer: PackedTrainer, time: int) -> None:
+    check_no_token_of_a_long_play_differs(trainer, played[time], SCALES.layers)
