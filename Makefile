@@ -85,7 +85,7 @@ env-sglang: $(SGLANG_ENV)
 
 $(SGLANG_ENV): pyproject.toml constraints/sglang.txt
 	$(SGLANG_PYTHON) -m venv .venv-sglang
-	$(SGLANG_BIN)/python -m $(INSTALL) --constraint constraints/sglang.txt --editable ".[sglang]" pytest
+	$(SGLANG_BIN)/python -m $(INSTALL) --constraint constraints/sglang.txt --editable ".[sglang]" pytest pytest-timeout hypothesis
 	touch $(SGLANG_ENV)
 
 clean:

@@ -107,7 +107,7 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
         (
             "no mismatch on pretrained weights",
             f"error {worst_of[REAL[1]]:g}",
-            f"SmolLM2-135M, {len(real) // 2} seeds of {real[0]['steps']} steps on an H200; "
+            f"SmolLM2-135M, {len(night['seeds'])} seeds of {real[0]['steps']} steps on an H200; "
             f"BF16: {worst_of[REAL[0]]:.3f}",
             "real_parity.json",
             "real.md",
