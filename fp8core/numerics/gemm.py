@@ -4,6 +4,8 @@ E4M3 values are multiples of 2^-9 up to 448. So a product is a multiple of 2^-18
 needs at most 43 bits. FP64 holds it exactly, in any order, for any batch. Blocks are added in ascending order. That is
 why a prompt alone, in a batch of 64, decoded with a cache or scored in one pass, gives the same bits.
 
+Most rows need no blocks: where scales of powers of two lie close enough, the whole sum fits in FP64 (`spanned_gemm`).
+
 FP32 operands have no such blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
 
 `hardware_gemm` is the order of Hopper's block-FP8 kernels, for comparison: also independent of the batch, but rounded
@@ -23,10 +25,14 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import TILE, Codes, ScaleRule, decode, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import E4M3_MAX, TILE, Codes, ScaleRule, decode, quantise_rows, quantise_tiles
 
 OUTPUT_MULTIPLE = 64
 """Columns that DeepGEMM writes at once: on a GPU the width of a product, and so a hidden size, is a multiple."""
+
+_LAST_BIT = 2.0**-9
+# Half of what FP64 holds: spans are sums of FP32, which are rounded.
+_WIDEST_SPAN = 2.0**52
 
 
 def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
@@ -69,6 +75,47 @@ def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
         columns = slice(start, start + block)
         total += left[:, columns] @ right[:, columns].t()
     return total
+
+
+def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float) -> Tensor:
+    """`scaled_gemm`, bit for bit, with one product for all rows of `left` whose sums are exact as a whole.
+
+    A term is a multiple of the last bit of its row of `left` times that of its row of `right`. In units of it, no
+    partial sum is above span * peak. So up to 2^53 each is exact, in any order, and blocks have the same sum.
+
+    Args:
+        left, right: as for `scaled_gemm`; E4M3 values times powers of two.
+        spans: FP64 [M], `row_spans` of `left`.
+        peak: `row_peak` of `right`.
+
+    Returns:
+        FP64 [M, N].
+    """
+    blocked = spans * peak > _WIDEST_SPAN
+    if bool(blocked.all()):
+        return scaled_gemm(left, right)
+    total = left @ right.t()
+    if bool(blocked.any()):
+        total[blocked] = scaled_gemm(left[blocked], right)
+    return total
+
+
+def row_spans(grid: Tensor, scales: Tensor) -> Tensor:
+    """Sum of the magnitudes of each row in units of its last bit, FP64 [rows]; groups of zeros have no bits.
+
+    Args:
+        grid: FP32 [rows, columns] on the E4M3 grid.
+        scales: FP32 [rows, ceil(columns / 128)], powers of two.
+    """
+    padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % TILE))
+    sums = torch.linalg.vector_norm(padded.view(*scales.shape, TILE), ord=1, dim=-1)
+    smallest = torch.where(sums > 0, scales, torch.inf).amin(-1)
+    return (sums.double() * scales.double()).sum(-1) / (smallest.double() * _LAST_BIT)
+
+
+def row_peak(scales: Tensor) -> float:
+    """A bound on the magnitudes of all rows in units of their row's last bit, from FP32 scales [rows, groups]."""
+    return float((scales.amax(-1) / scales.amin(-1)).amax()) * E4M3_MAX / _LAST_BIT
 
 
 def hardware_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:

@@ -9,13 +9,14 @@ BF16, held in FP32. A weight arrives quantised: the trainer quantises it once pe
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, quantise_columns, quantise_rows
-from fp8core.numerics.gemm import block_gemm, scaled_gemm, sliced_gemm
+from fp8core.numerics.gemm import block_gemm, row_peak, row_spans, scaled_gemm, sliced_gemm, spanned_gemm
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class LinearWeight:
     row_scales: Tensor | None
     dequantised: Tensor
     master: Tensor | None
+
+    @cached_property
+    def peak(self) -> float:
+        """`row_peak` of the weight."""
+        assert self.row_scales is not None, "no codes have no last bit"
+        return row_peak(self.row_scales)
+
+    @cached_property
+    def transposed_peak(self) -> float:
+        """`row_peak` of its transpose."""
+        assert self.row_scales is not None, "no codes have no last bit"
+        return row_peak(self.row_scales.t())
 
 
 class LinearFormat(Protocol):
@@ -102,7 +115,8 @@ def fprop(x: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
     assert weight.row_scales is not None
     grid, scales = quantise_rows(x, rule)
     if rule == "pow2":
-        product = scaled_gemm(dequantise_rows(grid, scales, rule), weight.dequantised)
+        values = dequantise_rows(grid, scales, rule)
+        product = spanned_gemm(values, weight.dequantised, row_spans(grid, scales), weight.peak)
     else:
         product = block_gemm(grid, scales, weight.grid, weight.row_scales)
     return product.to(torch.bfloat16).float()
@@ -110,7 +124,11 @@ def fprop(x: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
 
 def dgrad(grad: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
     """dX = dY W with dY in 1x128 groups along `out`; FP32 [tokens, in]."""
-    return scaled_gemm(dequantise_rows(*quantise_rows(grad, rule), rule), weight.dequantised.t()).float()
+    grid, scales = quantise_rows(grad, rule)
+    values, transposed = dequantise_rows(grid, scales, rule), weight.dequantised.t()
+    if rule == "pow2":
+        return spanned_gemm(values, transposed, row_spans(grid, scales), weight.transposed_peak).float()
+    return scaled_gemm(values, transposed).float()
 
 
 def wgrad(grad: Tensor, x: Tensor, rule: ScaleRule) -> Tensor:
@@ -118,8 +136,10 @@ def wgrad(grad: Tensor, x: Tensor, rule: ScaleRule) -> Tensor:
 
     A token count that is no multiple of 128 behaves as if zero rows followed.
     """
-    left = dequantise_rows(*quantise_columns(grad, rule), rule)
-    right = dequantise_rows(*quantise_columns(x, rule), rule)
+    (grid, scales), (x_grid, x_scales) = quantise_columns(grad, rule), quantise_columns(x, rule)
+    left, right = dequantise_rows(grid, scales, rule), dequantise_rows(x_grid, x_scales, rule)
+    if rule == "pow2":
+        return spanned_gemm(left, right, row_spans(grid, scales), row_peak(x_scales)).float()
     return scaled_gemm(left, right).float()
 
 
