@@ -20,16 +20,21 @@ the time it reads a byte. Hashing FP8 codes one at a time would take ten times a
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
 
+_Words = np.ndarray[Any, np.dtype[np.uint64]]
+
 # In words. On a CPU a chunk and its temporaries stay in the cache; elsewhere a chunk only bounds memory.
-_CPU_CHUNK = 1 << 16
+_CPU_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 22
 _WORD_BYTES = 8
 
@@ -83,8 +88,30 @@ def _mix(lane: Lane, bits: Tensor, index: Tensor) -> Tensor:
 
 def _lane_sums(words: Tensor, first: int) -> Tensor:
     """Sums of both lanes, int64 [2], over words of which the first has the index `first`."""
+    if words.device.type == "cpu":
+        return torch.tensor([_signed(_host_sum(lane, words.numpy().view(np.uint64), first)) for lane in LANES])
     index = torch.arange(first, first + words.numel(), dtype=torch.int64, device=words.device)
     return torch.stack([_mix(lane, words, index).sum() for lane in LANES])
+
+
+@lru_cache(maxsize=2 * len(LANES))
+def _index_terms(lane: Lane, count: int) -> _Words:
+    """i * index_factor + offset of the first words."""
+    return np.arange(count, dtype=np.uint64) * np.uint64(lane.index_factor) + np.uint64(lane.offset)
+
+
+def _host_sum(lane: Lane, words: _Words, first: int) -> int:
+    """The lane's sum, below 2^64: NumPy shifts unsigned words in one pass, multiplies faster and needs no copies."""
+    z = words * np.uint64(lane.bits_factor)
+    z += _index_terms(lane, max(len(words), _CPU_CHUNK))[: len(words)]
+    z += np.uint64(first * lane.index_factor % 2**64)
+    shifted = np.empty_like(z)
+    for shift, multiplier in zip(lane.shifts, (*lane.multipliers, None), strict=True):
+        np.right_shift(z, np.uint64(shift), out=shifted)
+        z ^= shifted
+        if multiplier is not None:
+            z *= np.uint64(multiplier)
+    return int(z.sum())
 
 
 def bytes_in_order(tensor: Tensor) -> Tensor:
@@ -167,7 +194,11 @@ def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
     Raises:
         TypeError: a tensor is complex.
     """
-    return torch.stack([_slice_sum(Slice(*part)).cpu() for part in zip(elements, firsts, ends, strict=True)])
+    parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
+    if any(part.elements.device.type != "cpu" for part in parts):
+        return torch.stack([_slice_sum(part).cpu() for part in parts])
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return torch.stack(list(threads.map(_slice_sum, parts)))
 
 
 def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
