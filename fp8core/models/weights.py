@@ -6,7 +6,7 @@ are the formats of one side of the contract, as objects that the decoder calls.
 """
 
 from collections.abc import Iterable, KeysView, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -191,17 +191,41 @@ def fused_linear(name: str) -> str:
     return _FUSED[name.split(".")[-2]]
 
 
+@dataclass(frozen=True)
+class PreparedWeights:
+    """Stored weights, and what was made ready of them: passes under one policy share it, with masters or without."""
+
+    stored: Mapping[str, Tensor]
+    _linears: dict[tuple[str, ...], LinearWeight] = field(default_factory=dict)
+    _heads: dict[str, HeadWeight] = field(default_factory=dict)
+
+    def linear(self, names: tuple[str, ...]) -> LinearWeight:
+        """The weights that share an input, stacked."""
+        if names not in self._linears:
+            parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX)) for name in names]
+            self._linears[names] = load_weight(parts)
+        return self._linears[names]
+
+    def head(self, name: str) -> HeadWeight:
+        """A head or a router."""
+        if name not in self._heads:
+            self._heads[name] = load_head(self.stored[name])
+        return self._heads[name]
+
+
 def load_policy(
-    arch: Architecture, stored: Mapping[str, Tensor], masters: Mapping[str, Tensor] | None = None
+    arch: Architecture,
+    stored: Mapping[str, Tensor] | PreparedWeights,
+    masters: Mapping[str, Tensor] | None = None,
 ) -> PolicyWeights:
     """Make stored weights ready to compute.
 
     Args:
         arch: shape of the decoder.
-        stored: weights as shipped (see `stored_weights`).
+        stored: weights as shipped (see `stored_weights`), or with what was made ready of them before.
         masters: FP32 parameters that receive gradients; None for inference.
     """
-    source = _Source(stored, masters)
+    source = _Source(stored if isinstance(stored, PreparedWeights) else PreparedWeights(stored), masters)
     head = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
     return PolicyWeights(
         embedding=source.plain("model.embed_tokens.weight"),
@@ -213,22 +237,23 @@ def load_policy(
 
 @dataclass(frozen=True)
 class _Source:
-    stored: Mapping[str, Tensor]
+    prepared: PreparedWeights
     masters: Mapping[str, Tensor] | None
 
     def plain(self, name: str) -> Tensor:
         if self.masters is None:
-            return self.stored[name].float()
-        if self.stored[name].dtype == torch.float32:
+            return self.prepared.stored[name].float()
+        if self.prepared.stored[name].dtype == torch.float32:
             return self.masters[name]
         return round_to_bf16(self.masters[name])
 
     def linear(self, *names: str) -> LinearWeight:
-        parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX)) for name in names]
-        return load_weight(parts, [self.masters[name] for name in names] if self.masters else None)
+        linear = self.prepared.linear(names)
+        return replace(linear, master=torch.cat([self.masters[name] for name in names])) if self.masters else linear
 
     def head(self, name: str) -> HeadWeight:
-        return load_head(self.stored[name], self.masters[name] if self.masters else None)
+        head = self.prepared.head(name)
+        return replace(head, master=self.masters[name]) if self.masters else head
 
     def mlp(self, prefix: str) -> MlpWeights:
         return MlpWeights(

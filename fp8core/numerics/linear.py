@@ -84,8 +84,10 @@ def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) 
         return LinearWeight(plain, None, plain.double(), master)
     row_scales = torch.cat([_scales_by_row(part) for part in parts])
     grid = torch.cat([decode(part.values) for part in parts])
-    columns = row_scales.repeat_interleave(TILE, dim=1)[:, : grid.shape[1]]
-    return LinearWeight(grid, row_scales, grid.double() * columns.double(), master)
+    dequantised = grid.double()
+    for group, factors in enumerate(row_scales.double().unbind(1)):
+        dequantised[:, group * TILE : (group + 1) * TILE] *= factors[:, None]
+    return LinearWeight(grid, row_scales, dequantised, master)
 
 
 def _scales_by_row(part: StoredWeight) -> Tensor:

@@ -12,7 +12,15 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import TOP_K, Decoder, FullContext
 from fp8core.models.experts import ReplayedRouting
-from fp8core.models.weights import Formats, PolicyWeights, ShippedTensors, load_policy, stored_weights
+from fp8core.models.weights import (
+    Formats,
+    PolicyWeights,
+    PreparedWeights,
+    ShippedTensors,
+    StoredNames,
+    load_policy,
+    stored_weights,
+)
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.numerics.logprobs import token_logprobs
@@ -110,6 +118,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
         self._rollout_formats = rollout_formats
+        # Of the policy as it is now, by the formats of its parameters; what is shipped and what passes read is one.
+        self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
 
     @property
@@ -123,8 +133,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return {"trainer": "torch", "accumulation": "exact", **described}
 
     def _to_ship(self) -> ShippedTensors:
-        formats = self._rollout_formats
-        return ShippedTensors(stored_weights(self._policy.weights(), formats.stored_names(), formats.scale_rule))
+        return ShippedTensors(self._prepare(self._rollout_formats).stored)
 
     def digest(self) -> str:
         return self._policy.digest()
@@ -165,7 +174,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         norm = float(torch.nn.utils.clip_grad_norm_(list(self._policy.learnt.values()), self._config.max_grad_norm))
         if math.isfinite(norm):
             self._optimiser.step(learning_rate)
-            self._policy.changed()
+            self._changed()
         return norm
 
     def _drop_gradients(self) -> None:
@@ -195,22 +204,30 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         )
         return Scored(logprobs, entropy)
 
-    def _stored(self) -> dict[str, Tensor]:
-        formats = self._decoder.formats
-        return stored_weights(self._policy.weights(), formats.stored_names(), formats.scale_rule)
+    def _prepare(self, formats: Formats) -> PreparedWeights:
+        """The policy quantised, once in each version."""
+        names = formats.stored_names()
+        if names not in self._prepared:
+            stored = stored_weights(self._policy.weights(), names, formats.scale_rule)
+            self._prepared[names] = PreparedWeights(stored)
+        return self._prepared[names]
+
+    def _changed(self) -> None:
+        self._prepared = {}
+        self._policy.changed()
 
     def _inference_weights(self) -> PolicyWeights:
-        return load_policy(self.arch, self._stored())
+        return load_policy(self.arch, self._prepare(self._decoder.formats))
 
-    def _unlike_shipped(self) -> dict[str, Tensor] | None:
+    def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
         same = self._decoder.formats.stored_names() == self._rollout_formats.stored_names()
-        return None if same else self._stored()
+        return None if same else self._prepare(self._decoder.formats).stored
 
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:
         return load_policy(self.arch, shipped)
 
     def _training_weights(self) -> PolicyWeights:
-        return load_policy(self.arch, self._stored(), self._policy.weights())
+        return load_policy(self.arch, self._prepare(self._decoder.formats), self._policy.weights())
 
     def save(self, folder: Path) -> None:
         if self._ranks.rank == 0:
@@ -226,7 +243,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._optimiser.state = dict(moments)
         for name, tensor in self._policy.learnt.items():
             tensor.data.copy_(saved[name])
-        self._policy.changed()
+        self._changed()
         self.version, self._updates = state.version, state.updates
         refuse_other_digest(folder, self.digest(), state)
 

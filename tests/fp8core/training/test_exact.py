@@ -386,8 +386,8 @@ def test_a_gradient_that_is_not_finite_is_refused(trainer_of, architecture, firs
 
 
 def test_weights_that_are_not_finite_are_refused(trainer_of, architecture, first_scales, batch_for, contract):
+    scales, batch = first_scales(trainer_of(contract, architecture()), contract).layers, batch_for(contract)
     trainer = trainer_of(contract, architecture())
-    scales, batch = first_scales(trainer, contract).layers, batch_for(contract)
     with torch.no_grad():
         trainer.masters["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
     with pytest.raises(NotFiniteError):
