@@ -46,7 +46,8 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     Raises:
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
-    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node
+    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, wants_gpus
+    from fp8core.run.freed_memory import keep_freed_memory
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
     from fp8core.store.run_directory import read_description
 
@@ -57,6 +58,9 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     check_memory(config, node)
     check_inputs(config)
     check_cluster(config, node)
+    if not wants_gpus(config):
+        # Before Prefect's threads, in which the steps run, have arenas of their own.
+        keep_freed_memory()
     say("starting Prefect and MLflow")
     api = prepare_prefect("flows.grpo")
     over = end_without_prefect(config.runs / str(config.run), api, summary)

@@ -108,8 +108,8 @@ def row_spans(grid: Tensor, scales: Tensor) -> Tensor:
         scales: FP32 [rows, ceil(columns / 128)], powers of two.
     """
     padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % TILE))
-    sums = torch.linalg.vector_norm(padded.view(*scales.shape, TILE), ord=1, dim=-1)
-    smallest = torch.where(sums > 0, scales, torch.inf).amin(-1)
+    sums: Tensor = torch.linalg.vector_norm(padded.view(*scales.shape, TILE), ord=1, dim=-1)
+    smallest: Tensor = torch.where(sums > 0, scales, torch.inf).amin(-1)
     return (sums.double() * scales.double()).sum(-1) / (smallest.double() * _LAST_BIT)
 
 

@@ -116,7 +116,7 @@ def members_node(config: RunConfig) -> Node:
     from fp8core.cluster import connection
 
     shared, packages = entry.tensor_parallel(config), tuple(entry.packages)
-    return connection.ask_node(config.cluster, shared, _wants_gpus(config), packages)
+    return connection.ask_node(config.cluster, shared, wants_gpus(config), packages)
 
 
 def check_engine(config: RunConfig, node: Node) -> None:
@@ -193,7 +193,7 @@ def check_cluster(config: RunConfig, node: Node) -> None:
         UserError: how many are needed.
     """
     shared = engine_entry(config).tensor_parallel(config)
-    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and _wants_gpus(config):
+    if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and wants_gpus(config):
         raise UserError(config.cluster.too_small(shared, "GPU", f"this machine has {node.gpus}"))
 
 
@@ -203,10 +203,11 @@ def open_cluster(config: RunConfig) -> "Cluster | None":
         return None
     from fp8core.cluster.workers import Cluster
 
-    return Cluster(config, _wants_gpus(config), engine_environment(config, members_node(config)))
+    return Cluster(config, wants_gpus(config), engine_environment(config, members_node(config)))
 
 
-def _wants_gpus(config: RunConfig) -> bool:
+def wants_gpus(config: RunConfig) -> bool:
+    """True if an engine or a rank of this run computes on a GPU."""
     return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).grid(config) is not None
 
 

@@ -34,9 +34,11 @@ from fp8core.run.build import (
     check_teacher,
     members_node,
     open_cluster,
+    wants_gpus,
 )
 from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_openings, failed_trial, tool_calls_of
+from fp8core.run.freed_memory import keep_freed_memory
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -444,6 +446,8 @@ def open_run(
         )
         register(run)
         torch.set_num_threads(config.threads)
+        if not wants_gpus(config):
+            keep_freed_memory()
         try:
             yield run
         finally:
