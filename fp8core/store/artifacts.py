@@ -24,6 +24,7 @@ from safetensors.torch import save as encode_tensors
 from torch import Tensor
 
 from fp8core.errors import StoredFileError, printable
+from fp8core.models.safetensors_stream import FileTensors
 from fp8core.store import durable, schemas
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.durable import io_timer
@@ -113,8 +114,28 @@ def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
     return data
 
 
+def check_content(path: Path, digest: str, size: int) -> None:
+    """Refuse what `read_checked` refuses, without the whole content in memory."""
+    try:
+        there = path.stat().st_size if path.is_file() else size
+        if there < size:
+            raise ArtifactError(f"{path}: truncated: {there} of {size} bytes")
+        if there > size:
+            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
+        found = durable.file_digest(path)
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path}: the file is missing") from error
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    if found != digest:
+        raise ArtifactError(f"{path}: content differs: SHA-256 {found} of {size} bytes, expected {digest}")
+
+
 class ArtifactStore:
-    """The artifacts of one run directory. Safe for threads; holds the whole content of a file in memory."""
+    """The artifacts of one run directory. Safe for threads.
+
+    The whole content of a file is in memory where it is written or read, but for `file_tensors` and `put_back`.
+    """
 
     def __init__(self, root: Path, origin: Path | None = None) -> None:
         """`root` is the run directory, created by the first put. Missing files are read from the directory `origin`."""
@@ -137,8 +158,10 @@ class ArtifactStore:
 
     @io_timer()
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
-        """Replace a damaged or missing file by that of another store. Raises ArtifactError; UserError (the disk)."""
-        durable.ensure_file(self._root / ref.uri, source._read(ref, Path(ref.uri).suffix.removeprefix(".")))
+        """Copy the file of another store, unless it is here. Raises ArtifactError; UserError (the disk)."""
+        found = source._there(ref, Path(ref.uri).suffix.removeprefix("."))
+        check_content(found, ref.digest, ref.size)
+        durable.ensure_copy(self._root / ref.uri, found, ref.digest)
 
     @io_timer()
     def put_table(self, kind: str, table: pa.Table) -> Ref:
@@ -174,6 +197,14 @@ class ArtifactStore:
             raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
 
     @io_timer()
+    def file_tensors(self, ref: Ref) -> FileTensors:
+        """`get_tensors` that are read one at a time; the digest of the whole file is checked here."""
+        path = self._there(ref, "safetensors")
+        check_content(path, ref.digest, ref.size)
+        with _refused():
+            return FileTensors(dict(sorted(schemas.read_tensor_header(path, ref.kind).items())))
+
+    @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:
         """Store a value as canonical JSON. Raises UserError: NaN or infinity (with its key), the disk."""
         return self._commit(kind, "json", canonical_json(value, kind))
@@ -203,6 +234,10 @@ class ArtifactStore:
         return self._root if self._origin is None or (self._root / ref.uri).exists() else self._origin
 
     def _read(self, ref: Ref, extension: str) -> bytes:
+        return read_checked(self._there(ref, extension), ref.digest, ref.size)
+
+    def _there(self, ref: Ref, extension: str) -> Path:
+        """The file of a reference, which was not removed. Raises ArtifactError."""
         path = self.path(ref)
         if path.suffix != f".{extension}":
             raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
@@ -213,7 +248,7 @@ class ArtifactStore:
                 raise ArtifactError(f"{path}: the file is missing, and it is not known why: {error}") from error
             if deletion is not None:
                 raise ArtifactError(f"{path}: removed by gc on {deletion.when} ({deletion.reason})")
-        return read_checked(path, ref.digest, ref.size)
+        return path
 
 
 class RolloutShards:

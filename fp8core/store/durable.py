@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from fp8core.errors import StoredFileError, UserError
 
@@ -37,7 +38,7 @@ Report = Callable[[int], None]
 """Called with the number of bytes that were read since its last call."""
 
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
-_BLOCK, _DIGEST_BLOCK = 1 << 16, 1 << 18
+_BLOCK, _DIGEST_BLOCK, _COPY_BLOCK = 1 << 16, 1 << 18, 1 << 22
 
 
 class NotOwnFileError(OSError):
@@ -137,12 +138,19 @@ def refuse_unwritable(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write or replace a file, durably and atomically. Raises UserError with the path, and then leaves nothing."""
+    with _replaced(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[BinaryIO]:
+    """The new content of a file, which takes its name when the block ends well (errors: `write_file`)."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         try:
             with temporary.open("xb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -165,6 +173,19 @@ def ensure_file(path: Path, data: bytes) -> None:
         intact = False
     if not intact:
         write_file(path, data)
+
+
+def ensure_copy(path: Path, source: Path, digest: str) -> None:
+    """Copy a file of this SHA-256 durably, in pieces, unless it is there already. Raises UserError with the path."""
+    try:
+        if file_digest(path) == digest:
+            # Its writer may have been killed between the rename and this.
+            sync_path(path.parent)
+            return
+    except OSError:
+        pass  # Missing or unreadable: it is replaced, or the error is raised there.
+    with _replaced(path) as file, open(source, "rb", opener=stored_file) as content:
+        shutil.copyfileobj(content, file, _COPY_BLOCK)
 
 
 def partial_folder(folder: Path) -> Path:

@@ -183,6 +183,27 @@ def test_damage_says_what_is_wrong_and_another_store_can_put_it_back(tmp_path: P
     theirs.put_json("notes", {"a": 1})
     ours.put_back(ref, theirs)
     assert ours.get_json(ref) == {"a": 1}
+    theirs.path(ref).write_bytes(b'{"a":2}')
+    ours.path(ref).unlink()
+    with pytest.raises(ArtifactError, match="content differs: SHA-256"):
+        ours.put_back(ref, theirs)
+    assert not ours.path(ref).exists()
+
+
+def test_tensors_that_stay_in_their_file_are_those_that_were_stored(store: ArtifactStore) -> None:
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5)}
+    ref = store.put_tensors("weights", tensors)
+    files = store.file_tensors(ref)
+    assert list(files) == list(store.get_tensors(ref)) == ["a", "b"]
+    assert all(torch.equal(files[name], tensors[name]) for name in tensors)
+    whole = store.path(ref).read_bytes()
+    for content, problem in ((whole[:-1], "truncated"), (whole + b"x", "content differs"), (None, "is missing")):
+        store.path(ref).unlink() if content is None else store.path(ref).write_bytes(content)
+        with pytest.raises(ArtifactError, match=problem):
+            store.file_tensors(ref)
+    store.path(ref).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match="content differs: SHA-256"):
+        store.file_tensors(ref)
 
 
 def test_files_are_read_from_the_origin_and_written_to_the_root(tmp_path: Path) -> None:
