@@ -1,9 +1,6 @@
 """Optional step: log-probs under the teacher of `loss.distillation`."""
 
-import torch
-
 from fp8core.config.steps import NoOptions
-from fp8core.numerics.fingerprint import masters_digest
 from fp8core.run.build import build_teacher
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
@@ -20,7 +17,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
     run.rest_engine()
     if run.teacher is None:
         run.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
-        run.teacher_digest = masters_digest(run.teacher.masters, torch.device("cpu"))
+        run.teacher_digest = run.teacher.digest()
     store, settings = run.directory.store, run.config.loss.distillation
     table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
     scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, None)

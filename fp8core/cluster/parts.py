@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import save_checkpoint
-from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.tensor_source import FingerprintedTensors, TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import ShippedTensors
 from fp8core.rl.batch import TokenBatch
@@ -38,44 +37,13 @@ from fp8core.rollout.engine import (
     specs_of,
 )
 from fp8core.rollout.registry import engine_entry
+from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.ranks import KeptWeights
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import ScoredBatch, ScoringTrainer, Trainer, TrainReport
+from fp8core.training.trainer import ScoredBatch, ScoringTrainer, TrainReport
 
 # A call to a session ends after as long: further requests wait behind it.
 _MOMENT_SECONDS = 0.02
-
-
-class PackedTensor(NamedTuple):
-    """A tensor that a member starts from: Ray shares the bytes between the processes of a node."""
-
-    layout: TensorSpec
-    bytes: "np.ndarray[Any, np.dtype[np.uint8]]"
-
-
-def pack(tensors: Mapping[str, Tensor]) -> dict[str, PackedTensor]:
-    """Tensors as bytes."""
-    found = {}
-    for name, tensor in tensors.items():
-        held = tensor.detach().cpu().contiguous()
-        found[name] = PackedTensor(TensorSpec.of(held), held.view(-1).view(torch.uint8).numpy())
-    return found
-
-
-def unpack(packed: Mapping[str, PackedTensor]) -> dict[str, Tensor]:
-    """The tensors, in memory of this process."""
-    return {
-        name: torch.from_numpy(each.bytes.copy()).view(getattr(torch, each.layout.dtype)).view(each.layout.shape)
-        for name, each in packed.items()
-    }
-
-
-Started = Mapping[str, PackedTensor] | FileTensors
-"""The weights that a trainer starts from: in files, or drawn by the caller where no file has them."""
-
-
-def _unpacked(started: Started) -> Mapping[str, Tensor]:
-    return started if isinstance(started, FileTensors) else unpack(started)
 
 
 def _end_with(engine: MemoryReader) -> None:
@@ -179,16 +147,17 @@ class Exported(NamedTuple):
 class SftPart:
     """The trainer of a warm start, on one rank."""
 
-    def __init__(self, config: RunConfig, arch: Architecture, initial: Started) -> None:
+    def __init__(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> None:
         build = trainer_of(config.training).build_sft
         assert build is not None, "this process is asked for trainers of warm starts alone"
-        self._trainer = build(config, arch, _unpacked(initial))
+        self._trainer = build(config, arch, initial)
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         return self._trainer.sft_step(batch, learning_rate)
 
-    def masters(self) -> dict[str, PackedTensor]:
-        return pack(self._trainer.masters)
+    def store_weights(self, store: ArtifactStore) -> Ref:
+        """As `SftTrainer.store_weights`, from this process."""
+        return self._trainer.store_weights(store)
 
     def close(self) -> None:
         self._trainer.close()
@@ -205,10 +174,12 @@ class TrainerPart:
         ranks: GroupRanks,
         config: RunConfig,
         arch: Architecture,
-        masters: Started,
+        masters: TensorSource,
     ) -> None:
-        self._ranks = ranks
-        self._trainer: Trainer = trainer_of(config.training).build(config, arch, _unpacked(masters), ranks)
+        entry, self._ranks = trainer_of(config.training), ranks
+        read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
+        self._trainer = entry.build(config, arch, read, ranks)
+        self._read = read.found
         self._exported: dict[str, Tensor] = {}
         self._lent = ExitStack()
 
@@ -242,16 +213,19 @@ class TrainerPart:
     def version(self) -> int:
         return self._trainer.version
 
+    def read(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """`FingerprintedTensors.found` of the weights that the trainer was built from."""
+        return self._read
+
+    def digest(self) -> str:
+        """As `Trainer.digest`, which is the same in all ranks."""
+        return self._trainer.digest()
+
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
         """As `Trainer.save_policy`: all ranks put the weights together, and rank 0 writes them."""
         masters = self._trainer.masters
         if self._ranks.rank == 0:
             save_checkpoint(folder, self._trainer.arch, masters, tokenizer)
-
-    def masters(self) -> dict[str, PackedTensor] | None:
-        """The weights, which all ranks put together for rank 0."""
-        found = self._trainer.masters
-        return pack(found) if self._ranks.rank == 0 else None
 
     def export(self) -> Exported | None:
         """Make the weights for the engines and keep them until `release`; None where other ranks have them."""

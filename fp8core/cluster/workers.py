@@ -3,28 +3,29 @@
 Weights go from rank 0 to all engines at once, and every engine's read-back is compared.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
-from torch import Tensor
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import Place
-from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart, pack, unpack
+from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.safetensors_stream import ReadTensors
+from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
+from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
 from fp8core.rollout.registry import engine_entry
+from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.trainer import ScoredBatch, TrainReport
 
 # Calls that wait in an engine while we store what it finished, so that it does not wait for us.
@@ -139,14 +140,17 @@ class Cluster:
         key = self._build(self.gang.engines, EnginePart, (), config, arch)
         return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
 
-    def build_trainer(self, config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> "RankedTrainer":
-        """A trainer over all ranks that starts from the given weights; each rank reads those of files itself."""
-        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, _started(masters))
+    def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
+        """A trainer over all ranks, each of which makes the weights that it starts from.
+
+        Raises ReplicaError: they are other ones in another rank.
+        """
+        key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
         return RankedTrainer(self.gang, key, arch)
 
-    def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor]) -> "RemoteSft":
-        """A trainer for the warm start on rank 0."""
-        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, _started(initial))
+    def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> "RemoteSft":
+        """A trainer for the warm start on rank 0, which makes the weights that it starts from."""
+        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, initial)
         return RemoteSft(self.gang, key)
 
     def close(self) -> None:
@@ -172,11 +176,6 @@ class Cluster:
         key = f"{part.__name__} {next(self._keys)}"
         self.gang.gather([member.send("build", key, part, uses, *arguments) for member in members])
         return key
-
-
-def _started(weights: Mapping[str, Tensor]) -> Any:
-    """The argument for a part's `Started`. Ray carries weights that this process drew, which no file has."""
-    return weights.files if isinstance(weights, ReadTensors) else ray.put(pack(weights))
 
 
 class ReplicatedEngine:
@@ -344,12 +343,13 @@ class RemoteSft:
     def __init__(self, gang: Gang, key: str) -> None:
         self._gang, self._key = gang, key
 
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        return unpack(self._call("masters"))
-
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         found: float = self._call("sft_step", batch, learning_rate)
+        return found
+
+    def store_weights(self, store: ArtifactStore) -> Ref:
+        """As `SftTrainer.store_weights`, by rank 0: no weights come to this process."""
+        found: Ref = self._call("store_weights", store)
         return found
 
     def close(self) -> None:
@@ -362,16 +362,31 @@ class RemoteSft:
 
 
 class RankedTrainer:
-    """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
+    """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's.
+
+    Attributes:
+        start_digest: `masters_digest` of what it started from, as the ranks have read it.
+    """
 
     def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
+        """The ranks have their parts. Raises ReplicaError: they have read other weights."""
         self._gang, self._key, self.arch = gang, key, arch
         self._numbers = count()
         self.version = 0
+        self.start_digest = digest_of(self._start())
 
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        return unpack(self._gang.gather([m.send("call", self._key, "masters") for m in self._gang.ranks])[0])
+    def _start(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """`TrainerPart.read` of all ranks together; with Megatron no rank reads all tensors."""
+        found, first = dict[str, tuple[str, tuple[int, ...], str]](), dict[str, str]()
+        for rank, read in zip(self._gang.ranks, self._each("read"), strict=True):
+            for name, tensor in read.items():
+                if found.setdefault(name, tensor) != tensor:
+                    self.close()
+                    raise ReplicaError(
+                        f"{rank.name} and {first[name]} start from other values of {name}: {OTHER_START}"
+                    )
+                first.setdefault(name, rank.name)
+        return found
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
@@ -432,8 +447,12 @@ class RankedTrainer:
         return RemoteWeights(exported, self._key)
 
     def digest(self) -> str:
-        found: str = self._call("digest")
-        return found
+        """As `Trainer.digest`. Raises ReplicaError: ranks hold other weights."""
+        digests: list[str] = self._each("digest")
+        for rank, found in zip(self._gang.ranks, digests, strict=True):
+            if found != digests[0]:
+                raise ReplicaError(f"{rank.name} and rank 0 hold other weights: {found} and {digests[0]}")
+        return digests[0]
 
     def save(self, folder: Path) -> None:
         self._call("save", folder)
@@ -444,7 +463,7 @@ class RankedTrainer:
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
-        (self.version,) = self._gang.gather([self._gang.ranks[0].send("call", self._key, "version")])
+        self.version = self._each("version")[0]
 
     def close(self) -> None:
         """Drop the policy in every rank; a second call does nothing."""
@@ -453,6 +472,10 @@ class RankedTrainer:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._by_all("call", method, *arguments)[0]
+
+    def _each(self, method: str) -> list[Any]:
+        """The answers of all ranks' parts to a call that `TrainerPart` itself has."""
+        return self._gang.gather([member.send("call", self._key, method) for member in self._gang.ranks])
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks to one call."""

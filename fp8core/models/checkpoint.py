@@ -1,7 +1,7 @@
 """Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all.
 
-A folder in block FP8 is read as BF16, `code * scale` rounded once. `initial_weights` builds the weights of a decoder
-from scratch.
+A folder in block FP8 is read as BF16, `code * scale` rounded once. `InitialWeights` are those of a decoder from
+scratch.
 """
 
 import json
@@ -27,7 +27,8 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, ReadTensors, StoredTensor, read_folder
+from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, FileTensors, StoredTensor, read_folder
+from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.store.durable import make_folder, sync_path
@@ -49,7 +50,7 @@ class Checkpoint:
     """
 
     architecture: Architecture
-    tensors: ReadTensors
+    tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer
     dequantised: frozenset[str]
 
@@ -73,6 +74,14 @@ class StoredCheckpoint:
         """Read the weights. Raises UserError naming the file, and the tensor that is not what it should be."""
         tensors = _read_tensors(self.folder, self.architecture, self.stored, self.codes)
         return Checkpoint(self.architecture, tensors, self.tokenizer, frozenset(self.codes))
+
+    def source(self) -> FileTensors:
+        """The weights in their files, of which nothing is kept. Raises UserError: the head is tied, and another one."""
+        places: dict[str, StoredTensor | Dequantised] = {**self.stored, **self.codes}
+        files = FileTensors(places)
+        if self.architecture.tie_embeddings and _HEAD in files:
+            _refuse_other_head(self.stored[_HEAD], files[_HEAD], files[_EMBEDDING])
+        return FileTensors({name: places[name] for name in parameter_shapes(self.architecture)})
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -205,19 +214,23 @@ def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
 
 def _read_tensors(
     folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor], codes: Mapping[str, Dequantised]
-) -> ReadTensors:
+) -> dict[str, Tensor]:
     shapes = parameter_shapes(arch)
     try:
         tensors = _load({name: tensor for name, tensor in stored.items() if name not in codes})
         tensors |= {name: matrix.whole() for name, matrix in codes.items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder}: the weights cannot be read: {error}") from error
-    if arch.tie_embeddings and _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING]):
-        raise stored[_HEAD].refused(
+    if arch.tie_embeddings and _HEAD in tensors:
+        _refuse_other_head(stored[_HEAD], tensors[_HEAD], tensors[_EMBEDDING])
+    return {name: tensors[name] for name in shapes}
+
+
+def _refuse_other_head(stored: StoredTensor, head: Tensor, embedding: Tensor) -> None:
+    if not torch.equal(head, embedding):
+        raise stored.refused(
             f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
         )
-    # Ranks elsewhere read the files themselves.
-    return ReadTensors({name: tensors[name] for name in shapes}, {**stored, **codes})
 
 
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
@@ -281,24 +294,54 @@ def _experts(config: ArchitectureConfig) -> Experts | None:
     )
 
 
-def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
-    """FP32 weights: norms 1, biases 0, embedding N(0, 1), linears N(0, 1 / in).
+class InitialWeights(TensorSource):
+    """FP32 weights of a decoder from scratch: norms 1, biases 0, embedding N(0, 1), linears N(0, 1 / in).
 
     Outputs of a block are scaled by 1 / sqrt(2 layers). An embedding that is also the head is drawn as a head, so that
-    a fresh policy is nearly uniform.
+    a fresh policy is nearly uniform. Processors with other vector units draw other values.
 
     The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
     """
-    generator = torch.Generator().manual_seed(seed)
-    shrink = (2 * arch.num_layers) ** -0.5
-    weights: dict[str, Tensor] = {}
-    for name, shape in parameter_shapes(arch).items():
+
+    def __init__(self, arch: Architecture, seed: int) -> None:
+        self._arch, self._seed = arch, seed
+        self._shapes = parameter_shapes(arch)
+        # One generator draws all matrices, in order: its state before each, as far as it is known.
+        self._drawn = [name for name, shape in self._shapes.items() if len(shape) > 1]
+        self._states = [torch.Generator().manual_seed(seed).get_state()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InitialWeights, (self._arch, self._seed)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
         if len(shape) == 1:
-            weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-            continue
-        embeds_only = name.startswith("model.embed_tokens") and not arch.tie_embeddings
+            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        index = self._drawn.index(name)
+        for before in range(len(self._states) - 1, index):
+            self._draw(before)
+        embeds_only = name.startswith("model.embed_tokens") and not self._arch.tie_embeddings
         spread = 1.0 if embeds_only else shape[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            spread *= shrink
-        weights[name] = torch.randn(shape, generator=generator) * spread
-    return weights
+            spread *= (2 * self._arch.num_layers) ** -0.5
+        return self._draw(index) * spread
+
+    def _draw(self, index: int) -> Tensor:
+        """N(0, 1) of one tensor, whose state is known; that of the next one is then."""
+        generator = torch.Generator()
+        generator.set_state(self._states[index])
+        drawn = torch.randn(self._shapes[self._drawn[index]], generator=generator)
+        if index + 1 == len(self._states):
+            self._states.append(generator.get_state())
+        return drawn
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
+    """All `InitialWeights`, in memory."""
+    return dict(InitialWeights(arch, seed))

@@ -20,6 +20,7 @@ from pydantic_core import from_json
 from torch import Tensor
 
 from fp8core.errors import UserError
+from fp8core.models.tensor_source import TensorSource
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
 from fp8core.user_files import open_input, read_json_object
@@ -105,8 +106,8 @@ class StoredTensor:
         return data.view(FLOATS[part.dtype]).view(part.shape)
 
 
-class FileTensors(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for; another process that sees the files reads them there."""
+class FileTensors(TensorSource):
+    """Tensors that are read in their files; another process must see these at the same paths."""
 
     def __init__(self, stored: Mapping[str, "StoredTensor | Dequantised"]) -> None:
         # The other process has a working directory of its own.
@@ -121,14 +122,6 @@ class FileTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
-
-
-class ReadTensors(dict[str, Tensor]):
-    """Tensors in memory, and the `files` that they were read from."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], stored: Mapping[str, "StoredTensor | Dequantised"]) -> None:
-        super().__init__(tensors)
-        self.files = FileTensors({name: stored[name] for name in tensors})
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:

@@ -23,13 +23,13 @@ from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import (
+    InitialWeights,
     StoredCheckpoint,
     architecture_from_config,
     find_checkpoint,
-    initial_weights,
-    load_checkpoint,
 )
 from fp8core.models.hub import model_shape, resolve_model
+from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 class BaseModel:
     """The model that a run starts from.
 
-    `tensors` are random for a model from scratch; its policy is made by the warm start. `dequantised` of them were
-    stored in block FP8.
+    `tensors` are random for a model from scratch; its policy is made by the warm start. A run on a cluster has a
+    `TensorSource` of them. `dequantised` of them were stored in block FP8.
     """
 
     arch: Architecture
@@ -70,9 +70,12 @@ def build_base(config: RunConfig) -> BaseModel:
     """
     found = _find_base(config)
     if found.checkpoint is None:
-        return BaseModel(found.arch, initial_weights(found.arch, config.seed), found.tokenizer, found.revision)
-    read = found.checkpoint.load()
-    return BaseModel(found.arch, read.tensors, found.tokenizer, found.revision, len(read.dequantised))
+        initial = InitialWeights(found.arch, config.seed)
+        tensors: Mapping[str, Tensor] = initial if config.cluster.used else dict(initial)
+        return BaseModel(found.arch, tensors, found.tokenizer, found.revision)
+    # This process holds no weights where ranks do.
+    tensors = found.checkpoint.source() if config.cluster.used else found.checkpoint.load().tensors
+    return BaseModel(found.arch, tensors, found.tokenizer, found.revision, len(found.checkpoint.codes))
 
 
 class _FoundModel(NamedTuple):
@@ -214,8 +217,12 @@ def wants_gpus(config: RunConfig) -> bool:
 def build_trainer(
     config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> Trainer:
-    """A trainer that starts from the given weights, in this process or on the ranks of a cluster."""
+    """A trainer that starts from the given weights, in this process or on the ranks of a cluster.
+
+    Ranks make the weights themselves, from a `TensorSource`.
+    """
     if cluster is not None:
+        assert isinstance(masters, TensorSource), "nothing hands weights to ranks"
         return cluster.build_trainer(config, arch, masters)
     return trainer_of(config.training).build(config, arch, masters, ALONE)
 
@@ -239,6 +246,7 @@ def build_sft_trainer(
     contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
     settings = config.model_copy(update={"precision": contract, "training": training})
     if cluster is not None and config.cluster.address is not None:
+        assert isinstance(initial, TensorSource), "nothing hands weights to ranks"
         return cluster.build_sft_trainer(settings, arch, initial)
     return build(settings, arch, initial)
 
@@ -261,7 +269,7 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
         UserError: as `check_teacher`; or the checkpoint is broken, or the packed trainer has no kernel for it.
     """
     settings = config.loss.distillation
-    teacher = load_checkpoint(_teacher_folder(config, tokenizer))
+    teacher = find_checkpoint(_teacher_folder(config, tokenizer))
     linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
     side = {"linear": linear, "kv_cache": linear}
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
@@ -271,7 +279,8 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
         trainer_of(scoring.training).check_model(scoring, teacher.architecture)
     except UserError as error:
         raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
-    return build_trainer(scoring, teacher.architecture, teacher.tensors, cluster)
+    tensors = teacher.load().tensors if cluster is None else teacher.source()
+    return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
 def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:

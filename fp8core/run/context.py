@@ -17,8 +17,7 @@ from fp8core.config.steps import Plan
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.kernels.compilation import KernelFolders
-from fp8core.models.architecture import Architecture
-from fp8core.models.safetensors_stream import ReadTensors, read_header
+from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
@@ -26,7 +25,7 @@ from fp8core.rollout.engine import Probe, RolloutEngine
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import SigningKey
 from fp8core.store.run_directory import RunDirectory
-from fp8core.training.saved_state import refuse_other_shapes
+from fp8core.training.saved_state import header_of
 from fp8core.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -97,16 +96,16 @@ class RunContext:
         self.cluster.replace()
 
     def initial_policy(self) -> Mapping[str, Tensor]:
-        """Weights of policy 0: what the warm start made, or the checkpoint the run began with.
+        """Weights of policy 0: what the warm start made, which is read in its file, or `base`.
 
         Raises StoredFileError: what the warm start stored is damaged, or of another model.
         """
         ref = self.directory.ledger.tasks(START)["warm_start"].outputs.get("weights")
         if ref is None:
             return self.base
-        weights, path = self.directory.store.get_tensors(ref), self.directory.store.path(ref)
-        refuse_other_shapes(path, weights, self.base)
-        return ReadTensors(weights, read_header(path))
+        weights = self.directory.store.file_tensors(ref)
+        header_of(self.directory.store.path(ref), parameter_shapes(self.arch))
+        return weights
 
     def ready_trainer(self) -> Trainer:
         """The trainer; the run must have been started."""

@@ -17,7 +17,7 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, longest_prompt
 from fp8core.errors import StoredFileError
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
-from fp8core.models.safetensors_stream import ReadTensors
+from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.weights import Shipped
 from fp8core.numerics.kv_scales import (
     LayerAmax,
@@ -46,7 +46,6 @@ from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.rollouts import failures, judges, problem_table, prompt_table
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
-from fp8core.training.registry import trainer_of
 from fp8core.training.trainer import ScoringTrainer, Trainer
 
 _PROBES = 8
@@ -60,19 +59,19 @@ class SyncError(RuntimeError):
 def initial_trainer(run: RunContext) -> Trainer:
     """A trainer that starts from policy 0, in this process or on the ranks of a cluster.
 
-    Raises StoredFileError: ranks, which read the weights in their files themselves, have other ones.
+    Raises StoredFileError: ranks, which make the weights themselves, have other ones.
     """
     weights = run.initial_policy()
-    trainer = build_trainer(run.config, run.arch, weights, run.cluster)
-    # A digest of another kind names what each process holds, or adapters too.
-    whole = trainer_of(run.config.training).names_whole and run.config.training.lora is None
-    if run.cluster is None or not isinstance(weights, ReadTensors) or not whole:
-        return trainer
+    if run.cluster is None:
+        return build_trainer(run.config, run.arch, weights)
+    assert isinstance(weights, TensorSource), "nothing hands weights to ranks"
+    trainer = run.cluster.build_trainer(run.config, run.arch, weights)
     policy = run.directory.store.get_json(run.directory.ledger.tasks(START)["warm_start"].outputs["policy"])
-    if (found := trainer.digest()) != policy["weights_digest"]:
+    if trainer.start_digest != policy["weights_digest"]:
         trainer.close()
         raise StoredFileError(
-            f"policy 0 has weights {policy['weights_digest']}, but the ranks have read {found}: a node sees other files"
+            f"policy 0 has weights {policy['weights_digest']}, but the ranks start from {trainer.start_digest}: "
+            f"{OTHER_START}"
         )
     return trainer
 

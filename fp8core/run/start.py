@@ -30,10 +30,11 @@ from fp8core.data.demonstrations import (
 )
 from fp8core.data.prompt import longest_prompt
 from fp8core.errors import StoredFileError, first_line
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.safetensors_stream import FileTensors
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
-from fp8core.numerics.fingerprint import masters_digest, policy_digest
+from fp8core.numerics.fingerprint import masters_digest
 from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
@@ -54,7 +55,7 @@ from fp8core.store.manifest import library_versions
 from fp8core.store.tables import STREAM
 from fp8core.training.exact import AdamW
 from fp8core.training.registry import trainer_of
-from fp8core.training.saved_state import refuse_other_shapes
+from fp8core.training.saved_state import header_of
 from fp8core.training.trainer import NotFiniteError, SftTrainer
 
 _MAX_GRAD_NORM = 1.0
@@ -65,13 +66,11 @@ def warm_start(run: RunContext) -> TaskResult:
     """Policy 0: from the supervised warm start, or the checkpoint as it is."""
 
     def body() -> dict[str, Ref]:
-        store = run.directory.store
-        if run.config.warm_start is None:
-            digest = masters_digest(run.base, _digest_device(run.config.training))
-            return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest})}
-        weights = shared_weights(run, run.config.warm_start)
-        policy = {"version": 0, "weights_digest": policy_digest(weights)}
-        return {"policy": store.put_json("policy", policy), "weights": store.put_tensors("weights", weights)}
+        store, weights, outputs = run.directory.store, run.base, dict[str, Ref]()
+        if run.config.warm_start is not None:
+            outputs["weights"], weights = shared_weights(run, run.config.warm_start)
+        digest = masters_digest(weights, _digest_device(run.config.training))
+        return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
 
     return _once(run, "warm_start", {"revision": run.model_revision}, body)
 
@@ -174,8 +173,10 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     ]
 
 
-def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor]:
+def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileTensors]:
     """The warm start of this configuration: trained once, then shared by every run of the same folder of runs.
+
+    Each run has a copy of the file of FP32 weights.
 
     It does not depend on the precision contract, so runs that compare precisions start from one policy.
     """
@@ -186,16 +187,18 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> dict[str, Tensor
     if entry.exists():
         try:
             ref = parse_model(durable.read_stored(entry), Ref, entry)
-            weights = store.get_tensors(ref)
-            refuse_other_shapes(store.path(ref), weights, run.base)
+            weights = store.file_tensors(ref)
+            header_of(store.path(ref), parameter_shapes(run.arch))
         except (StoredFileError, OSError) as error:
             run.console.note(f"the warm start of {entry} is damaged ({first_line(error)}); it is trained again")
         else:
             run.console.note(f"warm start taken from {entry}")
-            return weights
-    weights = _train(run, config, rows)
-    durable.write_file(entry, store.put_tensors("weights", weights).model_dump_json().encode())
-    return weights
+            run.directory.store.put_back(ref, store)
+            return ref, weights
+    ref = _train(run, config, rows, store)
+    durable.write_file(entry, ref.model_dump_json().encode())
+    run.directory.store.put_back(ref, store)
+    return ref, store.file_tensors(ref)
 
 
 def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | None) -> str:
@@ -211,8 +214,9 @@ def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | No
 
 
 def _train(
-    run: RunContext, config: WarmStartConfig, rows: Sequence[TokenisedDemonstration] | None
-) -> dict[str, Tensor]:
+    run: RunContext, config: WarmStartConfig, rows: Sequence[TokenisedDemonstration] | None, store: ArtifactStore
+) -> Ref:
+    """Train, and store the weights where they are."""
     if rows is None:
         demonstrations = chain_batches(run.config, config, run.source, run.tokenizer)
     else:
@@ -223,8 +227,10 @@ def _train(
 
     if (trainer := build_sft_trainer(run.config, run.arch, run.base, run.cluster)) is not None:
         with closing(trainer):
-            return train_by(trainer, config, demonstrations, progress)
-    return train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)
+            train_by(trainer, config, demonstrations, progress)
+            return trainer.store_weights(store)
+    weights = train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)
+    return store.put_tensors("weights", weights)
 
 
 def train_by(
@@ -232,13 +238,10 @@ def train_by(
     config: WarmStartConfig,
     batch: Draw,
     progress: Callable[[int, float], None],
-) -> dict[str, Tensor]:
-    """`train_on_demonstrations` by the updates of a trainer, which begins with the initial weights.
+) -> None:
+    """`train_on_demonstrations` by the updates of a trainer, which begins with the initial weights and has the others.
 
     Schedule and batches are the same.
-
-    Returns:
-        FP32 weights on the CPU.
 
     Raises:
         NotFiniteError: the loss became NaN or infinite, or the trainer refused an update.
@@ -250,7 +253,6 @@ def train_by(
         if not math.isfinite(loss):
             raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
         progress(step, loss)
-    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in trainer.masters.items()}
 
 
 def train_on_demonstrations(

@@ -28,7 +28,7 @@ from fp8core.training.megatron import requirements as megatron
 from fp8core.training.memory import SHARDED, Parallel, TrainerMemory
 from fp8core.training.packed import requirements as packed
 from fp8core.training.ranks import ALONE, Ranks
-from fp8core.training.trainer import SftTrainer, Trainer
+from fp8core.training.trainer import LocalTrainer, SftTrainer
 
 if TYPE_CHECKING:
     from fp8core.training.packed.trainer import PackedTrainer
@@ -59,13 +59,12 @@ class TrainerEntry:
         advice: what to change where its memory does not fit.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
-        names_whole: whether the digest of its weights is that of the whole masters, not of what each process holds.
     """
 
     name: str
     settings: type[BaseModel]
     chosen: Callable[[TrainingConfig], bool]
-    build: Callable[[RunConfig, Architecture, Mapping[str, Tensor], Ranks], Trainer]
+    build: Callable[[RunConfig, Architecture, Mapping[str, Tensor], Ranks], LocalTrainer]
     arithmetic: Arithmetic
     scores_updates: bool
     device: Callable[[TrainingConfig], str]
@@ -80,7 +79,6 @@ class TrainerEntry:
     products: Callable[[RunConfig, Architecture], Iterable[Product]] = lambda *_: ()
     packs: Callable[[RunConfig, Architecture], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
-    names_whole: bool = True
 
 
 _entries: dict[str, TrainerEntry] = {}
@@ -111,7 +109,7 @@ def _on_gpu(training: TrainingConfig) -> bool:
     return training.device == "cuda"
 
 
-def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> Trainer:
+def _build_exact(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> LocalTrainer:
     from fp8core.training.exact import ExactTrainer
 
     return ExactTrainer(
@@ -200,7 +198,7 @@ register_trainer(
 )
 
 
-def _build_megatron(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> Trainer:
+def _build_megatron(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> LocalTrainer:
     from fp8core.training.megatron.trainer import process_trainer
 
     return process_trainer(config, arch, masters, ranks)
@@ -215,7 +213,6 @@ register_trainer(
     TrainerEntry(
         name="megatron",
         packages=("megatron-core", "transformer-engine"),
-        names_whole=False,
         settings=MegatronConfig,
         chosen=lambda training: training.trainer == "megatron",
         build=_build_megatron,

@@ -23,6 +23,7 @@ from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.store.artifacts import ArtifactStore, Ref
 
 AVERAGED = (
     "loss",
@@ -119,11 +120,6 @@ class Trainer(Protocol):
         """Shape of the policy."""
         ...
 
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them."""
-        ...
-
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
         """Score completion tokens under the current policy."""
         ...
@@ -165,6 +161,15 @@ class Trainer(Protocol):
         ...
 
 
+class LocalTrainer(Trainer, Protocol):
+    """A trainer in this process, or the part of one that is."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them."""
+        ...
+
+
 @runtime_checkable
 class ScoringTrainer(Protocol):
     """A trainer whose update scores its rows (`TrainerEntry.scores_updates`), and which scores under older policies."""
@@ -197,13 +202,12 @@ class ScoringTrainer(Protocol):
 class SftTrainer(Protocol):
     """A trainer that learns from demonstrations too."""
 
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """FP32 weights, on any device."""
-        ...
-
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
+        ...
+
+    def store_weights(self, store: ArtifactStore) -> Ref:
+        """Store the FP32 weights as an artifact of kind `weights`. Raises UserError when the disk refuses."""
         ...
 
     def close(self) -> None:
@@ -269,7 +273,7 @@ class PolicyTrainer(ABC):
     @property
     @abstractmethod
     def masters(self) -> Mapping[str, Tensor]:
-        """As `Trainer.masters`."""
+        """As `LocalTrainer.masters`."""
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
         """As `Trainer.save_policy`."""

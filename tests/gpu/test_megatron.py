@@ -146,6 +146,8 @@ GRIDS: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("grid", GRIDS)
 def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: Any) -> None:
     """Each on a GPU of its own, over NCCL; a checkpoint goes on, and a killed rank is an error at once."""
+    from stored_weights import stored
+
     from fp8core.cluster.workers import Cluster
 
     count, family, spread = GRIDS[grid]
@@ -156,7 +158,7 @@ def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: A
     arch, batch, one = cases.small(family), batch_of(family), trainer_of(family, "bf16")
     cluster = Cluster(config, True, Environment(required_environment(config)))
     try:
-        together = cluster.build_trainer(config, arch, cases.small_policy(arch))
+        together = cluster.build_trainer(config, arch, stored(tmp_path / "start", cases.small_policy(arch)))
         assert together.export().digest() == one.export().digest()
         found, expected = (t.logprobs(batch.sequences, cases.TEMPERATURE, None) for t in (together, one))
         assert float((found.logprobs - expected.logprobs)[batch.mask].abs().mean()) < 0.05

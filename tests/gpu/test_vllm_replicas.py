@@ -4,11 +4,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from stored_weights import stored
 
 from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicatedEngine
 from fp8core.config.load import load_config
@@ -87,7 +90,10 @@ def placed(**settings: Any) -> Iterator[tuple[Cluster, ReplicatedEngine, RankedT
     cluster = open_cluster(config)
     assert cluster is not None
     try:
-        yield cluster, cluster.build_engine(config, ARCH), cluster.build_trainer(config, ARCH, masters)
+        with TemporaryDirectory() as folder:
+            start = stored(Path(folder) / "start", masters)
+            trainer = cluster.build_trainer(config, ARCH, start)
+        yield cluster, cluster.build_engine(config, ARCH), trainer
     finally:
         cluster.close()
 

@@ -10,11 +10,13 @@ import torch
 from conftest import CONTRACT, ON_GPU, REPLICAS, SHAPE, wait_until_gone
 from faulty_engine import commit_fault
 from generation_cases import build_groups, collect
+from stored_weights import stored
 
 from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicaError, ReplicatedEngine
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.architecture import Architecture
+from fp8core.models.safetensors_stream import FileTensors
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Probe, Sampling
 from fp8core.rollout.vllm.weights import UpdateError
@@ -44,23 +46,30 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def started_pair(vllm_build, policies) -> Iterator[Replicas]:
+def starts(policies, tmp_path_factory) -> list[FileTensors]:
+    """The weights of each policy, in a file."""
+    folder = tmp_path_factory.mktemp("starts")
+    return [stored(folder / str(policy.version), policy.trainer.masters) for policy in policies]
+
+
+@pytest.fixture(scope="module")
+def started_pair(vllm_build, starts) -> Iterator[Replicas]:
     config, arch = load_config("tiny", SETTINGS), Architecture(**SHAPE)
     cluster = open_cluster(config)
     assert cluster is not None
-    trainers = [cluster.build_trainer(config, arch, policy.trainer.masters) for policy in policies]
+    trainers = [cluster.build_trainer(config, arch, start) for start in starts]
     yield Replicas(cluster, cluster.build_engine(config, arch), trainers)
     cluster.close()
 
 
 @pytest.fixture
-def replicas(started_pair, policies):
+def replicas(started_pair, policies, starts):
     """They hold policy 0; a test that ended one has had them replaced."""
     pair = started_pair
     if not pair.cluster.gang.alive:
         config, arch = load_config("tiny", SETTINGS), Architecture(**SHAPE)
         pair.cluster.replace()
-        pair.trainers = [pair.cluster.build_trainer(config, arch, policy.trainer.masters) for policy in policies]
+        pair.trainers = [pair.cluster.build_trainer(config, arch, start) for start in starts]
         pair.engine = pair.cluster.build_engine(config, arch)
     for index in range(2):
         pair.commit_fault(index, "")

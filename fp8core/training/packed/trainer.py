@@ -37,6 +37,7 @@ from fp8core.numerics.packed import (
 from fp8core.plan.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.micro_batch import MicroBatchTrainer, Scored
 from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
@@ -125,6 +126,11 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             return own
         whole = self._masters.joined({name: rows.bfloat16() for name, rows in own.items()})
         return {name: tensor.cpu() for name, tensor in whole.items() if self._ranks.rank == 0}
+
+    def store_weights(self, store: ArtifactStore) -> Ref:
+        """As `SftTrainer.store_weights`."""
+        assert self._ranks.count == 1, "one rank trains the warm start, and has all in FP32"
+        return store.put_tensors("weights", self._masters.named())
 
     def describe(self) -> dict[str, object]:
         """Formats by layer, and what multiplies."""

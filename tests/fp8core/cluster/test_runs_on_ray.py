@@ -30,7 +30,7 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
 from fp8core.errors import EngineLost, MemberLost, UserError
-from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
@@ -38,25 +38,13 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
 from fp8core.run.start import train_by
+from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Cluster]:
-    """A head without places for members, and two nodes with one each."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster
-    # A question to the cluster leaves its connection, and Ray removes no node that this process is connected to.
-    ray.shutdown()
-    cluster.shutdown()
 
 
 class Accidents(Execution):
@@ -329,12 +317,10 @@ def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_wh
     with closing(open_cluster(packed)) as cluster:
         assert ray.get_runtime_context().get_job_id() == job
         a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(cluster, config, tmp_path)
-        rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster, packed)
-        with monkeypatch.context() as spoilt:
-            spoilt.chdir(tmp_path)
-            # Ray would carry what it makes.
-            spoilt.delattr("fp8core.cluster.workers.pack")
-            weights_of_files_are_read_by_ranks_wherever_they_run(cluster, config, packed)
+        rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster, packed, tmp_path)
+        with monkeypatch.context() as moved:
+            moved.chdir(tmp_path)
+            weights_of_files_are_read_by_ranks_wherever_they_run(cluster, config, packed, tmp_path)
         a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster)
     assert not ray.is_initialized()
 
@@ -356,8 +342,10 @@ def a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(
         trainer.save(folder)
 
 
-def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster: RemoteCluster, config: RunConfig) -> None:
-    base, settings = build_base(config), WarmStartConfig(steps=3)
+def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(
+    cluster: RemoteCluster, config: RunConfig, folder: Path
+) -> None:
+    base, settings, store = build_base(config), WarmStartConfig(steps=3), ArtifactStore(folder / "shelf")
 
     def batch(step: int) -> list[TokenisedDemonstration]:
         return [TokenisedDemonstration([3, 4 + step, 5], list(range(6, 8 + row))) for row in range(4)]
@@ -366,20 +354,29 @@ def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster: RemoteClu
     for where in (None, cluster):
         with closing(build_sft_trainer(config, base.arch, base.tensors, where)) as trainer:
             assert isinstance(trainer, RemoteSft) == (where is cluster)
-            found.append(train_by(trainer, settings, batch, lambda *_: None))
-    assert policy_digest(found[0]) == policy_digest(found[1]) != policy_digest(base.tensors)
+            train_by(trainer, settings, batch, lambda *_: None)
+            found.append(trainer.store_weights(store))
+            if where is None:
+                store.path(found[0]).unlink()
+    assert found[0] == found[1]
+    trained = store.get_tensors(found[1])
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in trained.items()} == {
+        name: (tensor.shape, torch.float32) for name, tensor in base.tensors.items()
+    }
+    assert policy_digest(trained) != policy_digest(base.tensors)
 
 
 def weights_of_files_are_read_by_ranks_wherever_they_run(
-    cluster: RemoteCluster, config: RunConfig, packed: RunConfig
+    cluster: RemoteCluster, config: RunConfig, packed: RunConfig, folder: Path
 ) -> None:
     base = build_base(config)
     save_checkpoint(Path("model"), base.arch, base.tensors, base.tokenizer, dtype=torch.float32)
-    read = load_checkpoint(Path("model")).tensors
+    read = find_checkpoint(Path("model")).source()
+    store = ArtifactStore(folder / "unchanged")
     with closing(cluster.build_trainer(config, base.arch, read)) as trainer:
-        assert trainer.digest() == policy_digest(base.tensors)
+        assert trainer.digest() == trainer.start_digest == policy_digest(base.tensors)
     with closing(build_sft_trainer(packed, base.arch, read, cluster)) as sft:
-        assert policy_digest(sft.masters) == policy_digest(base.tensors)
+        assert policy_digest(store.get_tensors(sft.store_weights(store))) == policy_digest(base.tensors)
 
 
 def a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster: RemoteCluster) -> None:

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import stat
@@ -17,7 +18,13 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import ArchitectureConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.checkpoint import architecture_from_config, initial_weights, load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import (
+    InitialWeights,
+    architecture_from_config,
+    initial_weights,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fp8core.models.hub import ResolvedModel, resolve_model
 from fp8core.rl.batch import TokenBatch
 
@@ -324,6 +331,8 @@ def test_experts_of_the_configured_shape_are_built():
 def test_weights_depend_on_the_seed_alone(architecture):
     arch = architecture()
     first, again, other = initial_weights(arch, 0), initial_weights(arch, 0), initial_weights(arch, 1)
+    elsewhere = pickle.loads(pickle.dumps(InitialWeights(arch, 0)))
+    assert all(torch.equal(elsewhere[name], first[name]) for name in reversed(first)), "in whatever order"
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == parameter_shapes(arch)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first if first[name].dim() == 2)

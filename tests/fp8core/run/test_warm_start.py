@@ -141,16 +141,12 @@ def test_a_trainer_takes_the_same_steps(learn, demonstrations, architecture, mas
         return demonstrations
 
     config = WarmStartConfig(steps=STEPS, learning_rate=5e-3)
-    weights = train_by(trainer, config, batch, lambda step, loss: losses.append((step, loss)))
-    expected, expected_losses = learn(demonstrations)
+    train_by(trainer, config, batch, lambda step, loss: losses.append((step, loss)))
+    _, expected_losses = learn(demonstrations)
     assert asked == [step for step, _ in losses] == list(range(STEPS))
     assert [loss for _, loss in losses] == pytest.approx(expected_losses, rel=1e-3)
     assert len(set(trainer.rates)) == STEPS
     assert max(trainer.rates) == 5e-3
-    assert {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in weights.items()} == {
-        name: (tensor.shape, torch.float32, False) for name, tensor in expected.items()
-    }
-    assert all(weights[name].data_ptr() != trainer.masters[name].data_ptr() for name in weights)
 
 
 def test_a_trainer_whose_loss_is_not_finite_is_stopped(demonstrations, architecture, masters_of):

@@ -12,11 +12,13 @@ from threading import Timer
 
 import pytest
 import torch
+from stored_weights import masters_of, stored
 
 from fp8core.cluster.workers import Cluster
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import parallel
 from fp8core.training.ranks import ALONE
@@ -58,10 +60,17 @@ def cluster_of_two():
 
 
 @pytest.fixture
-def together(cluster_of_two, policy):
+def start(policy, tmp_path):
+    """The policy as ranks take it."""
+    arch, masters = policy
+    return arch, stored(tmp_path / "start", masters)
+
+
+@pytest.fixture
+def together(cluster_of_two, start):
     """The trainer of two ranks."""
     config, cluster = cluster_of_two
-    trainer = cluster.build_trainer(config, *policy)
+    trainer = cluster.build_trainer(config, *start)
     yield trainer
     trainer.close()
 
@@ -71,9 +80,10 @@ def largest(found, expected):
     return max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
 
 
-def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged_batch):
+def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged_batch, tmp_path):
     one = alone()
-    assert largest(together.masters, policy[1]) == 0
+    assert largest(masters_of(together, tmp_path / "before"), policy[1]) == 0
+    assert together.start_digest == policy_digest(policy[1])
     assert together.export().digest() == one.export().digest()
     found, expected = (trainer.logprobs(ragged_batch.sequences, 0.9, None) for trainer in (together, one))
     mask = ragged_batch.mask
@@ -84,14 +94,14 @@ def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged
         ours, theirs = (vars(trainer.step(ragged_batch, 0.9, None)) for trainer in (together, one))
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
-    assert largest(together.masters, one.masters) < 1e-4
+    assert largest(masters_of(together, tmp_path / "after"), one.masters) < 1e-4
     assert together.describe()["ranks"] == 2
 
 
 def test_checkpoints_are_read_on_the_same_grid_and_on_others(together, alone, ragged_batch, tmp_path):
     together.step(ragged_batch, 0.9, None)
     together.save(tmp_path)
-    digest, weights = together.digest(), together.masters
+    digest, weights = together.digest(), masters_of(together, tmp_path / "weights")
     expected = together.step(ragged_batch, 0.9, None)
     together.load(tmp_path)
     assert (together.version, together.digest()) == (1, digest)
@@ -104,7 +114,7 @@ def test_checkpoints_are_read_on_the_same_grid_and_on_others(together, alone, ra
     one.save(tmp_path / "one")
     together.load(tmp_path / "one")
     assert together.version == 2
-    assert largest(together.masters, one.masters) == 0
+    assert largest(masters_of(together, tmp_path / "again"), one.masters) == 0
 
 
 def test_an_update_that_is_not_finite_leaves_all_ranks_as_they_were(together, ragged_batch):
@@ -115,7 +125,7 @@ def test_an_update_that_is_not_finite_leaves_all_ranks_as_they_were(together, ra
     assert together.step(ragged_batch, 0.9, None).version == 1
 
 
-def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two, together, policy, ragged_batch):
+def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two, together, start, ragged_batch):
     """The other rank waits for it in a collective; new ranks take their places."""
     config, cluster = cluster_of_two
     expected, pid = together.step(ragged_batch, 0.9, None), cluster.places()["rank 1"]["pid"]
@@ -128,6 +138,6 @@ def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two
     assert time.monotonic() - started < 20
     together.close()
     cluster.replace()
-    again = cluster.build_trainer(config, *policy)
+    again = cluster.build_trainer(config, *start)
     assert again.step(ragged_batch, 0.9, None) == expected
     again.close()

@@ -1,0 +1,126 @@
+"""No weights of a whole model lie in Ray's object store, whatever a run starts from."""
+
+import importlib
+import io
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray._private.serialization import SerializationContext
+
+from fp8core.cluster.workers import ReplicaError
+from fp8core.config.load import load_config
+from fp8core.models.checkpoint import InitialWeights, save_checkpoint
+from fp8core.report.console import Console
+from fp8core.run import start
+from fp8core.run.build import build_base, build_teacher, open_cluster
+from fp8core.run.context import RunContext
+from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.ledger import START
+
+WIDER = {"architecture.hidden_size": 256, "architecture.intermediate_size": 1024}
+
+
+@pytest.fixture
+def handed(monkeypatch) -> list[int]:
+    """Bytes of each value that this process hands to members, and that it gets from them; they hand each other none."""
+    sizes: list[int] = []
+    serialize, deserialize = SerializationContext.serialize, SerializationContext.deserialize_objects
+
+    def sent(context: Any, value: Any) -> Any:
+        made = serialize(context, value)
+        sizes.append(made.total_bytes)
+        return made
+
+    def received(context: Any, values: Any, *others: Any) -> Any:
+        sizes.extend(len(value.data) for value in values if value.data is not None)
+        return deserialize(context, values, *others)
+
+    monkeypatch.setattr(SerializationContext, "serialize", sent)
+    monkeypatch.setattr(SerializationContext, "deserialize_objects", received)
+    return sizes
+
+
+def bytes_of_the_policy(settings: dict[str, Any]) -> int:
+    return sum(tensor.nbytes for tensor in build_base(load_config("tiny", settings)).tensors.values())
+
+
+def steps_of_a_teacher_and_a_reference(folder: Path) -> dict[str, Any]:
+    base = build_base(load_config("tiny", {**WIDER, "seed": 5}))
+    save_checkpoint(folder, base.arch, base.tensors, base.tokenizer, dtype=torch.float32)
+    steps = [
+        {"name": "teacher", "uses": "tasks.teacher:teacher", "needs": ["rollouts"]},
+        {"name": "reference", "uses": "tasks.reference:reference", "needs": ["rollouts", "scales"]},
+    ]
+    return {
+        "loss.distillation": {"teacher": str(folder), "weight": 1.0},
+        "loss.reference_kl": 0.1,
+        "pipeline": {
+            "insert": [{"after": "rollout", "step": step} for step in steps],
+            "rewire": {"train": {"teacher": "teacher", "reference": "reference"}},
+        },
+    }
+
+
+def test_a_run_from_scratch_with_a_teacher_on_two_ranks_makes_the_records_of_one_process(
+    two_nodes, loop_run, tmp_path, handed
+):
+    settings = {
+        **{**WIDER, "warm_start": None, "steps": 1, "rollout.prompts_per_step": 2, "checkpoint.every": 1},
+        **steps_of_a_teacher_and_a_reference(tmp_path / "teacher"),
+    }
+    alone = loop_run("alone", **settings)
+    handed.clear()
+    ranked = loop_run("ranked", **settings, cluster={"address": two_nodes.address, "ranks": 2})
+    assert ranked.records == alone.records
+    assert 0 < sum(handed) < bytes_of_the_policy(WIDER) / 4
+
+
+@contextmanager
+def started(settings: dict[str, Any], folder: Path) -> Iterator[RunContext]:
+    """A run that has policy 0, and a trainer with it."""
+    config = load_config("tiny", {**settings, "runs": str(folder)})
+    # Several packed ranks on a CPU are refused, since their records would differ; their weights do not, at first.
+    plan = plan_of(load_config("tiny", {**settings, "cluster": {}}))
+    with (
+        open_directory(config, "run") as directory,
+        open_run(config, plan, directory, Console(io.StringIO(), config.steps)) as run,
+    ):
+        start.warm_start(run)
+        start.build_workers(run)
+        yield run
+
+
+def test_a_warm_start_on_rank_0_is_written_there_and_read_by_all_ranks(two_nodes, small, tmp_path, handed):
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    settings = {
+        **{**small, **WIDER, "training.packed": True, "warm_start.steps": 2},
+        **{"precision": {"rollout": bf16, "training": bf16, "rounding_points": "kernels"}},
+        **steps_of_a_teacher_and_a_reference(tmp_path / "teacher"),
+    }
+    found = []
+    for name, cluster in (("alone", {}), ("ranked", {"cluster": {"address": two_nodes.address, "ranks": 2}})):
+        with started({**settings, **cluster}, tmp_path / name) as run:
+            outputs = run.directory.ledger.tasks(START)["warm_start"].outputs
+            with closing(build_teacher(run.config, run.tokenizer, run.cluster)) as teacher:
+                found.append((outputs, run.ready_trainer().digest(), teacher.digest()))
+            if cluster:
+                assert isinstance(run.base, InitialWeights), "it holds none"
+    assert found[0] == found[1]
+    assert run.directory.store.get_json(found[0][0]["policy"])["weights_digest"] == found[0][1]
+    assert 0 < sum(handed) < bytes_of_the_policy(settings) / 4
+
+
+def test_ranks_that_make_other_weights_from_one_source_are_refused(two_nodes, monkeypatch):
+    """As those of two kinds of processors do."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    config = load_config("tiny", {"cluster": {"address": two_nodes.address, "ranks": 2}})
+    base, source = build_base(config), importlib.import_module("ray_life").OtherElsewhere
+    with closing(open_cluster(config)) as cluster:
+        pid = cluster.gang.ranks[1].place.pid
+        with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 start from other values of model\.norm\.weight: "):
+            cluster.build_trainer(config, base.arch, source(base.arch, 0, pid))
+        cluster.build_trainer(config, base.arch, source(base.arch, 0, 0)).close()
