@@ -14,10 +14,10 @@ Predicted before the first measurement: held-out reward 0.23 at first and 0.70 a
 gap below one point, error exactly 1 in FP8, and 4 s a step with six trainings side by side (three took 2.0 s each, in
 turn).
 
-Predicted before all five variants were trained side by side on H100s: the FP8 trainings have the held-out accuracies
-that they had on an H200, digit for digit (0.934, 0.922, 0.945). With generation alone in FP8 the error is 1.03 to 1.10;
-without correction it ends 2 points below BF16, with it 1. Asynchronously it ends within 2 points of FP8, and no token
-differs.
+Predicted before all five variants were trained side by side on H100s (they came to H200s): FP8 has the held-out
+accuracies that it had before, digit for digit (0.934, 0.922, 0.945). With generation alone in FP8 the error is 1.03 to
+1.10; without correction it ends 2 points below BF16, with it 1. Asynchronously it ends within 2 points of FP8, and no
+token differs.
 """
 
 import argparse

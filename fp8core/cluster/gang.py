@@ -267,7 +267,7 @@ def check_places(members: Sequence[Handle]) -> None:
             raise UserError(
                 f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "
                 "rollout and training policy would differ; ATEN_CPU_CAPABILITY=default in the environment of "
-                "`ray start` on every node makes them equal, and slower"
+                "`ray start` on every node, and of this process, makes them equal, and slower"
             )
 
 

@@ -16,6 +16,7 @@ from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
+from fp8core.errors import StoredFileError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ class Cluster:
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
         """A trainer over all ranks, each of which makes the weights that it starts from.
 
-        Raises ReplicaError: they are other ones in another rank.
+        Raises StoredFileError: they are other ones in another rank.
         """
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
         return RankedTrainer(self.gang, key, arch)
@@ -369,7 +370,7 @@ class RankedTrainer:
     """
 
     def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
-        """The ranks have their parts. Raises ReplicaError: they have read other weights."""
+        """The ranks have their parts. Raises StoredFileError: they have read other weights."""
         self._gang, self._key, self.arch = gang, key, arch
         self._numbers = count()
         self.version = 0
@@ -382,7 +383,7 @@ class RankedTrainer:
             for name, tensor in read.items():
                 if found.setdefault(name, tensor) != tensor:
                     self.close()
-                    raise ReplicaError(
+                    raise StoredFileError(
                         f"{rank.name} and {first[name]} start from other values of {name}: {OTHER_START}"
                     )
                 first.setdefault(name, rank.name)

@@ -11,8 +11,8 @@ from torch import Tensor
 from fp8core.numerics.fingerprint import fingerprint
 
 OTHER_START = (
-    "a node sees other files, or its processor draws other values (ATEN_CPU_CAPABILITY=default in the environment of "
-    "all processes makes them equal)"
+    "a node sees other files, or its processor draws other values than the one that the run began on "
+    "(ATEN_CPU_CAPABILITY=default in the environment of all processes makes those of a new run equal)"
 )
 """Why two processes make other tensors from one source."""
 

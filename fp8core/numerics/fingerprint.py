@@ -195,7 +195,7 @@ def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
         TypeError: a tensor is complex.
     """
     parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
-    if any(part.elements.device.type != "cpu" for part in parts):
+    if len(parts) == 1 or any(part.elements.device.type != "cpu" for part in parts):
         return torch.stack([_slice_sum(part).cpu() for part in parts])
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return torch.stack(list(threads.map(_slice_sum, parts)))

@@ -91,7 +91,8 @@ def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float) -> Ten
     Returns:
         FP64 [M, N].
     """
-    blocked = spans * peak > _WIDEST_SPAN
+    # Not `>`, which is false for NaN.
+    blocked = ~(spans * peak <= _WIDEST_SPAN)
     if bool(blocked.all()):
         return scaled_gemm(left, right)
     total = left @ right.t()

@@ -1,7 +1,7 @@
 """Cases of what an engine samples, for tests/vllm and tests/sglang: the small policies are those of tests/vllm.
 
-Where results depend on what runs beside a request, a case hands back what it drew twice, and each engine's test says
-how far the two may part (`share_parted`).
+Where results depend on what runs beside a request, a case hands back what it drew twice. Each engine's test says how
+far the two may part (`share_parted`).
 """
 
 from collections.abc import Callable, Sequence
@@ -126,10 +126,12 @@ def check_a_generation_that_is_left_gives_way_to_an_update(engine: Any, policy: 
 
 
 def drawn_twice_by(seeds: Sequence[int], engine: Any) -> tuple[Found, Found]:
-    """One prompt with these seeds, twice."""
+    """One prompt with these seeds, twice; it is not cached the second time."""
     (group,) = build_groups(1, len(seeds))
     sampling, group = Sampling(1.7, 12, frozenset()), replace(group, seeds=tuple(seeds))
-    return collect(engine, [group], sampling), collect(engine, [group], sampling)
+    first = collect(engine, [group], sampling)
+    assert engine.drop_prefixes()
+    return first, collect(engine, [group], sampling)
 
 
 def with_a_bf16_head(contract: PrecisionContract) -> PrecisionContract:

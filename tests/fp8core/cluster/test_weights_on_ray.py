@@ -11,8 +11,8 @@ import pytest
 import torch
 from ray._private.serialization import SerializationContext
 
-from fp8core.cluster.workers import ReplicaError
 from fp8core.config.load import load_config
+from fp8core.errors import StoredFileError
 from fp8core.models.checkpoint import InitialWeights, save_checkpoint
 from fp8core.report.console import Console
 from fp8core.run import start
@@ -121,6 +121,8 @@ def test_ranks_that_make_other_weights_from_one_source_are_refused(two_nodes, mo
     base, source = build_base(config), importlib.import_module("ray_life").OtherElsewhere
     with closing(open_cluster(config)) as cluster:
         pid = cluster.gang.ranks[1].place.pid
-        with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 start from other values of model\.norm\.weight: "):
+        with pytest.raises(
+            StoredFileError, match=r"^rank 1 and rank 0 start from other values of model\.norm\.weight: "
+        ):
             cluster.build_trainer(config, base.arch, source(base.arch, 0, pid))
         cluster.build_trainer(config, base.arch, source(base.arch, 0, 0)).close()
