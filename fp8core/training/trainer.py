@@ -166,7 +166,10 @@ class LocalTrainer(Trainer, Protocol):
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them."""
+        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them.
+
+        Only to be read: what a trainer has quantised of them stays as it is until its next update.
+        """
         ...
 
 

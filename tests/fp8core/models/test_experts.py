@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -228,6 +230,18 @@ def rolled_out(architecture, pair_of, ragged_prompts, groups_of):
     return rollout
 
 
+@pytest.fixture
+def with_other_routers(trainer_of):
+    """A pair to the same with a trainer whose routers choose what they chose last."""
+
+    def turned(pair):
+        masters = {name: weight.detach() for name, weight in pair.trainer.masters.items()}
+        masters |= {name: -weight for name, weight in masters.items() if name.endswith(".mlp.gate.weight")}
+        return replace(pair, trainer=trainer_of(PrecisionContract(), pair.arch, masters=masters))
+
+    return turned
+
+
 def sequences(found, prompts, replay):
     experts = [completion.experts for completion in found] if replay else None
     return TokenBatch.of(prompts, [completion.tokens for completion in found], experts)
@@ -278,22 +292,20 @@ def test_replay_of_the_same_choice_changes_nothing(rolled_out):
     assert len(digests) == 1
 
 
-def test_replay_forces_the_rollouts_choice_on_another_router(rolled_out):
+def test_replay_forces_the_rollouts_choice_on_another_router(rolled_out, with_other_routers):
     """With one expert a token its weight is 1, so routers differ in their choice alone: replay makes them equal."""
     pair, found, prompts = rolled_out(moe(per_token=1))
-    for layer in range(3):
-        pair.trainer.masters[f"model.layers.{layer}.mlp.gate.weight"].data.neg_()
+    pair = with_other_routers(pair)
     mask = length_mask([completion.tokens for completion in found])
     rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
     assert not torch.equal(scores(pair, found, prompts, replay=False)[mask], rollout[mask])
     assert torch.equal(scores(pair, found, prompts, replay=True)[mask], rollout[mask])
 
 
-def test_gradients_of_a_replayed_update_reach_the_router(rolled_out):
+def test_gradients_of_a_replayed_update_reach_the_router(rolled_out, with_other_routers):
     pair, found, prompts = rolled_out(moe())
+    pair = with_other_routers(pair)
     gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(3)]
-    for name in gates:
-        pair.trainer.masters[name].data.neg_()
     before = {name: pair.trainer.masters[name].detach().clone() for name in gates}
     old = scores(pair, found, prompts, replay=True).nan_to_num()
     mask = length_mask([completion.tokens for completion in found])
