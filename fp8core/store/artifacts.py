@@ -94,17 +94,24 @@ def _refused() -> Iterator[None]:
         raise ArtifactError(str(error)) from error
 
 
-def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
-    """The bytes of a file of known SHA-256 (and size). Raises ArtifactError with the kind of damage."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of the system as ArtifactError."""
     try:
-        # A file that outgrew the memory must not be read.
-        if size is not None and path.is_file() and (there := path.stat().st_size) > size:
-            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
-        data = durable.read_stored(path)
+        yield
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: the file is missing") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
+    """The bytes of a file of known SHA-256 (and size). Raises ArtifactError with the kind of damage."""
+    with _reading(path):
+        # A file that outgrew the memory must not be read.
+        if size is not None and path.is_file() and (there := path.stat().st_size) > size:
+            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
+        data = durable.read_stored(path)
     if size is not None and len(data) < size:
         raise ArtifactError(f"{path}: truncated: {len(data)} of {size} bytes")
     found = hashlib.sha256(data).hexdigest()
@@ -116,17 +123,13 @@ def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
 
 def check_content(path: Path, digest: str, size: int) -> None:
     """Refuse what `read_checked` refuses, without the whole content in memory."""
-    try:
+    with _reading(path):
         there = path.stat().st_size if path.is_file() else size
         if there < size:
             raise ArtifactError(f"{path}: truncated: {there} of {size} bytes")
         if there > size:
             raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
         found = durable.file_digest(path)
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: the file is missing") from error
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     if found != digest:
         raise ArtifactError(f"{path}: content differs: SHA-256 {found} of {size} bytes, expected {digest}")
 

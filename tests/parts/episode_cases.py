@@ -122,16 +122,24 @@ def drawn_by_session_and_by_generate(engine: Any, stops: frozenset[int]) -> tupl
         for group in groups[:4]
     ]
     expected = [*collect(engine, begun, sampling), *collect(engine, groups[4:], sampling)]
-    assert isinstance(engine, StreamingEngine)
-    session, found, late = engine.open_session(sampling), Found(), [*begun]
-    session.add(groups[4:])
-    while session.busy or late:
-        found += session.step()
-        if late:
-            session.add([late.pop()])
-    session.close()
+    found = drawn_by_session(engine, sampling, groups[4:], begun)
     assert {done.finish for done in found} == {"stop", "length", "open"}
     return sorted(found, key=lambda done: (done.group, done.sample)), expected
+
+
+def drawn_by_session(
+    engine: Any, sampling: Sampling, first: Sequence[PromptGroup], late: Sequence[PromptGroup]
+) -> Found:
+    """All completions; of the late groups one comes after each step."""
+    assert isinstance(engine, StreamingEngine)
+    session, found, left = engine.open_session(sampling), Found(), [*late]
+    session.add(first)
+    while session.busy or left:
+        found += session.step()
+        if left:
+            session.add([left.pop()])
+    session.close()
+    return found
 
 
 def check_what_a_closed_session_had_is_gone(engine: Any) -> None:

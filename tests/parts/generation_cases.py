@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed, share_weights, specs_of
 from fp8core.run.policy import check_formats, check_report
 
 STOPS = frozenset({3, 7, 9})
@@ -132,6 +133,17 @@ def drawn_twice_by(seeds: Sequence[int], engine: Any) -> tuple[Found, Found]:
     first = collect(engine, [group], sampling)
     assert engine.drop_prefixes()
     return first, collect(engine, [group], sampling)
+
+
+def check_a_policy_that_lacks_a_tensor_is_never_held(engine: Any, policy: Any) -> None:
+    sent = policy.tensors
+    engine.expect(specs_of(sent), policy.scales, 1)
+    with share_weights(dict(list(sent.items())[1:])) as shared:
+        engine.write(shared)
+    with pytest.raises(AssertionError, match="1 expected tensors are not written"):
+        engine.finish(policy.scales, 1)
+    with pytest.raises(AssertionError, match=r"update\(\) comes before"):
+        collect(engine, build_groups(1, 1), Sampling(1.0, 4, frozenset()))
 
 
 def with_a_bf16_head(contract: PrecisionContract) -> PrecisionContract:

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from episode_cases import drawn_by_session
 from generation_cases import build_groups, collect
 from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
 
@@ -115,13 +116,7 @@ def test_a_session_takes_requests_while_others_run(engine, policies):
     groups = build_groups(8, 4)
     begun = [replace(group, begun=((5, 6),) * 4, room=(1, 2, 3, 99)) for group in groups[:4]]
     # A tenth of the vocabulary, so that some stop.
-    session, found, late = engine.open_session(Sampling(1.0, 12, frozenset(range(100, 120)))), [], [*begun]
-    session.add(groups[4:])
-    while session.busy or late:
-        found += session.step()
-        if late:
-            session.add([late.pop()])
-    session.close()
+    found = drawn_by_session(engine, Sampling(1.0, 12, frozenset(range(100, 120))), groups[4:], begun)
     assert engine.drop_prefixes(), "nothing runs"
     assert len(found) == 32
     assert {done.finish for done in found} == {"stop", "length", "open"}

@@ -10,6 +10,7 @@ import pytest
 from generation_cases import (
     build_groups,
     check_a_generation_that_is_left_gives_way_to_an_update,
+    check_a_policy_that_lacks_a_tensor_is_never_held,
     check_greedy_logprobs_are_those_of_temperature_one,
     check_groups_come_whole_and_as_they_finish,
     check_near,
@@ -29,7 +30,7 @@ from sglang_cases import FP8, SHAPE, shared, start_engine
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.rollout.engine import Sampling, share_weights, specs_of
+from fp8core.rollout.engine import Sampling
 from fp8core.rollout.sglang.weights import UpdateError
 
 pytestmark = pytest.mark.gpu
@@ -129,14 +130,7 @@ def test_scales_of_both_sources_reach_the_engine(engine, policies):
 
 
 def test_a_policy_that_lacks_a_tensor_is_never_held(engine, policies):
-    policy, sent = policies[1], policies[1].tensors
-    engine.expect(specs_of(sent), policy.scales, 1)
-    with share_weights(dict(list(sent.items())[1:])) as lent:
-        engine.write(lent)
-    with pytest.raises(AssertionError, match="1 expected tensors are not written"):
-        engine.finish(policy.scales, 1)
-    with pytest.raises(AssertionError, match=r"update\(\) comes before"):
-        collect(engine, build_groups(1, 1), Sampling(1.0, 4, frozenset()))
+    check_a_policy_that_lacks_a_tensor_is_never_held(engine, policies[1])
 
 
 def test_a_tensor_that_is_too_short_changes_nothing(engine, policies):

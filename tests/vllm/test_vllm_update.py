@@ -3,13 +3,18 @@
 import pytest
 import torch
 from conftest import CONTRACT, ON_GPU, TRUNCATES, update_in_parts
-from generation_cases import build_groups, collect, sent_and_held_scales
+from generation_cases import (
+    build_groups,
+    check_a_policy_that_lacks_a_tensor_is_never_held,
+    collect,
+    sent_and_held_scales,
+)
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.rollout.engine import PolicyScales, Sampling, share_weights, specs_of
+from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.rollout.vllm.weights import UpdateError
 from fp8core.rollout.vllm.worker import captured_values
 from fp8core.run.policy import SyncError, check_formats, check_report
@@ -39,13 +44,7 @@ def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
     policy, sent = policies[1], policies[1].tensors
     report = update_in_parts(engine, policy, parts=3)
     check_report(report, policy_digest(sent), policy.scales, 1)
-    engine.expect(specs_of(sent), policy.scales, 1)
-    with share_weights(dict(list(sent.items())[1:])) as shared:
-        engine.write(shared)
-    with pytest.raises(AssertionError, match="1 expected tensors are not written"):
-        engine.finish(policy.scales, 1)
-    with pytest.raises(AssertionError, match=r"update\(\) comes before"):
-        collect(engine, build_groups(1, 1), SAMPLING)
+    check_a_policy_that_lacks_a_tensor_is_never_held(engine, policy)
 
 
 def test_parameters_stay_where_they_are(engine, policies):
