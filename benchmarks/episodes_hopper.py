@@ -184,14 +184,23 @@ def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, sing
 
 
 def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
-    """Steps of the engine after which answers had come and others: their number, seconds, and ms of the median."""
+    """Steps of the engine after which answers had come and others: their number, seconds, and ms of the median.
+
+    `slowest` has number, answers and ms of the slowest steps.
+    """
     row: Row = {}
     for name, chosen in (("answered", [s for n, s in steps if n]), ("other", [s for n, s in steps if not n])):
         row[f"steps_{name}"] = len(chosen)
         row[f"seconds_{name}"] = round(sum(chosen), 3)
         row[f"ms_{name}"] = round(1e3 * median(chosen), 2) if chosen else None
         row[f"ms_{name}_max"] = round(1e3 * max(chosen), 2) if chosen else None
+    row["slowest"] = [[i, steps[i][0], round(1e3 * steps[i][1], 1)] for i in _slowest(steps)]
     return row
+
+
+def _slowest(steps: Sequence[tuple[int, float]]) -> list[int]:
+    """The 40 slowest steps, in order."""
+    return sorted(sorted(range(len(steps)), key=lambda i: -steps[i][1])[:40])
 
 
 def episode_table(rows: Sequence[Row]) -> str:

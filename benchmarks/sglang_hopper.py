@@ -1,13 +1,15 @@
 """Time rollouts of Qwen3-8B's shape with SGLang on one Hopper GPU, BF16 beside FP8 under the same settings.
 
     python -m benchmarks.sglang_hopper --out FOLDER [--seconds 400] bf16 fp8_linear_kv aligned
+    python -m benchmarks.sglang_hopper --out FOLDER --headline bf16 fp8_linear_kv aligned
     python -m benchmarks.sglang_hopper --out FOLDER --surroundings [--invariant] fp8_linear_kv aligned
 
-`aligned` is the last precision with our model. Each case is a process of its own and writes
-FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until the engine was ready (`start`), a sync that
-is proved, and the rollout, as rollout_hopper.py has it for vLLM. Weights are random, prompts are all different, every
-request generates its full length. With --surroundings, FOLDER/exactness-CASE-sglang.json says what of a request's
-tokens and log-probs depends on what is beside it, as vllm_hopper has it for vLLM: a small model, 64 tokens.
+`aligned` is the last precision with our model. The cell is 256 x (512 + 512), with --headline the two of vLLM's table.
+Each case is a process of its own and writes FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until
+the engine was ready (`start`), a sync that is proved, and the rollout, as rollout_hopper.py has it for vLLM. Weights
+are random, prompts are all different, every request generates its full length. With --surroundings,
+FOLDER/exactness-CASE-sglang.json says what of a request's tokens and log-probs depends on what is beside it, as
+vllm_hopper has it for vLLM: a small model, 64 tokens.
 
 Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
 
@@ -19,6 +21,9 @@ Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen
                      3 TB/s, and 300 or 500 views
     surroundings     aligned and with deterministic inference, all 64 tokens and log-probs are equal in each; by
                      default they are not beside 255 others, after 1 to 20 tokens
+
+Predicted for the headline cells, 256 x (512 + 3072) and 512 x (512 + 2048), on an H200: BF16 7,300 and 8,000 tokens/s,
+FP8 10,500 and 12,500, aligned 14,500 and 18,000: vLLM's with the ratios of the short cell, and vLLM's own for aligned.
 """
 
 import argparse
@@ -33,6 +38,7 @@ import torch
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
+from benchmarks.rollout_hopper import HEADLINE
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
@@ -42,7 +48,7 @@ from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 from fp8core.run.context import freeze_heap, thaw_heap
 
-REQUESTS, PROMPT, GENERATED, REPEATS, LAYERS = 256, 512, 512, 3, 36
+SHORT, REPEATS, LAYERS = (256, 512, 512), 3, 36
 ALIGNED = "aligned"
 CASES = {**PRECISIONS, ALIGNED: f"{PRECISIONS['fp8_linear_kv']}, aligned"}
 _ALIGNED = {"model": "aligned", "page_size": 64}
@@ -55,6 +61,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=560.0, help="budget; what runs longer is ended")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
     parser.add_argument("--invariant", action="store_true", help="with deterministic inference")
+    parser.add_argument("--headline", action="store_true", help="the two long cells, once each")
     parser.add_argument("--surroundings", action="store_true", help="what a request depends on, instead of times")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -71,6 +78,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.sglang_hopper", name, "--inside", f"--out={options.out}"]
         command += [f"--layers={options.layers}", *(["--invariant"] if options.invariant else [])]
         command += ["--surroundings"] if options.surroundings else []
+        command += ["--headline"] if options.headline else []
         if ended(start(command), deadline) == -signal.SIGKILL:
             print(f"{name}: out of time", flush=True)
 
@@ -79,13 +87,16 @@ def measure(options: argparse.Namespace) -> None:
     """Start an engine, update it and time its rollouts."""
     (case,), arch = options.cases, cases.qwen3_8b(options.layers)
     precision, contract, settings = prepared(case, options.invariant)
-    settings = settings.model_copy(update={"mem_fraction_static": 0.85, "context_length": PROMPT + GENERATED})
+    cells, repeats = (HEADLINE, 1) if options.headline else ([SHORT], REPEATS)
+    longest = max(prompt + generated for _, prompt, generated in cells)
+    settings = settings.model_copy(update={"mem_fraction_static": 0.85, "context_length": longest})
     rows = RowFile(options.out / f"qwen3-8b-{_file_end(case, options)}", engine="sglang", model="qwen3-8b")
     # It must have a CUDA context of its own to share weights, whichever process comes first.
     from fp8core.rollout.sglang.engine import SglangEngine
 
     began = time.perf_counter()
-    engine = SglangEngine(arch, contract, settings, REQUESTS, find_build(this_platform()))
+    most = max(requests for requests, _, _ in cells)
+    engine = SglangEngine(arch, contract, settings, most, find_build(this_platform()))
     about = {"case": case, "precision": precision, "layers": arch.num_layers, "batch_invariant": options.invariant}
     rows.append({"kind": "start", **about, "seconds": round(time.perf_counter() - began, 1)})
     print(case, "ready", rows.rows[-1]["seconds"], flush=True)
@@ -97,8 +108,10 @@ def measure(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
         about |= {name: engine.describe()[name] for name in ("version", "backend", "kernels", "head", "scale_rule")}
         freeze_heap()  # as a training does
-        rows.append_growing({"kind": "rollout", **about, "long_tailed": False, **row} for row in _timed(engine))
-        print(case, rows.rows[-1]["all_tokens_per_s"], flush=True)
+        for cell in cells:
+            timed = _timed(engine, cell, repeats)
+            rows.append_growing({"kind": "rollout", **about, "long_tailed": False, **row} for row in timed)
+            print(case, cell, rows.rows[-1]["all_tokens_per_s"], flush=True)
     finally:
         thaw_heap()
         engine.close()
@@ -131,42 +144,43 @@ def prepared(case: str, invariant: bool) -> tuple[str, PrecisionContract, Sglang
 
 
 def _file_end(case: str, options: argparse.Namespace) -> str:
-    return f"{case}-sglang{'-invariant' if options.invariant else ''}.json"
+    return f"{case}-sglang{'-invariant' if options.invariant else ''}{'-headline' if options.headline else ''}.json"
 
 
-def _timed(engine: Any) -> Iterator[Row]:
+def _timed(engine: Any, cell: tuple[int, int, int], repeats: int) -> Iterator[Row]:
     """The row of the cell after each of its runs."""
-    _rollout(engine, 16, seed=0)
-    yield from cases.repeated(lambda seed: _rollout(engine, GENERATED, seed), REPEATS)
+    _rollout(engine, (*cell[:2], 16), seed=0)
+    yield from cases.repeated(lambda seed: _rollout(engine, cell, seed), repeats)
 
 
-def _rollout(engine: Any, generated: int, seed: int) -> Row:
-    groups = cases.prompt_groups(REQUESTS, 1, PROMPT, seed=100_000 * REQUESTS + 10 * generated + seed)
+def _rollout(engine: Any, cell: tuple[int, int, int], seed: int) -> Row:
+    requests, prompt, generated = cell
+    groups = cases.prompt_groups(requests, 1, prompt, seed=100_000 * requests + 10 * generated + seed)
     with cases.processor_shares() as shares, cases.garbage_collections() as collected:
         began = time.perf_counter()
         found = cases.collect(engine, groups, Sampling(1.0, generated, frozenset()))
         seconds = time.perf_counter() - began
     tokens = sum(len(done.tokens) for done in found)
-    assert tokens == REQUESTS * generated, "a request was cut short"
-    sizes = {"requests": REQUESTS, "prompt": PROMPT, "generated": generated, "tokens": tokens}
+    assert tokens == requests * generated, "a request was cut short"
+    sizes = {"requests": requests, "prompt": prompt, "generated": generated, "tokens": tokens}
     speed = {"seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
     # SGLang gives whole completions, no steps.
     return {**sizes, **speed, "step_ms": [], "collections": collected(), "processors": shares()[:3]}
 
 
 def sglang_table(rows: Sequence[Row]) -> str:
-    """SGLang by case: its start, the first update and the last, and its rollouts."""
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        start, sync, rollout = (
-            [row for row in rows if row["kind"] == kind and row["case"] == case]
-            for kind in ("start", "sync", "rollout")
-        )
-        speeds = ", ".join(f"{speed:,.0f}" for row in rollout for speed in row["all_tokens_per_s"])
-        updates = [f"{1000 * update['seconds']:.0f}" for update in (sync[0], sync[-1])]
-        lines.append([CASES[case], f"{start[0]['seconds']:.0f}", *updates, speeds or "not measured"])
-    header = ["Qwen3-8B, 256 x (512 + 512)", "ready, s", "first update, ms", "next, ms", "tokens/s"]
-    return table(header, lines)
+    """SGLang by cell: the start of its engine, the first update and the last, and the rollouts."""
+    lines, begun, updates = [], "", list[str]()
+    for row in rows:
+        if row["kind"] == "start":
+            begun, updates = f"{row['seconds']:.0f}", []
+        elif row["kind"] == "sync":
+            updates.append(f"{1000 * row['seconds']:.0f}")
+        else:
+            cell = f"{row['requests']} x ({row['prompt']} + {row['generated']})"
+            speeds = ", ".join(f"{speed:,.0f}" for speed in row["all_tokens_per_s"])
+            lines.append([CASES[row["case"]], cell, begun, updates[0], updates[-1], speeds])
+    return table(["Qwen3-8B", "requests", "ready, s", "first update, ms", "next, ms", "tokens/s"], lines)
 
 
 if __name__ == "__main__":

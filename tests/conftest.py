@@ -36,6 +36,9 @@ from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER, read_description
 
+# Cases that several folders share say what they found, as tests do.
+pytest.register_assert_rewrite("episode_cases", "generation_cases")
+
 # Python's garbage collector alone takes longer now and then than an example may by default.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")

@@ -43,12 +43,15 @@ FORMATS = {
     "fp8_end_to_end_kv_sglang_aligned": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_tools": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "fp8_end_to_end_kv_tools_asynchronous": ("fp8_block", "fp8", "fp8_block", "fp8"),
+    "fp8_end_to_end_kv_turns": ("fp8_block", "fp8", "fp8_block", "fp8"),
     "bf16_megatron": ("bf16", "bf16", "bf16", "bf16"),
     "fp8_end_to_end_megatron": ("fp8_block", "bf16", "fp8_block", "bf16"),
 }
 TOOLS = "fp8_end_to_end_kv_tools"
 AHEAD = "fp8_end_to_end_kv_tools_asynchronous"
-ALIGNED = {"fp8_end_to_end_kv", TOOLS, AHEAD}
+# They have environments.
+EPISODES = {TOOLS, AHEAD, "fp8_end_to_end_kv_turns"}
+ALIGNED = {"fp8_end_to_end_kv", *EPISODES}
 SGLANG = {"fp8_end_to_end_kv_sglang": "stock", "fp8_end_to_end_kv_sglang_aligned": "aligned"}
 MEGATRON = {"bf16_megatron", "fp8_end_to_end_megatron"}
 
@@ -71,12 +74,12 @@ def test_variants_differ_in_formats_and_correction_alone(tmp_path):
             assert config.rollout.sglang.model == SGLANG[variant]
         else:
             assert config.rollout.vllm.model == ("aligned" if variant in ALIGNED else "stock")
-        assert (config.environment is not None) == (variant in (TOOLS, AHEAD))
+        assert (config.environment is not None) == (variant in EPISODES)
         assert config.pipeline.mode == ("asynchronous" if variant == AHEAD else "synchronous")
     differing = {"precision": True, "correction": True, "rollout": {"engine": True, "vllm": {"model"}, "sglang": True}}
     trainers = {"training": {"trainer", "deterministic"}, "replay": {"level"}}
     others = {variant: config.model_dump(exclude=differing) for variant, config in configs.items()}
-    assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON - {TOOLS, AHEAD})
+    assert all(others[variant] == others["bf16"] for variant in configs.keys() - MEGATRON - EPISODES)
     for variant in MEGATRON:
         assert (configs[variant].training.trainer, configs[variant].replay.level) == ("megatron", "tolerant")
         spread = configs[variant].model_dump(exclude=differing | trainers)

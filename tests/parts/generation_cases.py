@@ -93,7 +93,7 @@ def drawn_together_and_alone(engine: Any) -> tuple[Found, Found]:
 
 def prompts_that_exceed_a_batch(engine: Any, policy: Any) -> tuple[Found, Found]:
     """Together and alone, near the trainer both times."""
-    sampling, groups = Sampling(1.0, 4, frozenset()), build_groups(24, 1, longest=240, shortest=180)
+    sampling, groups = Sampling(1.0, 4, frozenset()), build_groups(24, 1, longest=240, shortest=237)
     together = collect(engine, groups, sampling)
     alone = [done for group in groups for done in collect(engine, [group], sampling)]
     check_near(policy, groups, together)
