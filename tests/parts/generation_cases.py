@@ -92,12 +92,14 @@ def drawn_together_and_alone(engine: Any) -> tuple[Found, Found]:
 
 
 def prompts_that_exceed_a_batch(engine: Any, policy: Any) -> tuple[Found, Found]:
-    """Together and alone, near the trainer both times."""
+    """Together and alone, not cached either time; near the trainer then, and where they are cached."""
     sampling, groups = Sampling(1.0, 4, frozenset()), build_groups(24, 1, longest=240, shortest=237)
     together = collect(engine, groups, sampling)
+    assert engine.drop_prefixes()
     alone = [done for group in groups for done in collect(engine, [group], sampling)]
-    check_near(policy, groups, together)
-    check_near(policy, groups, alone)
+    cached = collect(engine, groups, sampling)
+    for found in (together, alone, cached):
+        check_near(policy, groups, found)
     return together, alone
 
 
