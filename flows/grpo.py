@@ -241,7 +241,7 @@ def pause(reason: str) -> State[Any]:
     """
     if runtime.deployment.id is None:
         return Paused(message=reason)
-    state = Suspended(message=reason)
+    state: State[Any] = Suspended(message=reason)
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(runtime.flow_run.id, state)
     raise Pause(state=state)

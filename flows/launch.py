@@ -46,8 +46,8 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     Raises:
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
+    from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, wants_gpus
-    from fp8core.run.freed_memory import keep_freed_memory
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
     from fp8core.store.run_directory import read_description
 
@@ -165,7 +165,8 @@ def _train(name: str, parameters: Mapping[str, Any], summary: Output | None, res
     from flows.grpo import grpo
 
     with keep_interrupt() as interrupt:
-        state = grpo.with_options(flow_run_name=name)(**parameters, return_state=True)
+        # To Prefect's types a call with a dict may be that of an async flow.
+        state: Any = grpo.with_options(flow_run_name=name)(**parameters, return_state=True)
         if not state.is_completed():
             interrupt.check()
     if state.is_paused():

@@ -86,11 +86,10 @@ class PrefectExecution(Execution):
         # Quoted: Prefect need not look for futures in it.
         parameters = {"folder": run.directory.path, "index": index, "body": quote(body)}
         with self._step_runs.place():
-            outcome: TaskOutcome = run_task_sync(
-                self._calls[name], parameters=parameters, dependencies={"body": self._last}
-            )
+            outcome = _value(run_task_sync(self._calls[name], parameters=parameters, dependencies={"body": self._last}))
         self._last = {outcome.run}
-        return outcome.result
+        result: T = outcome.result
+        return result
 
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
         """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way."""
@@ -146,7 +145,9 @@ def side_by_side(
         ready: from what has ended to what may begin; what has begun already is left out.
         halt: called when one raises, which is raised when all that have begun have ended.
     """
-    runner, begun, ended = FlowRunContext.get().task_runner, dict[str, Any](), dict[str, TaskOutcome]()
+    within = FlowRunContext.get()
+    assert within is not None, "tasks are called within a flow run"
+    runner, begun, ended = within.task_runner, dict[str, Any](), dict[str, TaskOutcome]()
     try:
         while (calls := [(name, call) for name, call in ready(ended).items() if name not in begun]) or begun:
             if calls:
@@ -167,12 +168,14 @@ def side_by_side(
     return ended
 
 
-def _value(result: TaskOutcome | State[TaskOutcome]) -> TaskOutcome:
+def _value(result: TaskOutcome | State[Any] | None) -> TaskOutcome:
     """Result of a called task, whose body may return the state it ends in.
 
     A state's own `result()` waits for another thread, which costs as much as half of a call.
     """
-    return result.result() if isinstance(result, State) else result
+    outcome: TaskOutcome | None = result.result() if isinstance(result, State) else result
+    assert outcome is not None, "every body returns an outcome"
+    return outcome
 
 
 def _producers(plan: Plan, reader: PlannedStep) -> set[str]:

@@ -188,7 +188,8 @@ def train_one(training: Training, memory: Path) -> State[Any]:
     if engine_entry(training.config).own_process:
         return train_apart(training.shown_as, training.parameters, memory)
     with watch_memory(memory):
-        ended: State[Any] = grpo.with_options(flow_run_name=training.shown_as)(**training.parameters, return_state=True)
+        flow: Any = grpo.with_options(flow_run_name=training.shown_as)
+        ended: State[Any] = flow(**training.parameters, return_state=True)
     return ended
 
 

@@ -30,7 +30,7 @@ def find_run(text: str) -> Path:
 
     if not_unicode(text) is not None:
         raise UserError(f"RUN {text!a}: the name is not valid text")
-    places = [Path(text), RunConfig.model_fields["runs"].default / text]
+    places = [Path(text), Path(RunConfig.model_fields["runs"].default, text)]
     for folder in places:
         if read_description(folder) is not None:
             return folder.absolute()
@@ -53,8 +53,8 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
     kept = reload_own(described, overrides)
     if (asked := _steps_asked(folder)) is not None:
         # A run that was extended stays so, unless the overrides say otherwise.
-        config = {**described.config, "steps": max(asked, reload_config(described.config).steps)}
-        kept = reload_own(described.model_copy(update={"config": config}), overrides)
+        longer = {**described.config, "steps": max(asked, reload_config(described.config).steps)}
+        kept = reload_own(described.model_copy(update={"config": longer}), overrides)
     for key in ("run", "runs"):
         if public_dump(kept)[key] != described.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")

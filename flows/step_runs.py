@@ -109,8 +109,10 @@ class StepRuns:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """End an open step as the training ends, by `error`; delete the next ones, which were not reached."""
         if self._open is not None:
-            failed = isinstance(error, Exception)
-            self._close(Failed(message=printable_lines(first_line(error))) if failed else Cancelled(message="stopped"))
+            if isinstance(error, Exception):
+                self._close(Failed(message=printable_lines(first_line(error))))
+            else:
+                self._close(Cancelled(message="stopped"))
         self._forget_ahead()
         self._send(self._set_wanted)
         self._requests.put(None)
@@ -298,14 +300,14 @@ class StepRuns:
             if run.state_type == StateType.PENDING:
                 self._delete(run)
             else:
-                crashed = Crashed(message="its process was lost")
+                crashed: State[Any] = Crashed(message="its process was lost")
                 self._ask(partial(self._client.set_flow_run_state, run.id, crashed, force=True))
         if above:
             self._delete_announced(FlowRunFilter(id=FlowRunFilterId(any_=list(above))))
 
     def _delete_announced(self, trainings: FlowRunFilter) -> None:
         """The places of steps that an earlier process announced and did not begin."""
-        waiting = TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.PENDING]))
+        waiting = TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.PENDING]), name=None)
         request = partial(
             self._client.read_task_runs, flow_run_filter=trainings, task_run_filter=TaskRunFilter(state=waiting)
         )

@@ -6,6 +6,7 @@ checkpoint has neither, so a few prompts are calibrated on and completed first.
 
 import argparse
 import json
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fp8core.alignment.bisect import Bisection, Task
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.models.weights import Formats
+    from fp8core.models.weights import Formats, Shipped
     from fp8core.numerics.kv_scales import LayerScales
     from fp8core.rl.batch import TokenBatch
     from fp8core.run.build import BaseModel
@@ -36,7 +37,7 @@ class Subject:
 
     config: "RunConfig"
     arch: "Architecture"
-    masters: "dict[str, Tensor]"
+    masters: "Mapping[str, Tensor]"
     task: "Task"
 
 
@@ -146,7 +147,7 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     from fp8core.alignment.bisect import Task
     from fp8core.models.checkpoint import load_checkpoint
     from fp8core.numerics.kv_scales import LayerScales
-    from fp8core.run.build import build_trainer
+    from fp8core.run.build import build_local_trainer
     from fp8core.store.artifacts import ArtifactStore
     from fp8core.store.ledger import LedgerView
     from fp8core.store.run_directory import LEDGER
@@ -161,7 +162,7 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
     sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
-    with closing(build_trainer(without_adapters(config), policy.architecture, policy.tensors)) as trainer:
+    with closing(build_local_trainer(without_adapters(config), policy.architecture, policy.tensors)) as trainer:
         # Adapters are merged in the policy already; other masters are wider than it.
         if config.training.lora is None:
             trainer.load(folder / last.uri)
@@ -188,14 +189,14 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
     from fp8core.data.source import build_source
     from fp8core.numerics.kv_scales import covered_amax, scales_from_statistics
     from fp8core.rl.batch import TokenBatch
-    from fp8core.run.build import build_base, build_trainer
+    from fp8core.run.build import build_base, build_local_trainer
 
     source, base = build_source(config.data, config.evaluation), build_base(config)
     problems = source.training(0, count, config.seed)
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
     # TokenBatch needs a completion; the last prompt token serves.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-    with closing(build_trainer(without_adapters(config), base.arch, base.tensors)) as trainer:
+    with closing(build_local_trainer(without_adapters(config), base.arch, base.tensors)) as trainer:
         amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
         scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
         completions = _completions(config, base, trainer.export(), scales, prompts)
@@ -206,7 +207,7 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
 def _completions(
     config: "RunConfig",
     base: "BaseModel",
-    stored: "dict[str, Tensor]",
+    stored: "Shipped",
     scales: "list[LayerScales]",
     prompts: list[list[int]],
 ) -> list[list[int]]:

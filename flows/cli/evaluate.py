@@ -74,7 +74,7 @@ def _run(parameters: dict[str, Any]) -> int:
         evaluate.validate_parameters(parameters)
     except ParameterTypeError as error:
         raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
-    state = evaluate(**parameters, return_state=True)
+    state: Any = evaluate(**parameters, return_state=True)
     if state.is_completed():
         return 0
     explain(state)

@@ -65,7 +65,7 @@ def _run(parameters: dict[str, Any]) -> int:
     except ParameterTypeError as error:
         raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
     with keep_interrupt() as interrupt:
-        state = parity(**parameters, return_state=True)
+        state: Any = parity(**parameters, return_state=True)
         if not state.is_completed():
             interrupt.check()
     if state.is_completed() or state.name == NOT_ENOUGH:

@@ -182,7 +182,7 @@ class MlflowBacklog:
             self._load.sample()
 
 
-def _work_through(pieces: deque[Callable[[], object]]) -> Iterator[None]:
+def _work_through(pieces: deque[Callable[[], None]]) -> Iterator[None]:
     """Publishes the pieces that are published once; one that fails stays in the queue."""
     while pieces:
         pieces[0]()
@@ -213,7 +213,7 @@ class SystemLoad:
     @property
     def interval(self) -> float:
         """Seconds between samples: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL, else MLflow's default; one at least."""
-        return max(1.0, self._monitor.sampling_interval)
+        return max(1.0, float(self._monitor.sampling_interval))
 
     def sample(self) -> None:
         """Take a sample when one is due."""

@@ -184,12 +184,19 @@ def publish_checkpoint(run: RunContext, tracker: Tracker, entry: CheckpointEntry
     `transformers` loads.
     """
     model = _find(run, tracker, entry) or _create(run, tracker, entry)
-    linked = tracker.client.get_run(tracker.run_id).outputs.model_outputs
+    linked = _linked_models(tracker)
     if model.model_id not in {output.model_id for output in linked}:
         tracker.client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, entry.step)])
     tracker.log_metrics(_metric_rows(run, model, entry.step))
     if model.status != LoggedModelStatus.READY:
         tracker.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+
+def _linked_models(tracker: Tracker) -> list[LoggedModelOutput]:
+    outputs = tracker.client.get_run(tracker.run_id).outputs
+    assert outputs is not None, "MLflow's stores give a run's outputs"
+    linked: list[LoggedModelOutput] = outputs.model_outputs
+    return linked
 
 
 def model_name(run: RunContext, step: int) -> str:
@@ -211,7 +218,7 @@ def held_models(run: RunContext, tracker: Tracker) -> set[int]:
         models += page
         token = page.token or ""
     found = {model.model_id for model in models}
-    linked = tracker.client.get_run(tracker.run_id).outputs.model_outputs
+    linked = _linked_models(tracker)
     ours = [model for model in models if TRAINING in model.tags]
     deleted = {output.step for output in linked if output.model_id not in found}
     return {int(model.tags["step"]) for model in ours if complete(model)} | deleted

@@ -112,7 +112,7 @@ def _span(
 ) -> Span:
     """A span of the trace of a digest; `own` and `parent` are 16 hex digits, `place` its order in the trace."""
     nanoseconds = milliseconds * 1_000_000 + place
-    written = {
+    written: dict[str, object] = {
         "trace_id": base64.b64encode(bytes.fromhex(digest[:32])).decode(),
         "span_id": base64.b64encode(bytes.fromhex(own)).decode(),
         "parent_span_id": None if parent is None else base64.b64encode(bytes.fromhex(parent)).decode(),

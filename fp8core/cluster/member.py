@@ -73,7 +73,11 @@ class Member:
         """Make a part by a function or class of a module, from other parts and further arguments."""
         import torch
 
+        from fp8core.freed_memory import keep_freed_memory
+
         torch.set_num_threads(self._threads)
+        if not torch.cuda.is_available():
+            keep_freed_memory()
         self._parts[key] = build(*(self._parts[part] for part in uses), *arguments)
 
     def call(self, key: str, method: str, *arguments: Any) -> Any:

@@ -40,7 +40,7 @@ from fp8core.run.episodes import check_openings, tool_calls_of
 from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
-from fp8core.training.trainer import SftTrainer, Trainer
+from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
 
 if TYPE_CHECKING:
     from fp8core.cluster.workers import Cluster
@@ -224,6 +224,11 @@ def build_trainer(
     if cluster is not None:
         assert isinstance(masters, TensorSource), "nothing hands weights to ranks"
         return cluster.build_trainer(config, arch, masters)
+    return build_local_trainer(config, arch, masters)
+
+
+def build_local_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> LocalTrainer:
+    """The same in this process, which holds its masters."""
     return trainer_of(config.training).build(config, arch, masters, ALONE)
 
 

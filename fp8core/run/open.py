@@ -18,6 +18,7 @@ from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.source import build_source, check_problems, check_turns
 from fp8core.errors import StoredFileError, UserError, without_passwords
+from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.models.weights import training_formats
 from fp8core.report.console import Console
@@ -38,7 +39,6 @@ from fp8core.run.build import (
 )
 from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_openings, failed_trial, tool_calls_of
-from fp8core.run.freed_memory import keep_freed_memory
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry

@@ -92,6 +92,10 @@ class FrozenWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def shapes(self) -> Shapes:
+        """The shape of each weight."""
+        return {name: tuple(self._stored[name].shape) for name in self._names}
+
     def formats(self) -> dict[str, int]:
         """The number of weights that are stored in each format."""
         narrow = sum(name + SCALE_SUFFIX in self._stored for name in self._names)
@@ -190,8 +194,7 @@ class AdaptedWeights:
         self, masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule, lora: LoraConfig, seed: int
     ) -> None:
         self._frozen = FrozenWeights(masters, formats, rule)
-        shapes = {name: tuple(tensor.shape) for name, tensor in masters.items()}
-        self._adapters = Adapters(shapes, lora, seed, torch.device("cpu"))
+        self._adapters = Adapters(self._frozen.shapes(), lora, seed, torch.device("cpu"))
         self.learnt = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.learnt.items()}
         self.base: str | None = policy_digest(self._frozen)
         self._merged: dict[str, Tensor] = {}

@@ -5,7 +5,7 @@ import pytest
 
 _PROGRAM = """
 import resource, threading
-from fp8core.run.freed_memory import keep_freed_memory
+from fp8core.freed_memory import keep_freed_memory
 {call}
 import torch
 
