@@ -89,7 +89,8 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
             table = table_of(batch)
             shards.append(table)
             tables.append(table)
-            run.environment_seconds.setdefault(index, []).extend(seconds_of(batch))
+            times = run.environment_seconds.setdefault(index, {})
+            times |= {f"{index}/{one.completion.group}/{one.completion.sample}": seconds_of(one) for one in batch}
             turns = None if run.config.environment is None else unnested_turns(table)
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
     run.rest_engine()

@@ -411,7 +411,8 @@ class _EpisodeWriter:
                 tokens, logprobs = done.tokens[before:], done.logprobs[before:]
                 told.append(Completion(group.group, done.sample, tokens, logprobs, done.finish))
                 seconds = _new_seconds(one, begun.get((done.group, done.sample)))
-                run.environment_seconds.setdefault(self._index, []).extend(seconds)
+                times = run.environment_seconds.setdefault(self._index, {})
+                times.setdefault("/".join(map(str, key)), []).extend(seconds)
             if over:
                 self._store(over)
             yield told
@@ -497,7 +498,7 @@ def _sample(row: Row) -> _Sample:
 def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:
     """The times of the environment's answers that it has given since."""
     known = 0 if before is None else len(before.turns if isinstance(before, Episode) else before.ends)
-    new = seconds_of([replace(episode, turns=episode.turns[known:])])
+    new = seconds_of(replace(episode, turns=episode.turns[known:]))
     return new if before is None else new[1:]
 
 

@@ -112,13 +112,15 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         weights_digest=run.directory.store.get_json(policy)["weights_digest"],
         versions=library_versions(),
     )
+    answers = run.environment_seconds.pop(index, {})
     observed = StepObservations(
         timings={name: entry.seconds for name, entry in tasks.items()},
         hardware=run.machine,
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.places(),
-        environment=spread(run.environment_seconds.pop(index, [])),
+        environment=spread([seconds for each in answers.values() for seconds in each]),
+        answers={episode: [round(seconds, 6) for seconds in each] for episode, each in sorted(answers.items())},
     )
     return StepManifest(record=record, observed=observed)
 

@@ -72,8 +72,8 @@ class RunContext:
     environment: EnvironmentPool | None = field(default=None, repr=False)
     """What answers episodes; None without `environment`, and in a replay that takes the recorded answers."""
     environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
-    environment_seconds: dict[int, list[float]] = field(default_factory=dict, repr=False)
-    """By step, what each answer to a rollout took."""
+    environment_seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict, repr=False)
+    """By step and episode (step of its prompt/group/sample), what each answer took that came in the step."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
     """A task of the step has failed: what goes on beside the others as long as they do is to end."""
     kernels: KernelFolders | None = field(default=None, repr=False)

@@ -405,9 +405,9 @@ def episode_means(episodes: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, 
     return {name: total / len(episodes) for name, total in totals.items()}
 
 
-def seconds_of(episodes: Sequence[Episode]) -> list[float]:
-    """Seconds that the environment took, answer by answer."""
-    return [seconds for one in episodes for seconds in (one.opening_seconds, *(turn.seconds for turn in one.turns))]
+def seconds_of(episode: Episode) -> list[float]:
+    """Seconds that the environment took, answer by answer; the first is for its opening."""
+    return [episode.opening_seconds, *(turn.seconds for turn in episode.turns)]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

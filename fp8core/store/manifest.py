@@ -97,6 +97,11 @@ class StepObservations(_Part):
         description="Answers of an environment to rollouts: their number, and seconds (p50, p95, max); empty: none, or "
         "another process had them.",
     )
+    answers: dict[str, list[Seconds]] = Field(
+        default_factory=dict,
+        description="Seconds of each of these answers, by episode: step of its prompt, group, sample. The first of an "
+        "episode opens it.",
+    )
 
     @field_validator("git")
     @classmethod

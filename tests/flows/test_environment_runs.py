@@ -108,6 +108,18 @@ def test_the_reward_is_that_of_all_turns_and_of_the_verifier(talked):
     assert {turn["outcome"] for turn in turns} > {"", "judge"} - {"judge"}
 
 
+def test_a_manifest_has_the_seconds_of_each_answer(talked):
+    artifacts = talked.ledger.artifacts(2)
+    turns, rollouts = (talked.store.get_table(artifacts[name]).to_pylist() for name in ("turns", "rollouts"))
+    observed = talked.store.get_json(talked.ledger.steps()[2].manifest)["observed"]
+    assert observed["answers"].keys() == {f"2/{row['group']}/{row['sample']}" for row in rollouts}
+    # One opens the episode, and each turn of the policy has one, unless the budget ended with it.
+    for episode, seconds in observed["answers"].items():
+        played = [row for row in turns if f"2/{row['group']}/{row['sample']}" == episode]
+        assert len(played) - 1 <= len(seconds) <= len(played)
+    assert sum(map(len, observed["answers"].values())) == observed["environment"]["answers"]
+
+
 def test_the_report_shows_an_episode_as_a_conversation(talked):
     data = read_run(talked.folder, "talked")
     asked = data.examples.late[0]
