@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -66,5 +67,33 @@ def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, po
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             list(running)
         wait_until_gone([core, worker])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("call", ["generation", pytest.param("update", marks=pytest.mark.slow)])
+def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, policies, call):
+    """The kernel does so where memory runs out. The core is stopped first, so that it owes an answer for sure."""
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    before = psutil.Process().children()
+    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
+    try:
+        started = [process for process in psutil.Process().children() if process not in before]
+        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+        below = core.children(recursive=True)
+        engine.update(policies[0].tensors, policies[0].scales, 0)
+        with ThreadPoolExecutor(1) as thread:
+            running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
+            next(running)
+            core.suspend()
+            waits = {"generation": lambda: list(running), "update": engine.memory}
+            answer = thread.submit(waits[call])
+            with pytest.raises(TimeoutError):
+                answer.result(timeout=1)
+            core.kill()
+            with pytest.raises(EngineLost, match="vLLM's engine core ended"):
+                answer.result(timeout=30)
+        wait_until_gone([core, *below])
     finally:
         engine.close()

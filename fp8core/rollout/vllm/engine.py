@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple
@@ -46,7 +48,7 @@ from fp8core.rollout.engine import (
     specs_of,
 )
 from fp8core.rollout.vllm.config import VllmConfig
-from fp8core.rollout.vllm.internals import register_aligned_models, routes_of
+from fp8core.rollout.vllm.internals import end_calls, probe_client, register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
@@ -72,6 +74,8 @@ from fp8core.rollout.vllm.weights import (
 Result = TypeVar("Result")
 # For the worker to let go of the device; then vLLM ends its processes whatever they do.
 _SHUTDOWN_SECONDS = 10.0
+# Until vLLM itself refuses calls to a core that has ended.
+_NOTICE_SECONDS = 0.2
 _SEED_BITS = (1 << 63) - 1
 # vLLM raises whatever is below to this, and would sample another distribution than was asked for.
 _LOWEST_TEMPERATURE = 0.01
@@ -137,9 +141,11 @@ class VllmEngine:
                 raise
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
         self._closed = False
+        threading.Thread(target=self._end_calls, daemon=True).start()
         # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
         self.call_worker("policy_follow", os.getpid())
-        missing = sorted({part for found in self.call_workers("policy_probe") for part in found})
+        found = [probe_client(self._llm.engine_core), *self.call_workers("policy_probe")]
+        missing = sorted({part for parts in found for part in parts})
         if missing:
             self.close()
             raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
@@ -318,6 +324,13 @@ class VllmEngine:
         codes = {core.pid: core.exitcode for core in self._cores if not core.is_alive()}
         ways = ", ".join(f"process {pid} {_ending(code)}" for pid, code in codes.items())
         return None if self._closed else f"vLLM's engine core ended: {ways}"
+
+    def _end_calls(self) -> None:
+        """End what waits for an answer of a core that was killed, and what is asked before vLLM has noticed."""
+        wait([core.sentinel for core in self._cores])
+        while not self._closed:
+            end_calls(self._llm.engine_core, EngineDeadError())
+            time.sleep(_NOTICE_SECONDS)
 
     def call_worker(self, method: str, *arguments: Any) -> Any:
         """As `call_workers`; the result of the first."""

@@ -5,6 +5,8 @@ generating with scales nobody set. Attributes are read and tensors are filled; n
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,22 @@ _MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
 # The scales that a kernel of FP8 experts reads -> the parameter that is written; they must be one tensor.
 _EXPERT_SCALES = {"w1_scale": "w13_weight_scale_inv", "w2_scale": "w2_weight_scale_inv"}
 _ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
+
+
+def probe_client(client: Any) -> list[str]:
+    """The parts of the core's client that `end_calls` uses and this vLLM lacks."""
+    return [
+        f"{type(client).__name__}.{name}" for name in ("outputs_queue", "utility_results") if not hasattr(client, name)
+    ]
+
+
+def end_calls(client: Any, error: Exception) -> None:
+    """Let every call end with an error that waits for an answer of the core; vLLM would let it wait for ever."""
+    for call in list(client.utility_results.values()):
+        with suppress(InvalidStateError):
+            call.set_exception(error)
+    if client.outputs_queue.empty():
+        client.outputs_queue.put_nowait(error)
 
 
 def register_decode_backend() -> None:
