@@ -65,8 +65,14 @@ def quiet_prefect() -> None:
 
 
 def make_prefect_home() -> None:
-    """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
-    _prefect_home().mkdir(parents=True, exist_ok=True)
+    """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent.
+
+    Raises UserError: it cannot be made.
+    """
+    try:
+        _prefect_home().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"PREFECT_HOME={_prefect_home()}: cannot be made: {error.strerror}") from error
 
 
 def hold_prefect_start() -> IO[bytes]:

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import torch
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
-from flows.orchestration import artifact_key, failed, prepare_logs
+from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
@@ -156,10 +155,10 @@ def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationRes
 
 
 def _tell(result: EvaluationResult, output: Output | None) -> None:
+    if output is not None:
+        output.write(f"{result.model_dump_json(indent=2)}\n".encode())
     text = evaluation_text(result)
     say(text)
     get_run_logger().info(text)
     heading, tables = evaluation_markdown(result)
-    create_markdown_artifact(tables, artifact_key(Path(result.target).name, "evaluation"), heading)
-    if output is not None:
-        output.write(f"{result.model_dump_json(indent=2)}\n".encode())
+    show_markdown(tables, artifact_key(Path(result.target).name, "evaluation"), heading)

@@ -37,7 +37,7 @@ from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
-from fp8core.config.run import RUN_NAME, RunConfig
+from fp8core.config.run import RUN_NAME, RunConfig, made_name
 from fp8core.errors import UserError, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
@@ -249,4 +249,4 @@ def pause(reason: str) -> State[Any]:
 
 def run_name(config: RunConfig) -> str:
     """The configured name, else one that a retry of the same flow run finds again."""
-    return config.run or f"{config.name}-{str(runtime.flow_run.id)[:8]}"
+    return config.run or made_name(config.name, str(runtime.flow_run.id)[:8])

@@ -14,6 +14,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_run_logger, task
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
@@ -28,6 +29,7 @@ from prefect.task_engine import run_task_sync
 from prefect.utilities.annotations import quote
 from rich.text import Text
 
+from flows.launch import say
 from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
 from fp8core.config.steps import Plan, PlannedStep
@@ -356,6 +358,14 @@ class PrefectArtifacts:
 def artifact_key(run: str, name: str) -> str:
     """Key of an artifact: small letters, digits and dashes. Prefect sorts by it, so `name` may begin with a number."""
     return re.sub(r"[^a-z0-9]+", "-", f"{run}-{name}".lower()).strip("-")
+
+
+def show_markdown(text: str, key: str, words: str) -> None:
+    """An artifact of the flow run; where Prefect's server is away, the run goes on without."""
+    try:
+        create_markdown_artifact(text, key, words)
+    except (httpx.HTTPError, PrefectException, OSError) as error:
+        say(f"left out of what Prefect shows: {first_line(error)}")
 
 
 def artifact_client() -> SyncPrefectClient:

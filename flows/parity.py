@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import artifact_key, failed, prepare_logs, unanswered
+from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
 from flows.parameters import ConfigName, FlowOverrides
 from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
 from flows.tracking.results import log_parity
@@ -82,13 +81,13 @@ def parity(
     prepare_logs()
     try:
         plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
+        make_folder(plan.folder, PRIVATE)
+        say(f"parity {plan.name}: {len(plan.trainings)} trainings")
+        golden = _preflight(plan)
+        failures = {} if golden.wrong else _train(plan)
+        return _verdict(plan, golden, failures)
     except UserError as error:
         return failed(str(error))
-    make_folder(plan.folder, PRIVATE)
-    say(f"parity {plan.name}: {len(plan.trainings)} trainings")
-    golden = _preflight(plan)
-    failures = {} if golden.wrong else _train(plan)
-    return _verdict(plan, golden, failures)
 
 
 def _date() -> str:
@@ -149,7 +148,7 @@ def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -
     text = parity_markdown(night, measured, before)
     page = parity_html(night, measured, runs, before, plan.config.parity)
     files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
-    create_markdown_artifact(text, artifact_key(plan.name, "verdict"), night.headline[:200])
+    show_markdown(text, artifact_key(plan.name, "verdict"), night.headline[:200])
     get_run_logger().info(text)
     logged = log_parity(night, plan.config, files, [training.folder for training in plan.trainings])
     say(f"{text}\n{files[1]}\n{logged}")

@@ -62,7 +62,7 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
 
 
 def _steps_asked(folder: Path) -> int | None:
-    """The step that the process which last committed one was to come to; None: none was committed."""
+    """The step that the last process was to come to; None: no process began."""
     from fp8core.run.commit import read_manifest  # Imports torch.
     from fp8core.store.artifacts import ArtifactStore
     from fp8core.store.ledger import LedgerView
@@ -71,6 +71,8 @@ def _steps_asked(folder: Path) -> int | None:
     if not (folder / LEDGER).exists():
         return None
     ledger = LedgerView.glance(folder / LEDGER)
+    if (segment := ledger.last_segment()) is not None and segment.steps is not None:
+        return segment.steps
     entry = None if (last := ledger.last_step()) is None else ledger.step(last)
     return None if entry is None else read_manifest(ArtifactStore(folder), folder, entry).record.steps
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fp8core.config.steps import NoOptions
+from fp8core.run.commit import stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes
 from fp8core.store.artifacts import Ref
@@ -38,4 +39,7 @@ def evaluate_episodes(
 
 
 def _due(run: RunContext, index: int) -> bool:
-    return index % run.config.evaluation.every == 0 or index == run.config.steps
+    """True every so many steps, and for the last one; what was the last when it was committed stays so."""
+    committed = run.directory.ledger.step(index) is not None
+    last = stored_manifest(run, index).record.steps if committed else run.config.steps
+    return index % run.config.evaluation.every == 0 or index == last

@@ -10,6 +10,7 @@ from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
 from flows.run_lookup import admit_code, description_of, find_run, load_settings
 from fp8core.config.run import own_code
+from fp8core.errors import without_passwords
 from fp8core.user_files import SUMMARY
 
 
@@ -34,6 +35,7 @@ def resume_run(options: argparse.Namespace) -> int:
     admit_code(folder, options.overrides, place, trust=options.trust)
     os.chdir(place)
     config = load_settings(str(folder), options.overrides)
+    settings = "".join(f" --set {shlex.quote(text)}" for text in options.overrides if without_passwords(text) == text)
     trust = " --trust" if own_code(config) else ""
     given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}
-    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{trust}")
+    return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{settings}{trust}")

@@ -8,6 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_config, add_force, add_output
 from flows.environment import search_last
 from flows.launch import launch
+from fp8core.config.run import made_name
 from fp8core.user_files import SUMMARY
 
 
@@ -28,6 +29,6 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     from fp8core.run.open import resume_command  # Imports torch, after mistakes of the configuration are found.
 
-    name = config.run or f"{config.name}-{secrets.token_hex(4)}"
+    name = config.run or made_name(config.name, secrets.token_hex(4))
     given = {"config": options.config, "run": name, "overrides": options.overrides}
     return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))

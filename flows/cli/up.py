@@ -33,6 +33,7 @@ from flows.prefect_server import answers
 from fp8core.end_with_parent import TiedProcess, installed, running
 from fp8core.errors import UserError
 from fp8core.store.durable import PRIVATE, make_folder
+from fp8core.user_files import refuse_in_run
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -249,6 +250,7 @@ def add_command(commands: Any) -> None:
 
 def up(options: argparse.Namespace) -> int:
     """Start everything and wait; returns the exit code (1: a service died), raises UserError before it starts."""
+    refuse_in_run(f"--runs {options.runs}", options.runs)
     _refuse_taken({"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port})
     if not (ROOT / "prefect.yaml").is_file():
         raise UserError(f"{ROOT} has no prefect.yaml: `fp8-grpo up` needs a checkout of the repository")
@@ -306,7 +308,11 @@ def wait(services: Services, look: Callable[[], None]) -> NoReturn:
 
 
 def _refuse_taken(ports: Mapping[str, int]) -> None:
+    if len({*ports.values()}) < len(ports):
+        raise UserError(f"{' and '.join(ports)} are the same port; choose another for one")
     for option, port in ports.items():
+        if port < 1:
+            raise UserError(f"{option} {port}: choose a port from 1 on")
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except (OSError, OverflowError) as error:

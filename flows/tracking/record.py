@@ -143,7 +143,7 @@ class TrackingFile:
 
 
 def read_record(folder: Path) -> TrackingRecord | None:
-    """The record of a run's folder; None when it has none. Raises UserError when it is malformed."""
+    """The record of a run's folder; None when it has none. Raises StoredFileError when it is malformed."""
     path = folder / RECORD
     try:
         return TrackingRecord.model_validate_json(durable.read_stored(path))
@@ -152,7 +152,7 @@ def read_record(folder: Path) -> TrackingRecord | None:
     except OSError as error:
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise UserError(f"{path}: not a record of an MLflow run: {error.errors()[0]['msg']}") from error
+        raise StoredFileError(f"{path}: not a record of an MLflow run: {error.errors()[0]['msg']}") from error
 
 
 def write_record(folder: Path, record: TrackingRecord) -> None:

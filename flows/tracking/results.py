@@ -157,14 +157,17 @@ def _log(place: Place, result: EvaluationResult, dataset: Dataset, configured: s
     client = MlflowClient(tracking_uri=place.uri)
     of = Path(result.target).name if result.step is None else f"{Path(result.target).name}-{result.step:05d}"
     run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
-    refuse_strange_artifacts(place.uri, run, configured)
-    run_id = str(run.info.run_id)
-    models = [] if place.model_id is None else [LoggedModelInput(place.model_id)]
-    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
-    client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
-    client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
-    client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
-    client.set_terminated(run_id, "FINISHED")
+    run_id, ended = str(run.info.run_id), "FAILED"
+    try:
+        refuse_strange_artifacts(place.uri, run, configured)
+        models = [] if place.model_id is None else [LoggedModelInput(place.model_id)]
+        client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
+        client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
+        client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
+        client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
+        ended = "FINISHED"
+    finally:
+        client.set_terminated(run_id, ended)
     return run_id
 
 

@@ -74,6 +74,8 @@ def samples_due(run: RunContext, index: int) -> bool:
     if not (tables_due(run, index) and run.config.tracking.sample_completions):
         return False
     sampled = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind in SAMPLED_KINDS]
+    if not {ref.kind for ref in sampled}.issuperset(SAMPLED_KINDS):
+        return False  # The pipeline has no such step.
     missing = [ref for ref in sampled if not run.directory.store.path(ref).exists()]
     return not missing or not read_deletions(run.directory.path).keys() & {ref.digest for ref in missing}
 

@@ -4,6 +4,7 @@ Sections are separate models so that each part of the library takes its own and 
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.vllm.config import VllmConfig
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Of a run, which is that of its folder too."""
 MOST_EXPERTS = 1 << 16
 """Of all layers together; ten times those of the largest released models."""
 _BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs", "parity"})
@@ -497,6 +499,11 @@ def unmeant(config: RunConfig) -> dict[str, str]:
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
     return found
+
+
+def made_name(name: str, suffix: str) -> str:
+    """A run's name of a configuration's, which may be any text."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).lstrip('._-') or 'run'}-{suffix}"
 
 
 def own_code(config: RunConfig) -> dict[str, str]:

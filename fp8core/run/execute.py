@@ -49,7 +49,7 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
             raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
         return {planned.outputs[port]: ref for port, ref in outputs.items()}
 
-    parts = _parts(run, planned, inputs)
+    parts = _parts(run, index, planned, inputs)
     if planned.spec.redo and run.ready_trainer().version < index:
         # The trainer does not hold it, whatever is stored. Its inputs were made anew (edited code), and came out equal.
         return _execute(run, index, planned.name, task_key(run, index, planned.name, parts), body)
@@ -62,13 +62,13 @@ def finished_steps(run: RunContext, index: int, carried: Mapping[str, Ref]) -> l
     for planned in run.plan.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-            if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, planned, inputs)):
+            if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, index, planned, inputs)):
                 artifacts |= stored[planned.name].outputs
                 finished.append(planned)
     return finished
 
 
-def _parts(run: RunContext, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
+def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
     """All that a planned step's result depends on, besides the run's configuration and code."""
     return {
         "uses": planned.uses,
@@ -78,6 +78,8 @@ def _parts(run: RunContext, planned: PlannedStep, inputs: Mapping[str, Ref]) -> 
         "verifier": run.verifier.describe(),
         **({} if run.loss_source is None else {"loss": run.loss_source}),
         **({"environment": run.environment_description} if run.environment_description else {}),
+        # The last step is evaluated, whatever its number; which step is the last one changes with `steps`.
+        **({"last": True} if index == run.config.steps and "evaluation" in planned.spec.outputs.values() else {}),
     }
 
 

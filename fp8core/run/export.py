@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 
 from fp8core.config.run import RunConfig
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
-from fp8core.store.durable import make_folder, sync_path, write_file
+from fp8core.store.durable import make_folder, read_stored, sync_path, write_file
 from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.ledger import START, CheckpointEntry
@@ -72,7 +72,7 @@ def read_origin(folder: Path) -> Origin:
     """Where an exported folder comes from. Raises StoredFileError: its fp8_grpo.json is missing or damaged."""
     path = folder / ORIGIN
     try:
-        return parse_model(path.read_bytes(), Origin, path)
+        return parse_model(read_stored(path), Origin, path)
     except OSError as error:
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -164,7 +164,7 @@ def export(
         partial.rename(target)
         sync_path(target.absolute().parent)
     except OSError as error:
-        raise UserError(f"{target}: the policy cannot be written: {error.strerror}") from error
+        raise UserError(f"{target}: the policy cannot be written: {error.strerror or first_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -15,7 +15,7 @@ from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_stat
 from fp8core.run.commit import commit_step, step_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, TaskResult, carried, run_step
-from fp8core.run.resume import ensure, restore
+from fp8core.run.resume import ensure, restore, rewind_to
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
 
@@ -86,7 +86,11 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
 def _train(run: RunContext, execution: Execution) -> None:
     begin(run, execution)
     if (missing := missing_checkpoint(run)) is not None:
+        # The update of the step that was cut may be redone already.
+        version = run.ready_trainer().version
+        rewind_to(run, missing)
         write_checkpoint(run, missing, execution)
+        rewind_to(run, version)
     watch(run, execution)
     for index in range(next_step(run), run.config.steps + 1):
         execution.before_step(run, index)
@@ -95,6 +99,8 @@ def _train(run: RunContext, execution: Execution) -> None:
             write_checkpoint(run, index, execution)
         execution.step_done(run, index, results)
         watch(run, execution)
+    # Of a step beyond the last one, too.
+    rewind_to(run, next_step(run) - 1)
 
 
 def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:

@@ -419,8 +419,15 @@ def open_run(
                 if (failure := failed_trial(problems[0], config, environment)) is not None:
                     console.note(failure)
         version = current_code()
-        segment = SegmentEntry(pid=os.getpid(), host=socket.gethostname(), code_version=version, started=time.time())
-        directory.ledger.append(segment)
+        directory.ledger.append(
+            SegmentEntry(
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                code_version=version,
+                started=time.time(),
+                steps=config.steps,
+            )
+        )
         run = RunContext(
             config=config,
             config_digest=config_digest(config),

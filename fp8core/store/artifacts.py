@@ -222,10 +222,6 @@ class ArtifactStore:
         """The digest that `put_json` would name a value by."""
         return hashlib.sha256(canonical_json(value, "value")).hexdigest()
 
-    def sweep(self) -> list[Path]:
-        """Remove and return the temporary files of killed writers; only before the first put."""
-        return durable.sweep(self._root / _FOLDER)
-
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
         digest = hashlib.sha256(data).hexdigest()
         ref = Ref(kind=kind, digest=digest, uri=f"{_FOLDER}/{digest[:2]}/{digest}.{extension}", size=len(data))

@@ -35,7 +35,7 @@ from fp8core.store.durable import (
     unwritable,
     whole_end,
 )
-from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
+from fp8core.store.json_text import MOST_STEPS, Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
 
 START = 0
 """The step that precedes the first iteration."""
@@ -100,6 +100,7 @@ class SegmentEntry(_Entry):
     host: Name = Field(description="Name of its machine.")
     code_version: Digest = Field(description="Digest of its sources (`manifest.code_version`).")
     started: UnixSeconds = Field(description="Unix seconds.")
+    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="That it was to come to; null in older runs.")
 
 
 class RedoEntry(_Entry):

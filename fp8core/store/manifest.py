@@ -293,6 +293,8 @@ def _small_file(path: Path, opener: Callable[[str, int], int] | None = None) -> 
         return file.read(_LARGEST)
 
 
+# CUDA's are compiled when they are first used.
+_SOURCES = {".py", ".cu", ".cuh"}
 _LIBRARIES = ("torch", "numpy", "pyarrow", "prefect", "mlflow")
 
 
@@ -302,14 +304,15 @@ def current_code() -> str:
 
 
 def code_version(*packages: Path) -> str:
-    """SHA-256 (64 hex digits) over the sorted (relative path, content) of the .py files of package folders.
+    """SHA-256 (64 hex digits) over the sorted (relative path, content) of the sources in package folders.
 
     Paths start with the folder's name, so that a checkout and an installed copy of the same sources agree.
     """
     sources = sorted(
         ((package.name / path.relative_to(package)).as_posix(), path)
         for package in packages
-        for path in package.rglob("*.py")
+        for path in package.rglob("*")
+        if path.suffix in _SOURCES
     )
     assert sources, f"no sources in {', '.join(map(str, packages))}"
     digest = hashlib.sha256()

@@ -10,6 +10,7 @@ A run that may be live is looked at without the lock: `ArtifactStore(path)` and 
 `glance` takes the place of `read` where the newest steps are enough.
 """
 
+import errno
 import os
 import shutil
 import uuid
@@ -166,8 +167,8 @@ def read_description(folder: Path) -> RunDescription | None:
     path = folder / _DESCRIPTION
     try:
         data = durable.read_stored(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     return parse_model(data, RunDescription, f"{path}: not a description of a run")

@@ -26,7 +26,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import content_differences
-from fp8core.store.durable import Report, file_digest, folder_digest
+from fp8core.store.durable import Report, file_digest, folder_digest, read_stored
 from fp8core.store.json_text import parse_model, shown, value_differences
 from fp8core.store.kinds import wrong_kinds
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
@@ -98,6 +98,8 @@ def _order(view: RunView) -> Iterator[Finding]:
 
 def _beginning(view: RunView) -> Iterator[Finding]:
     """run.json names the code of the process that committed the first task; earlier processes left nothing."""
+    if not any(isinstance(entry, TaskEntry) for _, entry in view.entries):
+        return  # The next process writes it anew.
     opened = itertools.takewhile(lambda numbered: isinstance(numbered[1], SegmentEntry), view.entries)
     for line, segment in list(opened)[-1:]:
         begun = view.description.code_version
@@ -132,7 +134,7 @@ def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
     """True if all tasks of a manifest that no line names are in the ledger."""
     file = view.folder / f"manifests/{step:05d}.json"
     try:
-        record = parse_model(file.read_bytes(), StepManifest, file).record
+        record = parse_model(read_stored(file), StepManifest, file).record
     except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
         return False
     return record.outputs.keys() <= begun
@@ -451,7 +453,10 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
                     check_checkpoint(folder, step, entry.weights_digest, view.config.training)
                     check_weights(folder, entry.weights_digest)
             except UserError as error:
-                yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
+                if folder.is_dir():
+                    yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
+                else:  # Pruned by the live run while it was read.
+                    pruned.append(step)
         elif deletion is not None:
             yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)
         elif step == max(entries):

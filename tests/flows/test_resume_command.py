@@ -116,10 +116,17 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
     run_copy.resume(steps=6)
     run_copy.cut_after(6, "rollout")
     assert [load_settings(str(run_copy.folder), given).steps for given in ({}, {"steps": 7}, ["steps=5"])] == [6, 7, 5]
+    # Nor is it forgotten where no new step is committed.
+    run_copy.cut_after(4, "record")
+    with run_copy.opened(steps=8):
+        pass
+    assert load_settings(str(run_copy.folder), {}).steps == 8
+    run_copy.resume(steps=6)
+    run_copy.cut_after(6, "rollout")
     assert read_run(run_copy.folder, "extended").status == "5 of 6 steps"
     run_copy.resume(steps=6)
     extended = read_run(run_copy.folder, "extended")
-    assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 3)
+    assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 4)
     with pytest.raises(UserError, match=r"has step 6 already, and steps=5 asks for fewer"):
         run_copy.resume(steps=5)
 

@@ -188,6 +188,36 @@ def test_a_checkpoint_that_was_pruned_is_not_missed(run_copy):
     assert "missing" not in run_copy.said
 
 
+def test_a_missing_checkpoint_has_the_policy_of_its_step(whole_run, run_copy):
+    """The update of the step that was cut is redone before it is written."""
+    run_copy.cut_after(4, "train")
+    run_copy.resume(**{"checkpoint.every": 3})
+    written = {entry.step: entry.weights_digest for entry in run_copy.ledger.checkpoints()}
+    assert written == {step: whole_run.records[step]["weights_digest"] for step in (2, 3, 4)}
+    assert run_copy.records == whole_run.records
+
+
+def test_a_run_that_is_to_end_before_the_step_that_was_cut_has_the_policy_of_its_end(whole_run, run_copy):
+    run_copy.resume(steps=5)
+    run_copy.cut_after(5, "train")
+    with run_copy.opened(steps=4) as run:
+        train(run)
+        assert run.trainer.digest() == whole_run.records[4]["weights_digest"]
+
+
+@pytest.mark.parametrize(("before", "cut", "after"), [(2, 2, 3), (4, 3, 3)])
+def test_the_last_step_is_evaluated_and_it_alone_where_the_end_has_moved(loop_run, before, cut, after):
+    run = loop_run("moved", steps=2, **{"evaluation.every": 100})
+    run.resume(steps=before)
+    run.cut_after(cut, "evaluate")
+    run.resume(steps=after)
+    artifacts = {step: run.ledger.artifacts(step)["evaluation"] for step in range(cut, after + 1)}
+    assert {step: bool(run.store.get_json(ref)) for step, ref in artifacts.items()} == {
+        step: step == after for step in artifacts
+    }
+    assert run.records[after]["steps"] == after
+
+
 @pytest.mark.parametrize(("metric", "kept"), [("reward/misspelt", 5), ("reward/heldout_accuracy", 2)])
 def test_no_checkpoint_goes_where_no_step_has_the_metric_of_the_best(loop_run, metric, kept):
     """Before the first evaluation none can have a held-out one: only the last step, and step 4, are evaluated here."""

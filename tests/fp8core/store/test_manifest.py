@@ -296,3 +296,14 @@ def test_a_folder_that_the_checkout_around_it_does_not_track_has_no_state(packag
 def test_without_git_there_is_no_state(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert git_state(package) == {}
+
+
+@pytest.mark.parametrize("name", ["a.py", "b.cu", "c.cuh"])
+def test_every_source_that_computes_is_in_the_code_version(tmp_path: Path, name: str) -> None:
+    for each in ("a.py", "b.cu", "c.cuh", "notes.txt"):
+        (tmp_path / each).write_text("1")
+    before = code_version(tmp_path)
+    (tmp_path / "notes.txt").write_text("2")
+    assert code_version(tmp_path) == before
+    (tmp_path / name).write_text("2")
+    assert code_version(tmp_path) != before

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
 from fp8core.store.kinds import refuse_wrong_kinds
-from fp8core.store.ledger import LedgerView, RedoEntry
+from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
 from fp8core.store.manifest import Head, StepManifest
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Finding, RunView, spans
@@ -151,6 +152,21 @@ def test_a_kill_between_a_manifest_and_its_line_is_no_error(run: Path, step: int
         (run / f"manifests/{later + 1:05d}.json").unlink(missing_ok=True)
     (run / f"manifests/{step:05d}.signature.json").write_text("{}")
     assert findings(run) == []
+
+
+def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(run: Path) -> None:
+    os.mkfifo(run / "manifests/00004.json")
+    assert [finding.place for finding in findings(run)] == [LEDGER]
+
+
+def test_a_kill_before_the_first_task_of_other_code_is_no_error(run: Path) -> None:
+    """run.json has the code of a process that has not said that it began."""
+    keep_lines(run, -1)
+    for folder in ("manifests", "checkpoints"):
+        shutil.rmtree(run / folder)
+    first = SegmentEntry(pid=1, host="h", code_version="c" * 64, started=1.0)
+    (run / LEDGER).write_text(first.model_dump_json() + "\n")
+    assert [finding for finding in findings(run) if "was begun by code" in finding.problem] == []
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
