@@ -11,12 +11,15 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -311,10 +314,16 @@ class SglangEngine:
 
 
 class HostPipe:
-    """Our end of the pipe to SGLang's host; raises EngineLost where that has ended."""
+    """Our end of the pipe to SGLang's host; raises EngineLost where that has ended.
+
+    Messages are sent by a thread: the host reads none while it sends, so that two full buffers would block both ends.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self._unsent = SimpleQueue[memoryview]()
+        self._sender = threading.Thread(target=_send_all, args=(pipe, self._unsent), name="to-sglang", daemon=True)
+        self._sender.start()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The result of a method of `Host`."""
@@ -322,11 +331,10 @@ class HostPipe:
         return self.answer()
 
     def send(self, *message: Any) -> None:
-        """Ask for something."""
-        try:
-            self._pipe.send(message)
-        except OSError as error:
-            raise EngineLost("SGLang's host ended") from error
+        """Ask for something, and go on. Where the host has ended, a later `send` or `receive` raises EngineLost."""
+        if not self._sender.is_alive():
+            raise EngineLost("SGLang's host ended")
+        self._unsent.put(ForkingPickler.dumps(message))
 
     def comes(self, seconds: float) -> bool:
         """True if a message comes in time, or the end of the host."""
@@ -426,6 +434,13 @@ def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
     # The pipe ends with its last holder.
     theirs.close()
     return ours, process
+
+
+def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
+    # The end of the host is raised where our end of the pipe is read.
+    with suppress(OSError):
+        while True:
+            pipe.send_bytes(messages.get())
 
 
 def _check_environment(required: Mapping[str, str]) -> None:

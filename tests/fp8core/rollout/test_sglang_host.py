@@ -101,18 +101,20 @@ def group(number: int, *prompt: int) -> PromptGroup:
     return PromptGroup(number, f"{number}", prompt, (0, 1), (7, 8))
 
 
+def answer_all(host: Host, pipe: Any) -> None:
+    """Answer until CLOSE is asked for."""
+    with pipe:
+        while host.answer(*pipe.recv()):
+            pass
+
+
 @pytest.fixture
 def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
     """A session, and the pipe to its host, which takes a second one afterwards."""
     ours, theirs = Pipe()
     host = Host(theirs, Counting(False), {"model_path": "unused", "custom_weight_loader": ["unused"]})
 
-    def answers() -> None:
-        with theirs:
-            while host.answer(*theirs.recv()):
-                pass
-
-    thread.submit(answers)
+    thread.submit(answer_all, host, theirs)
     pipe = HostPipe(ours)
     yield pipe, SglangSession(pipe, Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
     pipe.send("close")
@@ -151,6 +153,43 @@ def test_a_session_that_is_left_drops_what_runs(opened: tuple[HostPipe, Session]
         found += again.step()
     again.close()
     assert [(done.group, done.tokens) for done in found] == [(3, [1, 2])] * 2
+
+
+@pytest.mark.timeout(60)
+def test_a_session_takes_long_prompts_while_its_outputs_are_unread(thread: ThreadPoolExecutor) -> None:
+    """Either end has more to send than a pipe holds."""
+    ours, theirs = Pipe()
+    host = Host(theirs, Answering(False), {"model_path": "unused", "custom_weight_loader": ["unused"]})
+    with ours:
+        ended = thread.submit(answer_all, host, theirs)
+        pipe = HostPipe(ours)
+        session = SglangSession(pipe, Sampling(1.0, TOKENS, frozenset()), lambda groups, sampling: None)
+        session.add([group(number, 1) for number in range(8)])
+        assert pipe.comes(30)
+        time.sleep(0.3)  # The pipe fills up.
+        session.add([group(8, *[5] * 1_000_000)])
+        found = []
+        while session.busy:
+            found += session.step()
+        session.close()
+        pipe.send("close")
+        ended.result(timeout=10)
+    assert sorted(done.group for done in found) == sorted([*range(9)] * 2)
+
+
+def test_requests_of_a_host_that_has_ended_are_refused() -> None:
+    ours, theirs = Pipe()
+    pipe = HostPipe(ours)
+    theirs.close()
+
+    def send_on() -> None:
+        while True:
+            pipe.send("add", [])
+
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        send_on()
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        pipe.call("resolved")
 
 
 def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor) -> None:
