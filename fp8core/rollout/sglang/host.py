@@ -161,9 +161,11 @@ class Host:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 
     async def _abort(self, running: Running) -> None:
-        if running:
+        left = set(running)
+        while left:
+            # Again and again: it ends what has reached SGLang's scheduler, and some may be on their way.
             self._engine.tokenizer_manager.abort_request(abort_all=True)
-            await asyncio.wait(list(running))
+            _, left = await asyncio.wait(left, timeout=_POLL_SECONDS)
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs of one group: ids, log-probs and reason of each request."""

@@ -46,10 +46,19 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def hosted(endless: bool, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[Any, "Future[list[bool]]"]:
+class Late(Answering):
+    """Requests reach it after a moment, and what was aborted until then does not concern them."""
+
+    async def async_generate(self, input_ids: list[list[int]], **settings: Any) -> list[dict[str, Any]]:
+        await asyncio.sleep(0.1)
+        self._aborted.clear()
+        return await super().async_generate(input_ids, **settings)
+
+
+def hosted(engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[Any, "Future[list[bool]]"]:
     """The parent's end of a host's pipe, and the host's answers to so many generations, in a thread of its own."""
     ours, theirs = Pipe()
-    host = Host(theirs, Answering(endless), {"model_path": "unused", "custom_weight_loader": ["unused"]})
+    host = Host(theirs, engine, {"model_path": "unused", "custom_weight_loader": ["unused"]})
     wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
     def answers() -> list[bool]:
@@ -61,7 +70,7 @@ def hosted(endless: bool, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[
 
 
 def test_a_parent_that_reads_late_gets_everything(thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(False, thread, rounds=2)
+    ours, answers = hosted(Answering(False), thread, rounds=2)
     for _ in range(2):
         assert ours.poll(60)
         time.sleep(0.3)  # The pipe fills up.
@@ -72,9 +81,12 @@ def test_a_parent_that_reads_late_gets_everything(thread: ThreadPoolExecutor) ->
     assert answers.result(timeout=10) == [True, True]
 
 
-def test_stop_ends_a_generation(thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(True, thread)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", [Answering, Late])
+def test_stop_ends_a_generation(kind: type[Answering], thread: ThreadPoolExecutor) -> None:
+    ours, answers = hosted(kind(True), thread)
     ours.send((STOP,))
+    assert ours.poll(20)
     assert ours.recv() == (RESULT, None)
     assert answers.result(timeout=10) == [True]
 
