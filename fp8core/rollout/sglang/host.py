@@ -6,7 +6,10 @@ closes, or a process of it fails, it ends every child of this one. So it has a p
 
 import asyncio
 import multiprocessing
-from collections.abc import Sequence
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,22 +31,6 @@ _POLL_SECONDS = 0.01
 Running = dict["asyncio.Task[list[dict[str, Any]]]", int]
 
 
-def serve(pipe: Connection, arguments: dict[str, Any]) -> None:
-    """Start an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
-    end_with_parent.follow_parent()
-    host = Host(pipe, start_engine(arguments), arguments)
-    pipe.send((RESULT, None))
-    # SGLang hears of the end of its processes while it generates, not while nothing is asked of it.
-    processes = [process.sentinel for process in multiprocessing.active_children()]
-    try:
-        with suppress(EOFError):
-            while pipe in wait([pipe, *processes]) and host.answer(*pipe.recv()):
-                pass
-    finally:
-        # Where this process fails, `multiprocessing` prints the reason after its children have ended, which run on.
-        host.close()
-
-
 def start_engine(arguments: dict[str, Any]) -> Any:
     """SGLang's engine with our processes, in the places that it keeps for them."""
     # SGLang is optional; its package has a stand-in of this name, which cannot be derived from.
@@ -56,6 +43,49 @@ def start_engine(arguments: dict[str, Any]) -> Any:
         run_detokenizer_process_func = staticmethod(run_detokenizer)
 
     return PolicyEngine(**arguments)
+
+
+def serve(pipe: Connection, arguments: dict[str, Any], start: Callable[[dict[str, Any]], Any] = start_engine) -> None:
+    """`start` an engine, say so, and answer until CLOSE is asked for, the parent ends, or one of SGLang's processes."""
+    end_with_parent.follow_parent()
+    host = Host(pipe, _started_whole(start, arguments), arguments)
+    closing = threading.Event()
+    try:
+        _end_with_children(closing)
+        pipe.send((RESULT, None))
+        with suppress(EOFError):
+            while host.answer(*pipe.recv()):
+                pass
+    finally:
+        # Where this process fails, `multiprocessing` prints the reason after its children have ended, which run on.
+        closing.set()
+        host.close()
+
+
+def _started_whole(start: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return start(arguments)
+    except BaseException:
+        # SGLang leaves what it has started, and `multiprocessing` would wait for it before the reason is printed.
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+
+
+def _end_with_children(closing: threading.Event) -> None:
+    """From now on the end of a child is that of this process, unless it is closing.
+
+    A call that waits for an answer of the child would not return, and SGLang itself is silent about exits without a
+    signal. So it is SIGKILL: all other processes of SGLang follow this one.
+    """
+    children = [process.sentinel for process in multiprocessing.active_children()]
+
+    def follow() -> None:
+        wait(children)
+        if not closing.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="children", daemon=True).start()
 
 
 class Host:

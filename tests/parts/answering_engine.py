@@ -1,0 +1,71 @@
+"""Stand-ins for `sglang.Engine` with a process of their own, as SGLang's scheduler is, for tests of its host.
+
+The process is started by spawn and imports this module by its name: nothing here imports torch.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import time
+from typing import Any
+
+import uvloop
+
+from fp8core import end_with_parent
+
+TOKENS = 20_000
+_spawning = multiprocessing.get_context("spawn")
+
+
+class HostedEngine:
+    """Answers at once with more tokens than a pipe holds; while memory is given back, its process ends."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self.tokenizer_manager = self
+        self._scheduler = started_scheduler()
+
+    async def async_generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
+        """Outputs of all requests."""
+        about = {"output_token_logprobs": [(-1.0, 7, None)] * TOKENS, "finish_reason": {"type": "length"}}
+        return [{"output_ids": [7] * TOKENS, "meta_info": about} for _ in input_ids]
+
+    def abort_request(self, abort_all: bool) -> None:
+        """Nothing runs on."""
+
+    def release_memory_occupation(self, kinds: list[str]) -> None:
+        """Wait for an answer of a process that has ended."""
+        self._scheduler.terminate()
+        self.loop.run_until_complete(asyncio.Event().wait())
+
+    def resume_memory_occupation(self, kinds: list[str]) -> None:
+        """End the process of the engine itself."""
+        os._exit(3)
+
+    def shutdown(self) -> None:
+        """End the process."""
+        self._scheduler.kill()
+        self._scheduler.join()
+
+
+def started_scheduler() -> Any:
+    """A process that ends with its parent, and is no daemon."""
+    process = _spawning.Process(target=_run, name="scheduler")
+    process.start()
+    return process
+
+
+def start(arguments: dict[str, Any]) -> HostedEngine:
+    """In place of `host.start_engine`."""
+    return HostedEngine()
+
+
+def fail(arguments: dict[str, Any]) -> HostedEngine:
+    """In place of `host.start_engine`: it fails when a process is up."""
+    started_scheduler()
+    raise ValueError("no memory is left for the cache")
+
+
+def _run() -> None:
+    end_with_parent.follow_parent()
+    time.sleep(600)
