@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple
@@ -63,6 +64,9 @@ _SHUTDOWN_SECONDS = 70.0
 _SEED_BITS = (1 << 63) - 1
 # Longest step of a session in which nothing ends.
 _STEP_SECONDS = 0.01
+# Ends the thread that sends.
+_LAST = memoryview(b"")
+_DROPPED_BYTES = 1 << 20
 # Its place, and its requests or outputs.
 Group = tuple[int, list[dict[str, Any]]]
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
@@ -255,9 +259,9 @@ class SglangEngine:
             return
         self._closed = True
         atexit.unregister(self.close)
-        with suppress(EngineLost):
-            self._host.send(CLOSE)
-        self._process.join(_SHUTDOWN_SECONDS)
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        self._host.close(deadline)
+        self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             # SGLang's processes follow it.
             self._process.kill()
@@ -373,8 +377,21 @@ class HostPipe:
             raise
         finally:
             if running:
-                self.send(STOP)
-                self.answer()
+                # After `close` there is nothing to stop, and the next call raises the loss.
+                with suppress(EngineLost):
+                    self.send(STOP)
+                    self.answer()
+
+    def close(self, deadline: float) -> None:
+        """Ask for the end, and drop what the host may be blocked in sending until it ends or the deadline passes."""
+        with suppress(EngineLost):
+            self.send(CLOSE)
+        self._unsent.put(_LAST)
+        with suppress(OSError):
+            # Bytes, not messages: one of them may be read in part.
+            while (left := deadline - time.monotonic()) > 0 and wait([self._pipe], left):
+                if not os.read(self._pipe.fileno(), _DROPPED_BYTES):
+                    break
 
 
 class SglangSession:
@@ -439,8 +456,8 @@ def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
 def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
     # The end of the host is raised where our end of the pipe is read.
     with suppress(OSError):
-        while True:
-            pipe.send_bytes(messages.get())
+        for message in iter(messages.get, _LAST):
+            pipe.send_bytes(message)
 
 
 def _check_environment(required: Mapping[str, str]) -> None:

@@ -75,8 +75,7 @@ def _started_whole(start: Callable[[dict[str, Any]], Any], arguments: dict[str, 
 def _end_with_children(closing: threading.Event) -> None:
     """From now on the end of a child is that of this process, unless it is closing.
 
-    A call that waits for an answer of the child would not return, and SGLang itself is silent about exits without a
-    signal. So it is SIGKILL: all other processes of SGLang follow this one.
+    A call may wait for an answer that the child owes, so the end is SIGKILL: SGLang's other processes follow this one.
     """
     children = [process.sentinel for process in multiprocessing.active_children()]
 
@@ -141,7 +140,11 @@ class Host:
         }
 
     def generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
-        """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running."""
+        """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running.
+
+        Raises:
+            EOFError: CLOSE came, as also in a `session`.
+        """
         self._engine.loop.run_until_complete(self._generate(groups))
 
     def session(self) -> None:
@@ -162,7 +165,7 @@ class Host:
         finally:
             await self._abort(running)
         if stopped:
-            self._pipe.recv()
+            _check_open(self._pipe.recv()[0])
 
     async def _session(self) -> None:
         running: Running = {}
@@ -170,6 +173,7 @@ class Host:
             while True:
                 while self._pipe.poll():
                     kind, *groups = self._pipe.recv()
+                    _check_open(kind)
                     if kind == STOP:
                         return
                     running |= self._started(*groups)
@@ -209,6 +213,12 @@ class Host:
             logprob_start_len=-1,
         )
         return [_output(output) for output in outputs]
+
+
+def _check_open(kind: str) -> None:
+    """For CLOSE in the middle of a generation, raise what the end of the parent does."""
+    if kind == CLOSE:
+        raise EOFError("closed while requests were running")
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ import uvloop
 from fp8core.errors import EngineLost
 from fp8core.rollout.engine import PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
-from fp8core.rollout.sglang.host import FINISHED, RESULT, STOP, Host
+from fp8core.rollout.sglang.host import CLOSE, FINISHED, RESULT, STOP, Host
 
 # Together more than the buffer of any pipe.
 GROUPS, TOKENS = 64, 20_000
@@ -91,6 +91,13 @@ def test_stop_ends_a_generation(kind: type[Answering], thread: ThreadPoolExecuto
     assert answers.result(timeout=10) == [True]
 
 
+def test_close_ends_a_generation_as_the_end_of_the_parent_does(thread: ThreadPoolExecutor) -> None:
+    ours, answers = hosted(Answering(True), thread)
+    ours.send((CLOSE,))
+    with pytest.raises(EOFError, match="closed while requests were running"):
+        answers.result(timeout=10)
+
+
 ENDLESS = 99
 
 
@@ -129,7 +136,7 @@ def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
     thread.submit(answer_all, host, theirs)
     pipe = HostPipe(ours)
     yield pipe, SglangSession(pipe, Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
-    pipe.send("close")
+    pipe.close(time.monotonic() + 20)
 
 
 def test_a_session_takes_requests_while_others_run(opened: tuple[HostPipe, Session]) -> None:
@@ -184,7 +191,7 @@ def test_a_session_takes_long_prompts_while_its_outputs_are_unread(thread: Threa
         while session.busy:
             found += session.step()
         session.close()
-        pipe.send("close")
+        pipe.close(time.monotonic() + 20)
         ended.result(timeout=10)
     assert sorted(done.group for done in found) == sorted([*range(9)] * 2)
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from fp8core.errors import EngineLost
 from fp8core.rollout.sglang.engine import HostPipe
-from fp8core.rollout.sglang.host import serve
+from fp8core.rollout.sglang.host import ADD, serve
 
 # Python and torch start twice as slowly beside other tests.
 STARTED = 120.0
@@ -60,3 +61,25 @@ def test_a_start_that_fails_leaves_no_process(start_host: StartHost, capfd: pyte
     process.join(10)
     assert process.exitcode == 1
     assert "no memory is left for the cache" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["generation", "session"])
+def test_a_close_while_requests_run_is_orderly(start_host: StartHost, kind: str) -> None:
+    """The host is blocked in sending outputs, and the first message that it reads is the end."""
+    pipe, process = start_host(answering_engine.start)
+    pipe.answer()
+    wanted = [(number, [{"tokens": [1, 2], "sampling": {}}]) for number in range(8)]
+    if kind == "session":
+        pipe.send("session")
+        pipe.send(ADD, wanted)
+        assert pipe.comes(30)
+    else:
+        running = pipe.outputs(wanted)
+        next(running)
+    pipe.close(time.monotonic() + 20)
+    process.join(5)
+    assert process.exitcode == 0
+    if kind == "generation":
+        running.close()
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        pipe.call("resolved")
