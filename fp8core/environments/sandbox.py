@@ -139,7 +139,7 @@ class Interpreter:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-        limits = [str(self._memory_mb), *dict.fromkeys(packages)]
+        limits = [str(self._memory_mb), str(self._characters), *dict.fromkeys(packages)]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-c", _BOOT, _ROOT, str(theirs.fileno()), *limits],
@@ -201,11 +201,15 @@ class Interpreter:
         return f"the interpreter ended ({how}){_SECOND_TRY}"
 
     def _cut(self, text: str) -> str:
-        # Where an object lies differs from run to run.
-        shown = _ADDRESS.sub("at 0x", text) or "(no output)"
+        shown = _without_addresses(text) or "(no output)"
         if len(shown) <= self._characters:
             return shown
         return f"{shown[: self._characters]}\n... (cut after {self._characters} characters)"
+
+
+def _without_addresses(text: str) -> str:
+    """Where an object lies differs from run to run."""
+    return _ADDRESS.sub("at 0x", text)
 
 
 def _received(control: socket.socket) -> bytes:
@@ -230,22 +234,22 @@ def interpret(inherited: int, root: str, arguments: list[str]) -> None:
     channel = os.dup2(inherited, _CHANNEL, inheritable=False)
     if inherited != channel:
         os.close(inherited)
-    memory_mb, *packages = arguments
+    memory_mb, characters, *packages = arguments
     sys.path[:] = [path for path in sys.path if path and path != root] + packages
     sys.argv[:] = [""]
     _enter(int(memory_mb), packages)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with os.fdopen(channel, "rb") as lines:  # As a file: calls of sockets are refused.
         for line in lines:
-            told = json.dumps(_run(json.loads(line), names)).encode()
+            told = json.dumps(_run(json.loads(line), names, int(characters))).encode()
             sys.stdout.flush()
             while told:
                 told = told[os.write(channel, told) :]
             os.write(channel, b"\n")
 
 
-def _run(code: str, names: dict[str, Any]) -> tuple[str, str]:
-    """Value of the last line, and error."""
+def _run(code: str, names: dict[str, Any], characters: int) -> tuple[str, str]:
+    """Value of the last line, and error; each has one character beyond the limit at most, by which a cut shows."""
     try:
         parsed = ast.parse(code, "<code>")
         last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
@@ -253,9 +257,9 @@ def _run(code: str, names: dict[str, Any]) -> tuple[str, str]:
         if last is None:
             return "", ""
         value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
-        return ("" if value is None else repr(value)), ""
+        return ("" if value is None else _without_addresses(repr(value))[: characters + 1]), ""
     except BaseException as error:  # noqa: BLE001 - it is the answer
-        return "", _described(error)
+        return "", _without_addresses(_described(error))[: characters + 1]
 
 
 def _described(error: BaseException) -> str:

@@ -207,6 +207,24 @@ def test_code_has_the_names_of_the_code_before_it(python: Interpreter) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "start", "fails"),
+    [
+        ("list(range(60_000))", "[0, 1, 2, 3, ", False),
+        ("'\N{PILE OF POO}' * 100_000", "'" + "\N{PILE OF POO}" * 299, False),
+        ("[object()] * 1000", "[<object object at 0x>, <object", False),
+        ("raise ValueError('x' * 300_000)", "line 1: ValueError: xxx", True),
+    ],
+)
+def test_what_is_long_is_cut_and_ends_nothing(python: Interpreter, code: str, start: str, fails: bool) -> None:
+    python.run("kept = 5")
+    said, failed = python.run(code)
+    assert said.startswith(start)
+    assert said[300:] == "\n... (cut after 300 characters)"
+    assert failed == fails
+    assert python.run("kept") == ("5", False)
+
+
+@pytest.mark.parametrize(
     ("code", "answer"),
     [
         ("1/0", "line 1: ZeroDivisionError: division by zero"),
