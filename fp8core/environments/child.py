@@ -205,13 +205,15 @@ class _EpisodeProcess:
         self._environment: Environment | None = None
 
     def play(self, task: Task) -> None:
-        """Answer until there is an outcome, or the pool has no more."""
+        """Answer until there is an outcome, or the pool has no more; then the environment is closed."""
         _seed(task.seed)
-        going = self._answer(task)
-        while going and (line := self._lines.readline()):
-            going = self._answer(read_action(decode(line)))
-        if going and self._environment is not None:
-            self._environment.close()
+        try:
+            going = self._answer(task)
+            while going and (line := self._lines.readline()):
+                going = self._answer(read_action(decode(line)))
+        finally:
+            # After a crash too, whose outcome the pool has by now, whatever this raises.
+            self._close()
 
     def construct(self) -> None:
         """Make an environment with the options of the configuration, for its errors; its methods are seen as well."""
@@ -233,7 +235,7 @@ class _EpisodeProcess:
         self._lines.flush()
 
     def _answer(self, asked: Task | Action) -> bool:
-        """Send the reply; whether the episode goes on. With an outcome, the environment is closed before."""
+        """Send the reply; whether the episode goes on. With an outcome of its own, the environment is closed before."""
         began = time.perf_counter()
         self._start_timer()
         try:
@@ -243,8 +245,8 @@ class _EpisodeProcess:
             read_reply(decode(line), first=isinstance(asked, Task))
             if size > self._limits.reply_bytes:
                 raise ValueError(f"a reply of {size:,} bytes; at most {self._limits.reply_bytes:,}")
-            if isinstance(reply, Outcome) and self._environment is not None:
-                self._environment.close()
+            if isinstance(reply, Outcome):
+                self._close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the outcome says what was raised
             reply = Outcome("crashed", detail=described_error(error, self._loaded.file)[:DETAIL_CHARACTERS])
             message = reply_message(reply)
@@ -258,6 +260,12 @@ class _EpisodeProcess:
             return self._environment.start(asked)
         assert self._environment is not None, "an action follows a turn"
         return self._environment.step(asked)
+
+    def _close(self) -> None:
+        """Close the environment, unless it was closed or never made."""
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
 
     def _start_timer(self) -> None:
         """At the end of which the kernel ends this process, in a function of C too."""

@@ -169,6 +169,10 @@ class Hostile:
             file.write("x")
         return self.do_say("noted")
 
+    def do_note_and_raise(self, text):
+        self.do_note(text)
+        return self.do_raise("late")
+
     def do_draw(self, text):
         import random
         return self.do_say(str(random.random()))

@@ -111,6 +111,42 @@ def test_an_end_lets_the_environment_close(pool: EnvironmentPool, tmp_path: Path
     assert (tmp_path / "once").read_text() == "x"
 
 
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize(
+    ("then", "detail"),
+    [
+        ("raise it", "ValueError: no good: it"),
+        ("quit", "SystemExit: 4"),
+        ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,"),
+        ("give Outcome('fine')", "ValueError: outcome is 'fine'"),
+    ],
+)
+def test_an_environment_that_crashes_is_closed_once(
+    pool: EnvironmentPool, tmp_path: Path, start: bool, then: str, detail: str
+) -> None:
+    """And what its `close` raises hides nothing."""
+    crash = f"at_close note_and_raise {tmp_path / 'closed'}|{then}"
+    pool.begin((0, 0), Task(crash if start else "", "", 0))
+    if not start:
+        collect(pool, 1)
+        pool.act((0, 0), Action(crash))
+    ((_, ended),) = collect(pool, 1).items()
+    assert isinstance(ended, Outcome)
+    assert ended.outcome == "crashed"
+    assert ended.detail.startswith(detail)
+    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
+    assert (tmp_path / "closed").read_text() == "x"
+
+
+def test_an_environment_whose_close_fails_is_not_closed_again(pool: EnvironmentPool, tmp_path: Path) -> None:
+    pool.begin((0, 0), Task(f"at_close note_and_raise {tmp_path / 'closed'}|give Outcome('right')", "", 0))
+    ((_, ended),) = collect(pool, 1).items()
+    assert isinstance(ended, Outcome)
+    assert (ended.outcome, ended.detail[:25]) == ("crashed", "ValueError: no good: late")
+    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
+    assert (tmp_path / "closed").read_text() == "x"
+
+
 def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
     pool = start_pool(f"{hostile_file}:Hostile", at_once=1, limits=LIMITS._replace(timeout_seconds=0.3))
     pool.begin((0, 0), Task("at_close sleep", "", 0))
