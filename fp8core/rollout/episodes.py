@@ -193,12 +193,7 @@ def run_episodes(
         UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """
     pool, session = _pool_and_session(engine, sampling, multi_turn)
-    open_ = {
-        (group.group, sample): _opened(group, i, sampling.max_new_tokens, multi_turn)
-        for group in groups
-        for i, sample in enumerate(group.samples)
-    }
-    finished = list[Episode]()
+    open_, finished = dict[Key, _Open](), list[Episode]()
 
     def go_on(key: Key, found: Episode | Action | None) -> None:
         """Let the policy speak, ask the environment, or leave the episode."""
@@ -212,6 +207,8 @@ def run_episodes(
             finished.append(found)
 
     try:
+        for key, episode in _all_opened(groups, sampling.max_new_tokens, multi_turn):
+            open_[key] = episode
         asked = [episode for episode in open_.values() if episode.has_begun]
         for key in [key for key, episode in open_.items() if not episode.has_begun]:
             pool.begin(key, open_[key].task)
@@ -241,6 +238,15 @@ def _pool_and_session(engine: RolloutEngine, sampling: Sampling, multi_turn: Mul
     assert isinstance(engine, StreamingEngine), "episodes of several turns need an engine with sessions"
     assert not sampling.report_experts, "experts are not recorded over several turns"
     return multi_turn.pool, engine.open_session(sampling)
+
+
+def _all_opened(
+    groups: Sequence[PromptGroup], room: int, multi_turn: MultiTurn | None
+) -> Iterator[tuple[Key, "_Open"]]:
+    """Every sample of every group, as `_opened`."""
+    for group in groups:
+        for i, sample in enumerate(group.samples):
+            yield (group.group, sample), _opened(group, i, room, multi_turn)
 
 
 def _opened(group: PromptGroup, index: int, room: int, multi_turn: MultiTurn | None) -> "_Open":

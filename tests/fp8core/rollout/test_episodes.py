@@ -14,8 +14,10 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.embedded import EmbeddedSession
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import (
+    Begun,
     MultiTurn,
     TurnBudget,
     opening_json,
@@ -311,6 +313,19 @@ def test_a_failure_releases_every_episode(pair):
         play(pair.engine, pool, build_tasks(2, 2))
     assert sorted(pool.ended) == sorted(pool.acted)
     assert pair.generate(build_groups(build_tasks(1, 1)), replace(SAMPLING, max_new_tokens=2))
+
+
+def test_an_episode_that_cannot_be_taken_in_leaves_no_session_open(pair, monkeypatch):
+    """One that was stored, and whose first messages are longer than its prompt may be now."""
+    closed = []
+    monkeypatch.setattr(EmbeddedSession, "close", lambda session: closed.append(session))
+    tasks, pool = build_tasks(1, 2), ScriptedPool(talkative)
+    begun = {(0, 1): Begun([9], [0.0], [Turn((Said("user", "1" * 40),))], [])}
+    multi_turn = MultiTurn(pool, TALK, tasks, replace(BUDGET, prompt_tokens=30), begun)
+    with pytest.raises(AssertionError, match="it was not over"):
+        list(run_episodes(pair.engine, build_groups(tasks), SAMPLING, multi_turn))
+    assert len(closed) == 1
+    assert pool.ended == [(0, 0)]
 
 
 def test_episodes_come_as_they_finish(pair):
