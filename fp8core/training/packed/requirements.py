@@ -92,8 +92,12 @@ def packs(config: RunConfig, arch: Architecture) -> range:
     """The numbers of tokens that a pack can have on a GPU; a sequence longer than a micro-batch is a pack alone."""
     if config.training.device != "cuda":
         return range(0)
-    longest = max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
-    return range(TILE, math.ceil(longest / TILE) * TILE + 1, TILE)
+    return range(TILE, math.ceil(_longest_pack(config, arch) / TILE) * TILE + 1, TILE)
+
+
+def _longest_pack(config: RunConfig, arch: Architecture) -> int:
+    """Tokens of the longest pack, of one sequence where that is longer than a micro-batch."""
+    return max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
 
 
 def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
@@ -171,7 +175,7 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     # Of each layer that is computed again: the stream before both halves, what it attended to, and log-sum-exps.
     outside, layers = _BF16 * (2 * hidden + query) + _FP32 * arch.num_heads, arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
-    return config.training.tokens_per_pass * kept
+    return _longest_pack(config, arch) * kept
 
 
 def advice(config: RunConfig) -> str:

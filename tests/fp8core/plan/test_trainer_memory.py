@@ -392,6 +392,17 @@ def test_it_fits_for_no_other_reason(setting: str, name: str) -> None:
     assert planned_packed("qwen3-aligned", setting).refusals, name
 
 
+@pytest.mark.parametrize(("tokens", "counted"), [(4096, 4096), (640, 640), (256, 624)])
+def test_a_sequence_longer_than_a_pass_is_a_pack_alone(tokens: int, counted: int) -> None:
+    """Of 513 tokens of a prompt and 100 of a completion, filled up to whole pages."""
+    lengths = ["data.max_prompt_tokens=513", "rollout.max_new_tokens=100"]
+    one, some = (
+        load_config("qwen3-aligned", [*lengths, f"training.tokens_per_pass={size}"]) for size in (4096, tokens)
+    )
+    arch = model_shape(one)
+    assert _activations(some, arch) * 4096 == _activations(one, arch) * counted
+
+
 @pytest.mark.parametrize("cache", ["fp8", "bf16"])
 def test_every_layer_that_is_recomputed_keeps_its_stream_and_what_it_attended_to(cache: str) -> None:
     """The BF16 stream before both halves, and the attention's result with its FP32 log-sum-exp."""
