@@ -271,9 +271,14 @@ def check_places(members: Sequence[Handle]) -> None:
             )
 
 
-def _rank_of(place: Place) -> tuple[str, int, int]:
-    """Sorts members by address and GPU, so that ranks do not move between starts."""
-    return place.address, int(place.gpu or 0), place.pid
+def _rank_of(place: Place) -> tuple[str, bool, int, str, int]:
+    """Sorts members by address and GPU, so that ranks do not move between starts.
+
+    CUDA_VISIBLE_DEVICES may name a GPU by its UUID instead of its number.
+    """
+    gpu = place.gpu or "0"
+    numbered = gpu.isdecimal()
+    return place.address, not numbered, int(gpu) if numbered else 0, gpu, place.pid
 
 
 def _where(member: Handle) -> str:

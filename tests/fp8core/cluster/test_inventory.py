@@ -11,7 +11,7 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 from flows import cli
-from fp8core.cluster.gang import Handle, check_places
+from fp8core.cluster.gang import Handle, _rank_of, check_places
 from fp8core.cluster.member import Place
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
@@ -83,3 +83,12 @@ def test_a_process_with_another_python_is_refused_by_its_name():
         check_places([Handle(None, here), Handle(None, other)])
     where = "cluster: process 8 on 10.0.0.2, GPU 1"
     assert str(refused.value) == f"{where} has Python 3.11.0rc1, this is {platform.python_version()}"
+
+
+def test_gpus_are_in_the_order_of_their_numbers_and_then_of_their_names():
+    """CUDA_VISIBLE_DEVICES may hold UUIDs, and Ray names GPUs by what it holds."""
+    names = ["2", "10", "GPU-3f2a", "GPU-a1", "MIG-0c"]
+    places = [Place("h", gpu, 9 - i, "", "", "", "") for i, gpu in enumerate(names)]
+    assert sorted(reversed(places), key=_rank_of) == places
+    on_cpu = [Place("h", None, pid, "", "", "", "") for pid in (7, 8)]
+    assert sorted(reversed(on_cpu), key=_rank_of) == on_cpu
