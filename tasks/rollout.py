@@ -10,6 +10,7 @@ from fp8core.data.prompt import longest_prompt
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
+from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
 from fp8core.run.rollouts import check_episodes, environment_of, prompt_groups, rollout_table, shards_of
@@ -83,7 +84,7 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
         tables.append(done.cast(schema) if run.config.environment is None else done)
     # Of a group that the environment had begun, some episodes may be there.
     open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
-    longest = longest_prompt(run.config, run.arch.max_positions)
+    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     with environment_of(run, index, "turns") as pool:
         for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool):
             table = table_of(batch)

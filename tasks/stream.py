@@ -14,7 +14,7 @@ from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
-from fp8core.rollout.registry import continuation_of
+from fp8core.rollout.registry import continuation_of, longest_row
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
@@ -383,7 +383,8 @@ class _EpisodeWriter:
             yield from self._play(missing, places)
 
     def _play(self, missing: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
-        run, longest = self._run, longest_prompt(self._run.config, self._run.arch.max_positions)
+        run = self._run
+        longest = longest_prompt(run.config, longest_row(run.config, run.arch))
         numbers = {group.group: self._number(places[group.group]) for group in missing}
         by_number = {numbers[group.group]: group for group in missing}
         again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]

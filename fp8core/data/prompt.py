@@ -137,7 +137,7 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
         place = f"{problem.place}: " if problem.place else ""
         raise UserError(
             f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {tokens} {of_what}; {fitting} "
-            f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of the model, "
+            f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of model and engine, "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens})"
         )
 
@@ -183,5 +183,5 @@ def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tu
 
 
 def longest_prompt(config: RunConfig, max_positions: int) -> int:
-    """Tokens of the longest prompt that is accepted."""
+    """Tokens of the longest prompt that is accepted; `max_positions` are those that model and engine take."""
     return min(config.data.max_prompt_tokens, max_positions - config.rollout.max_new_tokens)

@@ -38,6 +38,12 @@ def no_refusals(*_: object) -> Iterable[str]:
     return ()
 
 
+def longest_refusals(setting: str, longest: int | None, arch: "Architecture") -> Iterable[str]:
+    """An engine's own limit of prompt and completion, where it is above the positions of a model."""
+    if longest is not None and longest > arch.max_positions:
+        yield f"{setting}={longest}: the model has {arch.max_positions} positions; lower it, or set it to null"
+
+
 def no_environment(*_: object) -> "Environment":
     """An engine that reads no environment variables."""
     from fp8core.config.capability import Environment
@@ -138,6 +144,11 @@ def continuation_of(config: "RunConfig") -> Continuation:
         f"rollout.engine={config.rollout.engine}: its entry's `continues` gives {found!r}; it must give "
         f"{', '.join(_CONTINUATIONS[:-1])} or {_CONTINUATIONS[-1]}"
     )
+
+
+def longest_row(config: "RunConfig", arch: "Architecture") -> int:
+    """Tokens of the longest prompt with its completion that engine and model take (errors: `find_entry`)."""
+    return min(engine_entry(config).longest(config, arch), arch.max_positions)
 
 
 def engine_entry(config: "RunConfig") -> EngineEntry:

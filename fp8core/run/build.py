@@ -35,7 +35,7 @@ from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import continuation_of, engine_entry
+from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_openings, tool_calls_of
 from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
@@ -170,13 +170,13 @@ def check_inputs(config: RunConfig) -> None:
     if config.warm_start is not None and config.warm_start.demonstrations is not None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
     if config.run is None or read_description(config.runs / config.run) is None:
         check_turns(source, config, base.tokenizer)
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
-            check_openings(list(source.to_check()), config, base.tokenizer, base.arch.max_positions, pool)
+            check_openings(list(source.to_check()), config, base.tokenizer, longest_row(config, base.arch), pool)
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:

@@ -26,7 +26,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.correction import CorrectionRule
 from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
 from fp8core.rl.user_loss import loss_source
-from fp8core.rollout.registry import continuation_of, engine_entry
+from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.build import (
     build_base,
     build_environment,
@@ -406,7 +406,7 @@ def open_run(
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
-        check_problems(source, config, base.tokenizer, base.arch.max_positions, verifier)
+        check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
         if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
             check_turns(source, config, base.tokenizer)
         environment = None
@@ -415,7 +415,7 @@ def open_run(
             if recorded is None:
                 environment = parts.enter_context(closing(build_environment(config.environment)))
                 problems = list(source.to_check())
-                check_openings(problems, config, base.tokenizer, base.arch.max_positions, environment)
+                check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment)
                 if (failure := failed_trial(problems[0], config, environment)) is not None:
                     console.note(failure)
         version = current_code()

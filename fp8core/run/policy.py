@@ -40,6 +40,7 @@ from fp8core.rollout.engine import (
     SyncReport,
     sample_seed,
 )
+from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import ending_of, play, score
@@ -291,7 +292,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         SyncError: the engine does not hold or run what it should.
     """
     base = build_base(config)
-    asked = problem_table(questions.problems, config, base.tokenizer, base.arch.max_positions).to_pylist()
+    positions = longest_row(config, base.arch)
+    asked = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
     tokens = [row["tokens"] for row in asked]
     with ExitStack() as parts:
         pool = None
@@ -304,7 +306,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
             _load(engine, trainer, config, tokens)
         sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
-        longest = longest_prompt(config, base.arch.max_positions)
+        longest = longest_prompt(config, positions)
         played = play(engine, _groups(questions, tokens), sampling, config, base.tokenizer, asked, longest, pool)
         episodes = [one for batch in played for one in batch]
         described = engine.describe()

@@ -16,6 +16,7 @@ from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, Pool
+from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import (
     FAILURES,
@@ -38,7 +39,7 @@ from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MES
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
     """Tokenised problems as a table of kind `prompts`."""
-    return problem_table(problems, run.config, run.tokenizer, run.arch.max_positions)
+    return problem_table(problems, run.config, run.tokenizer, longest_row(run.config, run.arch))
 
 
 def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> pa.Table:
@@ -263,7 +264,7 @@ def heldout_accuracy(
         )
         for row in asked
     ]
-    longest = longest_prompt(run.config, run.arch.max_positions)
+    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
     episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]

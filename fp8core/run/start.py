@@ -39,6 +39,7 @@ from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
+from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_engine, build_sft_trainer, sft_settings
 from fp8core.run.context import RunContext, freeze_heap
 from fp8core.run.episodes import ending_of, play, score
@@ -160,7 +161,7 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
     scores: dict[str, list[float]] = defaultdict(list)
     asked = prompts.to_pylist()
-    longest = longest_prompt(run.config, run.arch.max_positions)
+    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     groups = prompt_groups(run, START, prompts)
     played = play(run.ready_engine(), groups, sampling, run.config, run.tokenizer, asked, longest, None)
     endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]

@@ -20,7 +20,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import EngineEntry
+from fp8core.rollout.registry import EngineEntry, longest_refusals
 from fp8core.rollout.sglang.requirements import (
     SglangBuild,
     contract_refusals,
@@ -28,7 +28,7 @@ from fp8core.rollout.sglang.requirements import (
     model_refusals,
     replay_refusals,
 )
-from fp8core.rollout.sglang.settings import required_environment, suggested_environment
+from fp8core.rollout.sglang.settings import LOWEST_TEMPERATURE, required_environment, suggested_environment
 
 # CUDA context, activations, captured graphs. An estimate: SGLang measures its own when it starts.
 _WORKSPACE = 5_000_000_000
@@ -51,12 +51,15 @@ def _build_on(node: Node) -> SglangBuild:
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build = _build_on(node)
     yield from contract_refusals(config.precision, config.rollout.sglang, build)
+    if config.rollout.temperature < LOWEST_TEMPERATURE:
+        yield f"rollout.temperature={config.rollout.temperature}: SGLang samples at {LOWEST_TEMPERATURE} or above"
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    return model_refusals(arch, config.precision, config.rollout.sglang)
+    yield from longest_refusals("rollout.sglang.context_length", config.rollout.sglang.context_length, arch)
+    yield from model_refusals(arch, config.precision, config.rollout.sglang)
 
 
 def _requirements() -> str:

@@ -49,7 +49,7 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.internals import end_calls, probe_client, register_aligned_models, routes_of
-from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage
+from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
     WORKER,
@@ -77,8 +77,6 @@ _SHUTDOWN_SECONDS = 10.0
 # Until vLLM itself refuses calls to a core that has ended.
 _NOTICE_SECONDS = 0.2
 _SEED_BITS = (1 << 63) - 1
-# vLLM raises whatever is below to this, and would sample another distribution than was asked for.
-_LOWEST_TEMPERATURE = 0.01
 
 
 class VllmEngine:
@@ -270,10 +268,8 @@ class VllmEngine:
         assert self._complete, "update() comes before open_session(), also after sleep()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         assert sampling.truncation is None, "vLLM samples from the whole distribution; the configuration was checked"
-        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-            raise UserError(
-                f"rollout.temperature={sampling.temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
-            )
+        for refusal in temperature_refusals(sampling.temperature, self._aligned):
+            raise UserError(refusal)
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
             # of cuBLAS, would pin all of it.

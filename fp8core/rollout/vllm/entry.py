@@ -22,7 +22,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import Arithmetic, EngineEntry
+from fp8core.rollout.registry import Arithmetic, EngineEntry, longest_refusals
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
@@ -30,6 +30,7 @@ from fp8core.rollout.vllm.requirements import (
     find_build,
     model_refusals,
     replay_refusals,
+    temperature_refusals,
 )
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS, CPU_CACHE_GIB, required_environment, suggested_environment
 
@@ -64,6 +65,7 @@ def _build_on(node: Node) -> VllmBuild:
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build = _build_on(node)
     yield from contract_refusals(config.precision, config.rollout.vllm, build)
+    yield from temperature_refusals(config.rollout.temperature, config.rollout.vllm.model == "aligned")
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 
@@ -75,6 +77,7 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
             f"rollout.vllm.tensor_parallel={shared}: an engine of several GPUs shares none with a rank; "
             "set cluster.placement to separate"
         )
+    yield from longest_refusals("rollout.vllm.max_model_len", config.rollout.vllm.max_model_len, arch)
     yield from model_refusals(arch, config.precision, config.rollout.vllm)
 
 

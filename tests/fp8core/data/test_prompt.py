@@ -153,7 +153,7 @@ def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, f
     asked = problem("2*7-0=", "4")
     expected = (
         f"prompt {asked.prompt_id} ('2*7-0=') has 6 tokens; {fitting} (data.max_prompt_tokens={allowed}, "
-        f"{positions} positions of the model, rollout.max_new_tokens=16)"
+        f"{positions} positions of model and engine, rollout.max_new_tokens=16)"
     )
     with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         encode_prompt(asked, config, characters, positions)

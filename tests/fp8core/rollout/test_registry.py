@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -17,8 +18,8 @@ from fp8core.models.hub import model_shape
 from fp8core.plan.memory import Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
-from fp8core.rollout.registry import ENGINES, continuation_of, find_entry
-from fp8core.run.build import check_engine, members_node
+from fp8core.rollout.registry import ENGINES, continuation_of, find_entry, longest_row
+from fp8core.run.build import check_engine, check_inputs, members_node
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.store.ledger import LedgerView
@@ -56,6 +57,7 @@ def check(config, node):
 
 
 ENGINE = EngineEntry(name="toy", build=build, check=check)
+SHORT = EngineEntry(name="toy", build=build, longest=lambda config, arch: 20)
 NO_ENTRY = ToyEngine
 YES = EngineEntry(name="toy", build=build, continues=lambda config: True)
 NO = EngineEntry(name="toy", build=build, continues=lambda config: False)
@@ -92,6 +94,43 @@ def test_its_own_checks_and_memory_are_taken(toy):
     (host,) = plan.devices
     assert "engine weights" in {need.item for need in host.phases[0].needs}
     assert plan.cache is None
+
+
+def test_a_prompt_is_refused_that_the_engine_has_no_room_for(toy):
+    """Before anything is built; the model has room for it."""
+    config = load_config("tiny", {**toy, "rollout.max_new_tokens": 16})
+    check_inputs(config)
+    short = load_config("tiny", {"rollout.engine": "toy_engine:SHORT", "rollout.max_new_tokens": 16})
+    with pytest.raises(UserError, match=r"1 to 4 fit .* 20 positions of model and engine"):
+        check_inputs(short)
+
+
+@pytest.mark.parametrize(("engine", "limit"), [("vllm", "max_model_len"), ("sglang", "context_length")])
+def test_a_limit_of_an_engine_above_the_positions_of_the_model_is_refused(engine, limit):
+    for longest, expected in ((255, 255), (256, 256), (257, 256), (None, 256)):
+        config = load_config("tiny", {"rollout.engine": engine, f"rollout.{engine}.{limit}": longest})
+        arch = replace(model_shape(config), max_positions=256)
+        assert longest_row(config, arch) == expected
+        refused = [line for line in find_entry(engine).check_model(config, arch) if limit in line]
+        line = f"rollout.{engine}.{limit}=257: the model has 256 positions; lower it, or set it to null"
+        assert refused == ([line] if longest == 257 else [])
+
+
+@pytest.mark.parametrize(
+    ("engine", "package", "settings", "refused"),
+    [
+        ("vllm", "0.26.0", {"rollout.temperature": 0.009}, "0.009: vLLM samples at 0.01 or above"),
+        ("vllm", "0.26.0", {"rollout.temperature": 0.009, "rollout.vllm.model": "aligned"}, None),
+        ("vllm", "0.26.0", {"rollout.temperature": 0.01}, None),
+        ("sglang", "0.5.15", {"rollout.temperature": 9e-5}, "9e-05: SGLang samples at 0.0001 or above"),
+        ("sglang", "0.5.15", {"rollout.temperature": 1e-4}, None),
+    ],
+)
+def test_a_temperature_that_an_engine_has_not_is_refused_before_it_starts(engine, package, settings, refused):
+    config = load_config("tiny", {"rollout.engine": engine, **settings})
+    lines = find_entry(engine).check(config, Node("sm_90", 1, packages={engine: package}))
+    found = [line for line in lines if line.startswith("rollout.temperature")]
+    assert found == ([] if refused is None else [f"rollout.temperature={refused}"])
 
 
 @pytest.mark.parametrize(
