@@ -66,6 +66,8 @@ REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
 OBSERVATION = 31
 TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
+# Steps of a row that are told one by one.
+_SLOWEST = 40
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
 
 
@@ -198,13 +200,9 @@ def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
         row[f"seconds_{name}"] = round(sum(chosen), 3)
         row[f"ms_{name}"] = round(1e3 * median(chosen), 2) if chosen else None
         row[f"ms_{name}_max"] = round(1e3 * max(chosen), 2) if chosen else None
-    row["slowest"] = [[i, steps[i][0], round(1e3 * steps[i][1], 1)] for i in _slowest(steps)]
+    slowest = sorted(range(len(steps)), key=lambda i: -steps[i][1])[:_SLOWEST]
+    row["slowest"] = [[i, steps[i][0], round(1e3 * steps[i][1], 1)] for i in sorted(slowest)]
     return row
-
-
-def _slowest(steps: Sequence[tuple[int, float]]) -> list[int]:
-    """The 40 slowest steps, in order."""
-    return sorted(sorted(range(len(steps)), key=lambda i: -steps[i][1])[:40])
 
 
 def episode_table(rows: Sequence[Row]) -> str:

@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
@@ -16,7 +16,9 @@ from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
+from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, check_problems, check_turns
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
@@ -28,6 +30,7 @@ from fp8core.rl.objective import Objective, named_correction, whole_batch_settin
 from fp8core.rl.user_loss import loss_source
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.build import (
+    BaseModel,
     build_base,
     build_environment,
     check_engine,
@@ -370,6 +373,26 @@ def signing_key(config: RunConfig, name: str) -> SigningKey | None:
     return read_signing_key("artifacts.signing_key", path)
 
 
+def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
+    """Lines for people about the model and the settings, once a process."""
+    if base.dequantised:
+        yield f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16"
+    if (lora := config.training.lora) is not None:
+        formats = training_formats(config.precision, base.arch.num_layers).stored_names()
+        yield frozen_line(base.arch, lora, formats)
+    if (warning := uncorrected_lag(config)) is not None:
+        yield warning
+
+
+def _try_environment(
+    environment: EnvironmentPool, config: RunConfig, base: BaseModel, problems: Sequence[Problem], console: Console
+) -> None:
+    """Begin an episode of each of these problems, and play one (errors: `check_openings`)."""
+    check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment)
+    if (failure := failed_trial(problems[0], config, environment)) is not None:
+        console.note(failure)
+
+
 @contextmanager
 def open_run(
     config: RunConfig,
@@ -396,28 +419,20 @@ def open_run(
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         base = build_base(config)
-        if base.dequantised:
-            console.note(f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16")
-        if (lora := config.training.lora) is not None:
-            formats = training_formats(config.precision, base.arch.num_layers).stored_names()
-            console.note(frozen_line(base.arch, lora, formats))
-        if (warning := uncorrected_lag(config)) is not None:
-            console.note(warning)
+        for note in _notes(config, base):
+            console.note(note)
         if config.loss.distillation.teacher is not None:
             check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
         if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
             check_turns(source, config, base.tokenizer)
-        environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)
-            if recorded is None:
-                environment = parts.enter_context(closing(build_environment(config.environment)))
-                problems = list(source.to_check())
-                check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment)
-                if (failure := failed_trial(problems[0], config, environment)) is not None:
-                    console.note(failure)
+        environment = None
+        if config.environment is not None and recorded is None:
+            environment = parts.enter_context(closing(build_environment(config.environment)))
+            _try_environment(environment, config, base, list(source.to_check()), console)
         version = current_code()
         directory.ledger.append(
             SegmentEntry(

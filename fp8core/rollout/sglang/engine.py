@@ -46,9 +46,8 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
-from fp8core.rollout.sglang.requirements import SglangBuild
+from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusals
 from fp8core.rollout.sglang.settings import (
-    LOWEST_TEMPERATURE,
     WORKER,
     Launch,
     engine_arguments,
@@ -304,10 +303,8 @@ class SglangEngine:
         return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
 
     def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
-            raise UserError(
-                f"rollout.temperature={sampling.temperature}: SGLang samples at {LOWEST_TEMPERATURE} or above"
-            )
+        for refusal in temperature_refusals(sampling.temperature):
+            raise UserError(refusal)
         for group in groups:
             length = len(group.prompt) + sampling.max_new_tokens
             if length > self._longest:

@@ -27,8 +27,9 @@ from fp8core.rollout.sglang.requirements import (
     find_build,
     model_refusals,
     replay_refusals,
+    temperature_refusals,
 )
-from fp8core.rollout.sglang.settings import LOWEST_TEMPERATURE, required_environment, suggested_environment
+from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 
 # CUDA context, activations, captured graphs. An estimate: SGLang measures its own when it starts.
 _WORKSPACE = 5_000_000_000
@@ -51,8 +52,7 @@ def _build_on(node: Node) -> SglangBuild:
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
     build = _build_on(node)
     yield from contract_refusals(config.precision, config.rollout.sglang, build)
-    if config.rollout.temperature < LOWEST_TEMPERATURE:
-        yield f"rollout.temperature={config.rollout.temperature}: SGLang samples at {LOWEST_TEMPERATURE} or above"
+    yield from temperature_refusals(config.rollout.temperature)
     if config.rollout.router_replay:
         yield from replay_refusals(build)
 

@@ -24,6 +24,8 @@ _HOPPER = "sm_90"
 # FlashAttention 3 reads FP8 for these.
 _HEAD_DIMS = (64, 128, 256)
 _ALIGNED = "rollout.sglang.model=aligned"
+# SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
+_LOWEST_TEMPERATURE = 1e-4
 # Tokens that a page of the aligned model's attention is a multiple of.
 _PAGE = 16
 
@@ -94,6 +96,12 @@ def replay_refusals(build: SglangBuild) -> Iterator[str]:
     yield (
         f"rollout.router_replay: {build.described} holds dense models here; set it to false, or rollout.engine to vllm"
     )
+
+
+def temperature_refusals(temperature: float) -> Iterator[str]:
+    """A temperature that SGLang would divide by."""
+    if 0 < temperature < _LOWEST_TEMPERATURE:
+        yield f"rollout.temperature={temperature}: SGLang samples at {_LOWEST_TEMPERATURE} or above"
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:

@@ -37,8 +37,6 @@ WORKER = "fp8core.rollout.sglang.worker.answer"
 # FlashAttention 3 with the policy's scales, and ours for all steps.
 _BACKENDS = ("ScaledAttention", "AlignedAttention")
 _POINTS = "kernels of SGLang"
-# SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
-LOWEST_TEMPERATURE = 1e-4
 # SGLang ends a request of the full length this many tokens before its context does.
 BEYOND = 2
 _GIB = 1 << 30

@@ -42,7 +42,7 @@ _HOPPER = "sm_90"
 _ALIGNED_RELEASE = "0.26"
 _ALIGNED = "rollout.vllm.model=aligned"
 # vLLM raises whatever is below to this, and would sample another distribution than was asked for.
-LOWEST_TEMPERATURE = 0.01
+_LOWEST_TEMPERATURE = 0.01
 # DeepGEMM's experts are put together by a kernel that takes this many columns at once, or all of them.
 _GATHERED_COLUMNS = 1024
 
@@ -144,8 +144,8 @@ def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: V
 
 def temperature_refusals(temperature: float, aligned: bool) -> Iterator[str]:
     """A temperature that vLLM's sampler does not have; the aligned model tempers its output itself."""
-    if not aligned and 0 < temperature < LOWEST_TEMPERATURE:
-        yield f"rollout.temperature={temperature}: vLLM samples at {LOWEST_TEMPERATURE} or above"
+    if not aligned and 0 < temperature < _LOWEST_TEMPERATURE:
+        yield f"rollout.temperature={temperature}: vLLM samples at {_LOWEST_TEMPERATURE} or above"
 
 
 def _possible_points(options: VllmConfig, build: VllmBuild) -> tuple[str, ...]:
