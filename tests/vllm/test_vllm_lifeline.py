@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -97,3 +100,33 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
         wait_until_gone([core, *below])
     finally:
         engine.close()
+
+
+def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
+    """vLLM looks whether its core lives, then sends; its socket may be closed between the two."""
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    before = psutil.Process().children()
+    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
+    try:
+        started = [process for process in psutil.Process().children() if process not in before]
+        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+        engine.update(policies[0].tensors, policies[0].scales, 0)
+        session = engine.open_session(Sampling(1.0, 60, frozenset()))
+        session.add(build_groups(2, 2))
+        core.kill()
+        client: Any = engine._llm.engine_core
+        _wait_for(lambda: client.input_socket.closed)
+        client.resources.engine_dead = False
+        session.close()
+        with pytest.raises(EngineLost, match="vLLM's engine core ended"):
+            engine.memory()
+    finally:
+        engine.close()
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import astuple
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import vllm.envs
+import zmq
 from torch import Tensor
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs import tokens_input
@@ -345,7 +346,10 @@ class VllmEngine:
         """A method of vLLM; raises EngineLost where its core has ended."""
         try:
             return method(*arguments)
-        except EngineDeadError as error:
+        except (EngineDeadError, zmq.ZMQError) as error:
+            # vLLM closes its sockets once its core has ended, also beneath a call that has just begun.
+            if isinstance(error, zmq.ZMQError) and all(core.is_alive() for core in self._cores):
+                raise
             raise EngineLost("vLLM's engine core ended") from error
 
     def _check_scales(self, scales: PolicyScales, version: int) -> None:
@@ -477,9 +481,10 @@ class VllmSession:
         return found
 
     def close(self) -> None:
-        """Drop what is in flight."""
+        """Drop what is in flight; with a core that has ended it is gone."""
         if self._requests:
-            self._llm.abort_request(list(self._requests))
+            with suppress(EngineLost):
+                self._engine._ask(self._llm.abort_request, list(self._requests))
         self._requests = {}
 
 
