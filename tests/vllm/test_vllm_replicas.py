@@ -88,8 +88,10 @@ def test_they_do_what_one_engine_does(replicas, engine):
     groups, probes = build_groups(7, 4), [Probe(group.prompt, 5) for group in build_groups(3, 1)]
     check_formats(replicas.engine.describe(), CONTRACT)
     assert replicas.engine.describe() == engine.describe()
-    (scored,) = engine.score(probes, 1.0)
-    assert replicas.engine.score(probes, 1.0) == [scored, scored]
+    # One at a time: the last bits depend on how many rows the core takes together, which time decides.
+    for probe in probes:
+        (scored,) = engine.score([probe], 1.0)
+        assert replicas.engine.score([probe], 1.0) == [scored, scored]
     found, expected = collect(replicas.engine, groups, SAMPLING), collect(engine, groups, SAMPLING)
     assert [(done.group, done.sample) for done in found] == [(done.group, done.sample) for done in expected]
     # On a GPU what an engine computes depends on what it decodes together.
