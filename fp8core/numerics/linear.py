@@ -37,16 +37,21 @@ class LinearWeight:
     """Weights of one or several linears that read the same input, stacked along `out`, ready to multiply.
 
     Attributes:
-        grid: FP32 [out, in], on the E4M3 grid for block FP8, else the values themselves.
+        values: [out, in], E4M3 codes for block FP8, else FP32.
         row_scales: FP32 [out, ceil(in / 128)], or None where there are no scales.
         dequantised: FP64 [out, in].
         master: FP32 [out, in] that receives the gradient, or None in inference.
     """
 
-    grid: Tensor
+    values: Tensor
     row_scales: Tensor | None
     dequantised: Tensor
     master: Tensor | None
+
+    @cached_property
+    def grid(self) -> Tensor:
+        """FP32 [out, in], on the E4M3 grid for block FP8, else the values themselves."""
+        return self.values if self.row_scales is None else decode(self.values)
 
     @cached_property
     def peak(self) -> float:
@@ -82,12 +87,21 @@ def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) 
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master)
-    row_scales = torch.cat([_scales_by_row(part) for part in parts])
-    grid = torch.cat([decode(part.values) for part in parts])
-    dequantised = grid.double()
-    for group, factors in enumerate(row_scales.double().unbind(1)):
-        dequantised[:, group * TILE : (group + 1) * TILE] *= factors[:, None]
-    return LinearWeight(grid, row_scales, dequantised, master)
+    row_scales, values = _stacked([_scales_by_row(part) for part in parts]), _stacked([part.values for part in parts])
+    dequantised = torch.empty(values.shape, dtype=torch.float64)
+    # Pieces stay in the cache. Rows of a tile have the same scales, and those of one part begin at its own tile.
+    first = 0
+    for part in parts:
+        for start in range(0, part.values.shape[0], TILE):
+            rows = slice(first + start, first + min(start + TILE, part.values.shape[0]))
+            factors = row_scales[rows.start].double().repeat_interleave(TILE)[: values.shape[1]]
+            torch.mul(decode(values[rows]), factors, out=dequantised[rows])
+        first += part.values.shape[0]
+    return LinearWeight(values, row_scales, dequantised, master)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _scales_by_row(part: StoredWeight) -> Tensor:

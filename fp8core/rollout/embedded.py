@@ -483,7 +483,8 @@ def _completion(row: _Sequence) -> Completion:
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
     """Its weights as they are sent, and ready; its cache grows as it generates."""
     weights = engine_weights(shipped_bytes(arch, config.precision))
-    return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch), EMULATED)))
+    formats = rollout_formats(config.precision, arch.num_layers)
+    return EngineMemory((weights, Need("engine weights, ready", emulated_bytes(arch, formats), EMULATED)))
 
 
 ENGINE = EngineEntry(

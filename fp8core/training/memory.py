@@ -13,7 +13,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
+from fp8core.models.weights import Formats, fused_linear, is_linear, layer_of, training_formats
 from fp8core.plan.memory import (
     HEAD,
     ROUTER,
@@ -36,9 +36,9 @@ from fp8core.training.lora import adapter_shapes, frozen_names
 WORKSPACE = 2_000_000_000
 # CUDA context, communication. An estimate.
 AT_REST = 2_000_000_000
-_FP64, _FP32, _BF16 = 8, 4, 2
+_FP64, _FP32, _BF16, _CODE = 8, 4, 2, 1
 _MOMENTS = 2 * _FP32
-EMULATED = "FP32 and FP64, ready for exact products"
+EMULATED = "FP64 beside codes or FP32, ready for exact products"
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,10 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """The memory that `training.exact` holds on a CPU for certain: activations come on top (`most_activations`).
 
-    The exact emulation multiplies FP64 values and keeps FP32 ones beside them (`numerics.linear.LinearWeight`).
+    The exact emulation multiplies FP64 values and keeps codes or FP32 beside them (`numerics.linear.LinearWeight`).
     """
     counts = count_parameters(arch)
-    total, linear = counts.total, counts.linear
+    total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
     state: tuple[Need, ...] = state_of(total)
     if config.training.lora is not None:
         merged = Need("merged weights", total * _FP32, "FP32, until adapters change")
@@ -216,7 +216,7 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
         Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read"),
         *state,
         gradients(config, arch, "FP32"),
-        Need("weights", emulated_bytes(arch) + linear * _FP32, EMULATED),
+        Need("weights", emulated_bytes(arch, ready) + linear * _FP32, EMULATED),
     )
 
 
@@ -237,10 +237,13 @@ def most_activations(config: RunConfig, arch: Architecture) -> Need | None:
     return Need("activations, at most", math.ceil(sequences * length * token), note)
 
 
-def emulated_bytes(arch: Architecture) -> int:
+def emulated_bytes(arch: Architecture, formats: Formats) -> int:
     """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
+    names = formats.stored_names()
+    # Scales that are no powers of two are applied to FP32 values.
+    coded = _CODE + (_FP32 if formats.scale_rule == "fp32" else 0)
     size = 0
     for name, shape in parameter_shapes(arch).items():
         twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
-        size += math.prod(shape) * (_FP32 + _FP64 if twice else _FP32)
+        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else _FP32) + (_FP64 if twice else 0))
     return size + (count_parameters(arch).head * (_FP32 + _FP64) if arch.tie_embeddings else 0)

@@ -11,7 +11,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import model_shape
-from fp8core.models.weights import load_policy
+from fp8core.models.weights import load_policy, training_formats
 from fp8core.plan.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.rl.batch import TokenBatch
@@ -143,7 +143,7 @@ def test_the_host_holds_what_the_torch_trainer_allocates(name, settings):
     held = sum(tensor.nbytes for tensor in tensors_in(ready) if tensor.data_ptr() not in own)
     assert held / 1.05 < needs["weights"] <= held
     inference = sum(tensor.nbytes for tensor in tensors_in(load_policy(arch, trainer.export())))
-    assert inference / 1.05 < emulated_bytes(arch) <= inference
+    assert inference / 1.05 < emulated_bytes(arch, training_formats(config.precision, arch.num_layers)) <= inference
 
 
 @pytest.mark.parametrize(("linear", "cache"), [("fp8_block", "fp8"), ("bf16", "bf16")])
