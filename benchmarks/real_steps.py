@@ -24,7 +24,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.harness import RESULTS, ROOT, Row, provenance, table, training_command, write_rows
 from benchmarks.real_checkpoint import problems
@@ -66,6 +65,8 @@ def exact(steps: int) -> Row:
 
 def plain(folder: Path) -> Row:
     """Median seconds of generation, forward and backward, and the update, in FP32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     torch.set_num_threads(THREADS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

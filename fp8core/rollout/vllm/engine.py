@@ -347,7 +347,7 @@ class VllmEngine:
         try:
             return method(*arguments)
         except (EngineDeadError, zmq.ZMQError) as error:
-            # vLLM closes its sockets once its core has ended, also beneath a call that has just begun.
+            # vLLM closes its sockets once its core has ended, also beneath a call that has begun.
             if isinstance(error, zmq.ZMQError) and all(core.is_alive() for core in self._cores):
                 raise
             raise EngineLost("vLLM's engine core ended") from error
