@@ -277,6 +277,44 @@ class CacheRoom:
     engines: int
 
 
+def cache_room(config: RunConfig, arch: Architecture, gib: float | None, free: int, shared: int = 1) -> CacheRoom:
+    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together.
+
+    Its size is `gib`, or the bytes that are free where that is None.
+    """
+    rollout = config.rollout
+    size = max(0, free) if gib is None else int(gib * GIB)
+    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // shared
+    tokens, sequence = size // per_token, longest_sequence(config, arch)
+    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
+    return CacheRoom(
+        bytes=size,
+        bytes_per_token=per_token,
+        tokens=tokens,
+        sequence=sequence,
+        sequences=tokens // sequence,
+        wanted=min(batch, rollout.max_batch),
+        engines=config.cluster.engines,
+    )
+
+
+def cache_refusal(room: CacheRoom, length: str, wanted: int, size: str) -> str | None:
+    """Words on a cache without room for one sequence of the engine's longest, None where there is.
+
+    Args:
+        room: the cache.
+        length: setting of the longest sequence.
+        wanted: its tokens.
+        size: setting of the cache's size.
+    """
+    if room.tokens >= wanted:
+        return None
+    return (
+        f"the KV cache has room for {room.tokens:,} tokens, {length} is {wanted:,}; raise {size}, or lower "
+        f"{length.rpartition('.')[2]}"
+    )
+
+
 def lower_share(setting: str, value: float, least: int, gpu: Device, share: float) -> str | None:
     """Advice to lower an engine's share of a GPU, None where that would not help.
 

@@ -18,7 +18,7 @@ from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, Probe, Sampling
-from fp8core.rollout.sglang.weights import UpdateError
+from fp8core.rollout.slots import EngineUpdateError
 from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = pytest.mark.gpu
@@ -174,7 +174,7 @@ def test_parameters_stay_where_they_are(engine, policies):
 def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, complaint):
     tensors = policies[1].tensors
     change(tensors)
-    with pytest.raises(UpdateError, match=complaint):
+    with pytest.raises(EngineUpdateError, match=complaint):
         engine.update(tensors, policies[1].scales, 1)
     assert engine.fingerprint() == policy_digest(policies[0].tensors)
 
@@ -200,7 +200,7 @@ def test_a_wrong_scale_and_one_that_was_never_written_are_caught(engine, policie
         with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
         engine.call_worker("commit_fault", "unwritten_scale")
-        with pytest.raises(UpdateError, match="layer 1: its scale of"):
+        with pytest.raises(EngineUpdateError, match="layer 1: its scale of"):
             engine.update(policy.tensors, policy.scales, 1)
     finally:
         engine.call_worker("commit_fault", "")

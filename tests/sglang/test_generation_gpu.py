@@ -31,7 +31,7 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import Sampling
-from fp8core.rollout.sglang.weights import UpdateError
+from fp8core.rollout.slots import EngineUpdateError
 
 pytestmark = pytest.mark.gpu
 
@@ -137,7 +137,7 @@ def test_a_tensor_that_is_too_short_changes_nothing(engine, policies):
     """Neither what is held, nor what is generated."""
     tensors = policies[1].tensors
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:64].clone()
-    with pytest.raises(UpdateError, match=r"64 of its \d+ rows"):
+    with pytest.raises(EngineUpdateError, match=r"64 of its \d+ rows"):
         engine.update(tensors, policies[1].scales, 1)
     groups = build_groups(2, 2)
     check_near(policies[0], groups, collect(engine, groups, Sampling(1.0, 12, frozenset({3}))))

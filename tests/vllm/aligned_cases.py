@@ -17,9 +17,9 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import TensorSpec
+from fp8core.rollout.slots import filled_shapes, find_shares
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import model_config
-from fp8core.rollout.vllm.weights import filled_shapes, find_shares
 
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"
 SCALES = (LayerScales(0.0625, 0.03125, 0.125), LayerScales(0.125, 0.0625, 0.0625))

@@ -21,7 +21,7 @@ from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import Probe, Sampling
-from fp8core.rollout.vllm.weights import UpdateError
+from fp8core.rollout.slots import EngineUpdateError
 from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = [
@@ -91,7 +91,9 @@ def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
         check_report(report, policy_digest(policy.tensors), policy.scales, 1)
 
     try:
-        with pytest.raises((SyncError, UpdateError), match=r"policy 1.*(was|were) sent|2 workers hold different bytes"):
+        with pytest.raises(
+            (SyncError, EngineUpdateError), match=r"policy 1.*(was|were) sent|2 workers hold different bytes"
+        ):
             sync()
     finally:
         pair.call_worker("policy_commit_fault", "")
@@ -100,7 +102,7 @@ def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
 def test_a_share_of_another_version_is_caught(pair, policies):
     pair.call_worker("policy_commit_fault", "wrong_version", 1)
     try:
-        with pytest.raises(UpdateError, match="2 workers hold different versions"):
+        with pytest.raises(EngineUpdateError, match="2 workers hold different versions"):
             pair.update(policies[1].tensors, policies[1].scales, 1)
     finally:
         pair.call_worker("policy_commit_fault", "")
@@ -110,7 +112,7 @@ def test_tensors_that_do_not_fit_change_nothing(pair, policies):
     pair.update(policies[0].tensors, policies[0].scales, 0)
     tensors = policies[1].tensors
     del tensors["model.layers.1.self_attn.v_proj.weight"]
-    with pytest.raises(UpdateError, match=r"qkv_proj.weight: \d+ of its \d+ rows were sent"):
+    with pytest.raises(EngineUpdateError, match=r"qkv_proj.weight: \d+ of its \d+ rows were sent"):
         pair.update(tensors, policies[1].scales, 1)
     assert pair.fingerprint() == policy_digest(policies[0].tensors)
 

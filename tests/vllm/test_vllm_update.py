@@ -15,7 +15,7 @@ from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.rollout.vllm.weights import UpdateError
+from fp8core.rollout.slots import EngineUpdateError
 from fp8core.rollout.vllm.worker import captured_values
 from fp8core.run.policy import SyncError, check_formats, check_report
 
@@ -76,7 +76,7 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
 def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, complaint):
     tensors = policies[1].tensors
     change(tensors)
-    with pytest.raises(UpdateError, match=complaint):
+    with pytest.raises(EngineUpdateError, match=complaint):
         engine.update(tensors, policies[1].scales, 1)
     groups = build_groups(2, 2)
     found = collect(engine, groups, SAMPLING)
@@ -114,7 +114,7 @@ def test_a_wrong_scale_is_caught(engine, policies):
 def test_a_scale_that_was_never_written_is_caught(engine, policies):
     engine.call_worker("policy_commit_fault", "unwritten_scale")
     try:
-        with pytest.raises(UpdateError, match="layer 1: its scale of k was never written"):
+        with pytest.raises(EngineUpdateError, match="layer 1: its scale of k was never written"):
             engine.update(policies[1].tensors, policies[1].scales, 1)
     finally:
         engine.call_worker("policy_commit_fault", "")

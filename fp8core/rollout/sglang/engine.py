@@ -56,7 +56,7 @@ from fp8core.rollout.sglang.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.sglang.weights import UpdateError, parameter_slots, written_scales
+from fp8core.rollout.slots import EngineUpdateError, fitted_slots, written_scales
 
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
@@ -130,8 +130,8 @@ class SglangEngine:
         """Write weights and scales into SGLang's own tensors and read both back; wakes an engine that sleeps.
 
         Raises:
-            UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or SGLang
-                did not drop its prefix cache.
+            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
+                SGLang did not drop its prefix cache.
         """
         self.expect(specs_of(tensors), scales, version)
         if self._asleep:
@@ -148,7 +148,7 @@ class SglangEngine:
         if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
             raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
         if sent != self._sent:
-            slots = parameter_slots(sent, self._parameters)
+            slots = fitted_slots(sent, self._parameters)
             self._sent, self._slots = dict(sent), {name: astuple(slot) for name, slot in slots.items()}
         self._unwritten = {*sent}
 
@@ -171,7 +171,7 @@ class SglangEngine:
             self._asleep = False
         # Pages of another policy, or of other scales, would be read as if they were this one's.
         if not self.drop_prefixes():
-            raise UpdateError("SGLang kept its prefix cache: requests are still running")
+            raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
         if self._has_fp8_cache():
             self.call_worker("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
         self._complete = True
@@ -243,7 +243,7 @@ class SglangEngine:
         if self._sleeps and not self._asleep:
             # Only an engine that runs nothing may be paused.
             if not self.drop_prefixes():
-                raise UpdateError("SGLang kept its prefix cache: requests are still running")
+                raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
             self._host.call("release", _SLEEPING)
             self._asleep, self._complete = True, False
 

@@ -1,6 +1,5 @@
 """SGLang as a registered engine: its checks, its environment, its memory, and how it is built."""
 
-import math
 from collections.abc import Iterator
 
 from fp8core.config.capability import Environment, Node, this_node
@@ -8,14 +7,12 @@ from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
-    GIB,
-    CacheRoom,
     Device,
     EngineMemory,
     Need,
-    cache_bytes_per_token,
+    cache_refusal,
+    cache_room,
     engine_weights,
-    longest_sequence,
     lower_share,
     shipped_bytes,
 )
@@ -78,11 +75,11 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     if gpu is None:
         return EngineMemory((weights,))
     sized = options.kv_cache_gib is not None
+    size = "rollout.sglang." + ("kv_cache_gib" if sized else "mem_fraction_static")
     static = gpu.memory if sized else int(gpu.memory * options.mem_fraction_static)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    room = _cache_room(config, arch, static - weights.bytes)
-    change = "lower rollout.sglang.kv_cache_gib" if sized else "raise rollout.sglang.mem_fraction_static"
-    advice = f"{change}, or choose a GPU with more memory"
+    room = cache_room(config, arch, options.kv_cache_gib, static - weights.bytes)
+    advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
 
     def beside(share: float) -> str | None:
         if sized:
@@ -97,44 +94,13 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         advice=advice,
         advice_beside=beside,
         cache=room,
-        refusal=_cache_refusal(config, arch, room),
-    )
-
-
-def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
-    """The KV cache: the configured size, or the bytes that are free."""
-    rollout = config.rollout
-    gib = rollout.sglang.kv_cache_gib
-    size = max(0, free) if gib is None else int(gib * GIB)
-    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache)
-    tokens, sequence = size // per_token, longest_sequence(config, arch)
-    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
-    return CacheRoom(
-        bytes=size,
-        bytes_per_token=per_token,
-        tokens=tokens,
-        sequence=sequence,
-        sequences=tokens // sequence,
-        wanted=min(batch, rollout.max_batch),
-        engines=config.cluster.engines,
+        refusal=cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size),
     )
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:
     """SGLang's context: it needs room for one sequence of this length."""
     return config.rollout.sglang.context_length or arch.max_positions
-
-
-def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
-    """The reason why SGLang would not generate with this cache; None when it does."""
-    wanted = _longest(config, arch)
-    if room.tokens >= wanted:
-        return None
-    size = "mem_fraction_static" if config.rollout.sglang.kv_cache_gib is None else "kv_cache_gib"
-    return (
-        f"the KV cache has room for {room.tokens:,} tokens, rollout.sglang.context_length is {wanted:,}; raise "
-        f"rollout.sglang.{size}, or lower context_length"
-    )
 
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:

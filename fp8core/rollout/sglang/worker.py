@@ -17,7 +17,7 @@ from fp8core.numerics.fingerprint import fingerprints
 from fp8core.rollout.engine import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
-from fp8core.rollout.sglang.weights import Slot
+from fp8core.rollout.slots import Slot
 
 
 def register() -> None:

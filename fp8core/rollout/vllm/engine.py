@@ -48,6 +48,14 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
+from fp8core.rollout.slots import (
+    EngineUpdateError,
+    Share,
+    Shares,
+    filled_shapes,
+    find_shares,
+    written_scales,
+)
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.internals import end_calls, probe_client, register_aligned_models, routes_of
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
@@ -62,14 +70,6 @@ from fp8core.rollout.vllm.settings import (
     experts_arguments,
     model_config,
     required_environment,
-)
-from fp8core.rollout.vllm.weights import (
-    Share,
-    Shares,
-    UpdateError,
-    filled_shapes,
-    find_shares,
-    written_scales,
 )
 
 Result = TypeVar("Result")
@@ -162,8 +162,8 @@ class VllmEngine:
         """Write weights and scales into vLLM's own tensors and read both back; wakes an engine that sleeps.
 
         Raises:
-            UpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or vLLM
-                did not drop its prefix cache.
+            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
+                vLLM did not drop its prefix cache.
         """
         self.expect(specs_of(tensors), scales, version)
         if self._asleep:
@@ -203,7 +203,7 @@ class VllmEngine:
             self._asleep = False
         # Blocks of another policy, or of other scales, would be read as if they were this one's.
         if not self.drop_prefixes():
-            raise UpdateError("vLLM kept its prefix cache: requests are still running")
+            raise EngineUpdateError("vLLM kept its prefix cache: requests are still running")
         if self._has_fp8_cache():
             self.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
         self._complete = True
@@ -510,10 +510,10 @@ def _agreed(what: str, held: Sequence[Result]) -> Result:
     """The value that all workers hold.
 
     Raises:
-        UpdateError: one of them holds another.
+        EngineUpdateError: one of them holds another.
     """
     if any(each != held[0] for each in held):
-        raise UpdateError(f"vLLM's {len(held)} workers hold different {what}")
+        raise EngineUpdateError(f"vLLM's {len(held)} workers hold different {what}")
     return held[0]
 
 

@@ -15,9 +15,9 @@ from fp8core.plan.memory import (
     EngineMemory,
     Machine,
     Need,
-    cache_bytes_per_token,
+    cache_refusal,
+    cache_room,
     engine_weights,
-    longest_sequence,
     lower_share,
     shipped_bytes,
 )
@@ -101,20 +101,25 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     """Of one GPU with one engine, or of the host with all of them."""
     options, engines = config.rollout.vllm, config.cluster.engines
     weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
+    sized = options.kv_cache_gib is not None
+    size = "rollout.vllm." + ("kv_cache_gib" if sized else "gpu_memory_utilization")
+
+    def refusal(room: CacheRoom) -> str | None:
+        """The reason why vLLM would not start."""
+        return cache_refusal(room, "rollout.vllm.max_model_len", _longest(config, arch), size)
+
     if gpu is None:
-        room = _cache_room(config, arch, int(CPU_CACHE_GIB * GIB))
+        room = cache_room(config, arch, options.kv_cache_gib, int(CPU_CACHE_GIB * GIB), shared)
         each = (weights, engines), (_cache(room), engines * shared)
         on_host = tuple(Need(need.item, number * need.bytes, need.note) for need, number in each)
-        return EngineMemory(on_host, cache=room, refusal=_cache_refusal(config, arch, room))
+        return EngineMemory(on_host, cache=room, refusal=refusal(room))
     if shared > 1:
         weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
     # With a cache of a given size it takes what it needs.
-    sized = options.kv_cache_gib is not None
     limit = gpu.memory if sized else int(gpu.memory * options.gpu_memory_utilization)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    room = _cache_room(config, arch, limit - weights.bytes - workspace.bytes)
-    change = "lower rollout.vllm.kv_cache_gib" if sized else "raise rollout.vllm.gpu_memory_utilization"
-    advice = f"{change}, or choose a GPU with more memory"
+    room = cache_room(config, arch, options.kv_cache_gib, limit - weights.bytes - workspace.bytes, shared)
+    advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
 
     def beside(share: float) -> str | None:
         if sized:
@@ -129,7 +134,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         advice=advice,
         advice_beside=beside,
         cache=room,
-        refusal=_cache_refusal(config, arch, room),
+        refusal=refusal(room),
     )
 
 
@@ -137,40 +142,9 @@ def _cache(room: CacheRoom) -> Need:
     return Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")
 
 
-def _cache_room(config: RunConfig, arch: Architecture, free: int) -> CacheRoom:
-    """The KV cache: the configured size, or the bytes that are free."""
-    rollout = config.rollout
-    gib = rollout.vllm.kv_cache_gib
-    size = max(0, free) if gib is None else int(gib * GIB)
-    per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // rollout.vllm.tensor_parallel
-    tokens, sequence = size // per_token, longest_sequence(config, arch)
-    batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
-    return CacheRoom(
-        bytes=size,
-        bytes_per_token=per_token,
-        tokens=tokens,
-        sequence=sequence,
-        sequences=tokens // sequence,
-        wanted=min(batch, rollout.max_batch),
-        engines=config.cluster.engines,
-    )
-
-
 def _longest(config: RunConfig, arch: Architecture) -> int:
     """vLLM's max_model_len: it needs room for one sequence of this length."""
     return config.rollout.vllm.max_model_len or arch.max_positions
-
-
-def _cache_refusal(config: RunConfig, arch: Architecture, room: CacheRoom) -> str | None:
-    """The reason why vLLM would not start with this cache; None when it does."""
-    wanted = _longest(config, arch)
-    if room.tokens >= wanted:
-        return None
-    size = "gpu_memory_utilization" if config.rollout.vllm.kv_cache_gib is None else "kv_cache_gib"
-    return (
-        f"the KV cache has room for {room.tokens:,} tokens, rollout.vllm.max_model_len is {wanted:,}; raise "
-        f"rollout.vllm.{size}, or lower max_model_len"
-    )
 
 
 def _arithmetic(config: RunConfig) -> Arithmetic:

@@ -21,8 +21,8 @@ from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import Slice, slice_sums
 from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
+from fp8core.rollout.slots import Cut, Share, Shares, Slot
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.weights import Cut, Share, Shares, Slot
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
 end_with_parent.follow_parent()

@@ -34,8 +34,8 @@ from fp8core.rollout.sglang.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.sglang.weights import UpdateError, parameter_slots
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
+from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 from fp8core.run.policy import SyncError, check_formats
 
 BUILD = SglangBuild("0.5.15")
@@ -227,11 +227,11 @@ def test_tensors_lie_where_sglang_fuses_them():
         sent[f"l.self_attn.{part}_proj.weight_scale_inv"] = TensorSpec(scales, (rows // 128, 2))
     held["l.self_attn.qkv_proj.weight"] = TensorSpec(codes, (1024, 256))
     held["l.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec(scales, (8, 2))
-    slots = parameter_slots(sent, held)
+    slots = fitted_slots(sent, held)
     assert [(slots[name].start, slots[name].stop) for name in sent if name.endswith("inv")] == [(0, 4), (4, 6), (6, 8)]
     held["l.self_attn.qkv_proj.weight"] = TensorSpec("bfloat16", (1024, 256))
-    with pytest.raises(UpdateError, match=r"float8_e4m3fn \[512, 256\] was sent"):
-        parameter_slots(sent, held)
+    with pytest.raises(EngineUpdateError, match=r"float8_e4m3fn \[512, 256\] was sent"):
+        fitted_slots(sent, held)
 
 
 def test_a_request_has_its_own_answer(tmp_path):

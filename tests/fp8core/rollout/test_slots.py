@@ -9,9 +9,9 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
 from fp8core.rollout.engine import TensorSpec, open_shared, share_weights, specs_of
-from fp8core.rollout.vllm.weights import (
+from fp8core.rollout.slots import (
+    EngineUpdateError,
     Slot,
-    UpdateError,
     check_fit,
     cut_specs,
     filled_shapes,
@@ -120,7 +120,7 @@ def test_a_whole_policy_fits(shipped, parameters):
 
 
 def _refused(shipped, parameters, complaint):
-    with pytest.raises(UpdateError, match=complaint):
+    with pytest.raises(EngineUpdateError, match=complaint):
         check_fit(shipped, find_slots(shipped, {}), parameters)
 
 

@@ -1,16 +1,17 @@
-"""Where vLLM keeps the tensors that a trainer ships.
+"""Where vLLM and SGLang keep the tensors that a trainer ships.
 
-A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). vLLM's names differ by the fused
-ones alone: q, k and v, gate and up, and experts are rows of one parameter. The experts of a layer are two parameters
-[experts, rows, columns], w13 with gate above up, and w2 with down. Their rows are counted through all experts. Tensors
-of scales are laid out as their codes are, one row a tile.
+A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). The engines' names differ by the
+fused ones alone: q, k and v, gate and up, and experts are rows of one parameter. Both pad the vocabulary to the same
+multiple. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
+Their rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
 
-The aligned model has heads and columns of zeros where a part is not made of whole tiles
+The aligned model in vLLM has heads and columns of zeros where a part is not made of whole tiles
 (`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
 
-GPUs that share a layer (tensor parallelism) each hold rows of every part of a fused parameter, and of the vocabulary.
-Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a part of every
-sum. In the aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held by all.
+GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
+vocabulary. Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a
+part of every sum. In the aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held
+by all.
 """
 
 import re
@@ -37,8 +38,8 @@ _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>g
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
 
-class UpdateError(RuntimeError):
-    """Tensors that do not fit the parameters of the engine."""
+class EngineUpdateError(RuntimeError):
+    """A policy that did not arrive: its tensors do not fit the engine's parameters, or the engine kept older ones."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _cut_axis(name: str, last: Axis) -> Axis | None:
 
 # The slot of each shipped tensor on one GPU, and its cut where it has one.
 Share = dict[str, tuple[Slot, Cut | None]]
-# The fields of both, for every GPU: what travels to vLLM's workers.
+# The fields of both, for every GPU: what travels to the engine's workers.
 Shares = list[dict[str, list[list[Any]]]]
 
 
@@ -162,7 +163,7 @@ def find_shares(
         last: as the GPUs cut o_proj and down_proj.
 
     Raises:
-        UpdateError: as `find_slots` and `check_fit` have it.
+        EngineUpdateError: as `find_slots` and `check_fit` have it.
     """
     check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
     shares = []
@@ -177,12 +178,12 @@ def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
     """Scales of Q, K and V by layer, as they were read back.
 
     Raises:
-        UpdateError: one is NaN, as where none was written.
+        EngineUpdateError: one is NaN, as where none was written.
     """
     for layer, values in enumerate(held):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
-                raise UpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+                raise EngineUpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
     return tuple(LayerScales(*values) for values in held)
 
 
@@ -197,6 +198,17 @@ def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 
 
+def fitted_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:
+    """The place of every shipped tensor, by name, where nothing is cut and nothing filled up.
+
+    Raises:
+        EngineUpdateError: as `find_slots` and `check_fit` have it.
+    """
+    slots = find_slots(shipped, {})
+    check_fit(shipped, slots, parameters)
+    return slots
+
+
 def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
     """The place of every shipped tensor, by name.
 
@@ -205,7 +217,7 @@ def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int
         filled: `filled_shapes` of an aligned model.
 
     Raises:
-        UpdateError: a part of a fused parameter is missing.
+        EngineUpdateError: a part of a fused parameter is missing.
     """
     slots = {}
 
@@ -222,7 +234,7 @@ def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int
         start = 0
         for part in before:
             if part not in shipped:
-                raise UpdateError(f"{part} is missing, {name} was sent")
+                raise EngineUpdateError(f"{part} is missing, {name} was sent")
             start += room(part)[0]
         (rows, *columns), (taken, *width) = spec.shape, room(name)
         slots[name] = Slot(after, start, start + rows, start + taken, *(columns or (0,)), *(width or (0,)))
@@ -254,21 +266,21 @@ def check_fit(
     """Every tensor must fit its slot, and together they must fill every parameter.
 
     Raises:
-        UpdateError: naming the first tensor or parameter that does not.
+        EngineUpdateError: naming the first tensor or parameter that does not.
     """
     filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
         sent, held = shipped[name], parameters.get(slot.parameter)
         if held is None:
-            raise UpdateError(f"{name}: the engine has no parameter {slot.parameter}")
+            raise EngineUpdateError(f"{name}: the engine has no parameter {slot.parameter}")
         row = sent.row if slot.columns == slot.width else (slot.width,)
         if sent.dtype != held.dtype or row != held.row or slot.end > held.rows:
-            raise UpdateError(f"{name}: {sent} was sent for rows from {slot.start} of {slot.parameter}, {held}")
+            raise EngineUpdateError(f"{name}: {sent} was sent for rows from {slot.start} of {slot.parameter}, {held}")
         filled[slot.parameter].append((slot.start, slot.end))
     for parameter, spec in parameters.items():
         rows = _rows_without_gap(parameter, filled[parameter])
         if (padded_vocabulary(rows) if parameter in _VOCABULARY and rows else rows) != spec.rows:
-            raise UpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
+            raise EngineUpdateError(f"{parameter}: {rows} of its {spec.rows} rows were sent")
 
 
 def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
@@ -277,6 +289,6 @@ def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
     for start, stop in sorted(slots):
         if start != end:
             fault = "missing" if start > end else "sent twice"
-            raise UpdateError(f"{parameter}: rows from {min(start, end)} to {max(start, end)} are {fault}")
+            raise EngineUpdateError(f"{parameter}: rows from {min(start, end)} to {max(start, end)} are {fault}")
         end = stop
     return end
