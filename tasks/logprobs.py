@@ -48,7 +48,7 @@ def logprobs(
 
 def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
     """The trainer, which must hold a policy, with the device for itself."""
-    run.rest_engine()
+    run.sleep_engine()
     trainer = run.ready_trainer()
     version = run.directory.store.get_json(policy)["version"]
     assert trainer.version == version, "the trainer does not hold the policy of this step"

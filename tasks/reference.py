@@ -11,7 +11,7 @@ from tasks.step import step
 @step(inputs={"rollouts": "rollouts", "scales": "scales"}, outputs={"reference": "logprobs"})
 def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, scales: Ref) -> dict[str, Ref]:
     """The reference is the policy the run started GRPO from: after the warm start, or the checkpoint itself."""
-    run.rest_engine()
+    run.sleep_engine()
     if run.reference is None:
         run.reference = initial_trainer(run)
     table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])

@@ -94,5 +94,5 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
             times |= {f"{index}/{one.completion.group}/{one.completion.sample}": seconds_of(one) for one in batch}
             turns = None if run.config.environment is None else unnested_turns(table)
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
-    run.rest_engine()
+    run.sleep_engine()
     return pa.concat_tables(tables).sort_by(ORDER).combine_chunks()

@@ -18,8 +18,8 @@ from fp8core.rollout.registry import continuation_of, longest_row
 from fp8core.rollout.stream import (
     DroppingStream,
     Eviction,
+    GroupPlace,
     Pace,
-    Place,
     Row,
     Stream,
     chunks_of,
@@ -231,7 +231,7 @@ class _Prompts:
             for i in range(config.rollout.group_size)
         ]
 
-    def table(self, places: Sequence[Place]) -> pa.Table:
+    def table(self, places: Sequence[GroupPlace]) -> pa.Table:
         """The prompts at these places, which are the groups of a step in this order."""
         found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
         numbers = pa.array(range(len(places)), found.schema.field("group").type)
@@ -292,7 +292,7 @@ class _SegmentWriter:
         if (kept := self._shards.read()) is not None:
             self._keep(kept)
 
-    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         missing = list[PromptGroup]()
         for group in groups:
             found = self._stored_group(group, places[group.group])
@@ -324,7 +324,7 @@ class _SegmentWriter:
                 part = held.joined(part) if self._equal else held.replaced(part)
             self._kept[place] = part
 
-    def _stored_group(self, group: PromptGroup, place: Place) -> list[Completion] | None:
+    def _stored_group(self, group: PromptGroup, place: GroupPlace) -> list[Completion] | None:
         """The completions of a group from what was kept, if all of them are there."""
         found = list[Completion]()
         for i, sample in enumerate(group.samples):
@@ -367,7 +367,7 @@ class _EpisodeWriter:
         }
         self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
 
-    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         missing = list[PromptGroup]()
         for group in groups:
             place, begun = places[group.group], group.begun or ((),) * len(group.samples)
@@ -382,7 +382,7 @@ class _EpisodeWriter:
         if missing:
             yield from self._play(missing, places)
 
-    def _play(self, missing: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         run = self._run
         longest = longest_prompt(run.config, longest_row(run.config, run.arch))
         numbers = {group.group: self._number(places[group.group]) for group in missing}
@@ -459,12 +459,12 @@ class _EpisodeWriter:
         finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
         return Completion(group, row.sample, row.tokens[before:end], row.logprobs[before:end], finish)
 
-    def _number(self, place: Place) -> int:
+    def _number(self, place: GroupPlace) -> int:
         """The group of a place, by which an episode goes on."""
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
-    def _row(self, episode: Episode, group: PromptGroup, place: Place) -> Row:
+    def _row(self, episode: Episode, group: PromptGroup, place: GroupPlace) -> Row:
         done = episode.completion
         return Row(
             *place,
@@ -508,7 +508,7 @@ def _writer(run: RunContext, index: int, source: _Prompts, rows: Sequence[Row]) 
     return _SegmentWriter(run, index) if run.config.environment is None else _EpisodeWriter(run, index, source, rows)
 
 
-def _segment(done: Completion, group: PromptGroup, place: Place) -> dict[str, Any]:
+def _segment(done: Completion, group: PromptGroup, place: GroupPlace) -> dict[str, Any]:
     """The new tokens of a completion as a row of kind `segments`."""
     batch, number = place
     begun = group.begun[group.samples.index(done.sample)] if group.begun else ()

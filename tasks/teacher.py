@@ -14,7 +14,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
 
     The identity of its weights is in each step's record, so that a replay names a checkpoint that was replaced.
     """
-    run.rest_engine()
+    run.sleep_engine()
     if run.teacher is None:
         run.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
         run.teacher_digest = run.teacher.digest()

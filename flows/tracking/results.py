@@ -87,7 +87,7 @@ def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Destination of an evaluation's log: store, experiment, and the model it is about, if MLflow has it."""
 
     uri: str
@@ -95,7 +95,7 @@ class Place:
     model_id: str | None
 
 
-def place_of_run(folder: Path, step: int, configured: str | None) -> Place | None:
+def place_of_run(folder: Path, step: int, configured: str | None) -> Destination | None:
     """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors, UserError.
 
     `configured` is the store that the user names (`store_of_folder`).
@@ -105,16 +105,16 @@ def place_of_run(folder: Path, step: int, configured: str | None) -> Place | Non
         return None
     uri = store_of_folder(record.uri, folder, record.lay_at, configured)
     client = client_of_existing_store(uri)
-    return Place(uri, record.experiment_id, find_model(client, record.run_id, step))
+    return Destination(uri, record.experiment_id, find_model(client, record.run_id, step))
 
 
-def place_of_folder(folder: Path, config: RunConfig) -> Place:
+def place_of_folder(folder: Path, config: RunConfig) -> Destination:
     """In the configured store; the model is the one that an export of ours names. Raises MLflow's errors, UserError."""
     uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     prepare_store(uri, config.runs)
     client = MlflowClient(tracking_uri=uri)
     experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-    return Place(uri, experiment, _exported_model(client, folder))
+    return Destination(uri, experiment, _exported_model(client, folder))
 
 
 def _exported_model(client: MlflowClient, folder: Path) -> str | None:
@@ -141,7 +141,7 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
     try:
         with store_errors(config.tracking.uri or "of the run"):
             if result.step is None:
-                place: Place | None = place_of_folder(folder, config)
+                place: Destination | None = place_of_folder(folder, config)
             else:
                 place = place_of_run(folder, result.step, config.tracking.uri)
             if place is None:
@@ -153,7 +153,7 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
     return f"logged as MLflow run {run_id} in {without_passwords(place.uri)}{linked}"
 
 
-def _log(place: Place, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
+def _log(place: Destination, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
     client = MlflowClient(tracking_uri=place.uri)
     of = Path(result.target).name if result.step is None else f"{Path(result.target).name}-{result.step:05d}"
     run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
@@ -191,7 +191,7 @@ def _ends(key: str, estimate: Estimate) -> dict[str, float]:
     return {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
 
 
-def _metrics(place: Place, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
+def _metrics(place: Destination, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
     now, step = time.time_ns() // 1_000_000, result.step or 0
     return [
         Metric(

@@ -60,7 +60,7 @@ _MICRO_BATCH = 64
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class DecoderPart:
     """An operation of a layer; -1 is outside the layers, where parts are values, embedding and head."""
 
     layer: int
@@ -72,7 +72,7 @@ class Unit:
     """Places that are flipped together."""
 
     name: str
-    places: frozenset[Place]
+    places: frozenset[DecoderPart]
 
 
 @dataclass(frozen=True)
@@ -182,18 +182,18 @@ def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units
 
 def units_of(arch: Architecture, granularity: Granularity) -> list[Unit]:
     """All places of a decoder as units: by layer, by operation over all layers, or both; and what is outside layers."""
-    layers, outside = range(arch.num_layers), [_unit(part, Place(-1, part)) for part in _OUTSIDE]
+    layers, outside = range(arch.num_layers), [_unit(part, DecoderPart(-1, part)) for part in _OUTSIDE]
     match granularity:
         case "layer":
-            units = [_unit(f"layer {i}", *(Place(i, part) for part in OPERATIONS)) for i in layers]
+            units = [_unit(f"layer {i}", *(DecoderPart(i, part) for part in OPERATIONS)) for i in layers]
         case "operation":
-            units = [_unit(f"all {part}", *(Place(i, part) for i in layers)) for part in OPERATIONS]
+            units = [_unit(f"all {part}", *(DecoderPart(i, part) for i in layers)) for part in OPERATIONS]
         case "both":
-            units = [_unit(f"layer {i} {part}", Place(i, part)) for i in layers for part in OPERATIONS]
+            units = [_unit(f"layer {i} {part}", DecoderPart(i, part)) for i in layers for part in OPERATIONS]
     return units + outside
 
 
-def mixed(base: Side, other: Side, places: frozenset[Place]) -> Side:
+def mixed(base: Side, other: Side, places: frozenset[DecoderPart]) -> Side:
     """`base`, with formats and weights of `other` at these places."""
     return Side(
         formats=_mixed_formats(base.formats, other.formats, places),
@@ -202,16 +202,16 @@ def mixed(base: Side, other: Side, places: frozenset[Place]) -> Side:
     )
 
 
-def place_of(parameter: str) -> Place:
+def place_of(parameter: str) -> DecoderPart:
     """The place whose flip takes a parameter along, by its Hugging Face name (tile scales go with their weight)."""
     name = parameter.removesuffix(SCALE_SUFFIX)
     layer = layer_of(name)
     if layer is None:
-        return Place(-1, "embedding" if name == "model.embed_tokens.weight" else "head")
+        return DecoderPart(-1, "embedding" if name == "model.embed_tokens.weight" else "head")
     if is_linear(name) or name.endswith(".bias"):
-        return Place(layer, fused_linear(name))
+        return DecoderPart(layer, fused_linear(name))
     reader = {"input_layernorm": "qkv", "q_norm": "qkv", "k_norm": "qkv", "post_attention_layernorm": "gate_up"}
-    return Place(layer, {**reader, "gate": "gate_up"}[name.split(".")[-2]])
+    return DecoderPart(layer, {**reader, "gate": "gate_up"}[name.split(".")[-2]])
 
 
 @torch.no_grad()
@@ -228,11 +228,11 @@ def logprobs(arch: Architecture, side: Side, task: Task) -> Tensor:
     return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(found))
 
 
-def _unit(name: str, *places: Place) -> Unit:
+def _unit(name: str, *places: DecoderPart) -> Unit:
     return Unit(name, frozenset(places))
 
 
-def _mixed_formats(base: Formats, other: Formats, places: frozenset[Place]) -> Formats:
+def _mixed_formats(base: Formats, other: Formats, places: frozenset[DecoderPart]) -> Formats:
     layers = []
     for i, (own, others) in enumerate(zip(base.layers, other.layers, strict=True)):
         parts = [place.part for place in places if place.layer == i]
@@ -240,9 +240,9 @@ def _mixed_formats(base: Formats, other: Formats, places: frozenset[Place]) -> F
     return replace(
         base,
         layers=tuple(layers),
-        head=other.head if Place(-1, "head") in places else base.head,
-        rounding=other.rounding if Place(-1, "values") in places else base.rounding,
-        points=other.points if Place(-1, "values") in places else base.points,
+        head=other.head if DecoderPart(-1, "head") in places else base.head,
+        rounding=other.rounding if DecoderPart(-1, "values") in places else base.rounding,
+        points=other.points if DecoderPart(-1, "values") in places else base.points,
     )
 
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
 from fp8core.cluster.connection import checked_size, connect, last_line
-from fp8core.cluster.member import Member, Place
+from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
 from fp8core.errors import EngineLost, MemberLost, UserError, first_line
@@ -56,7 +56,7 @@ class Call(NamedTuple):
 class Handle:
     """The caller's end of a member."""
 
-    def __init__(self, actor: Any, place: Place) -> None:
+    def __init__(self, actor: Any, place: HostProcess) -> None:
         self.actor, self.place, self.name = actor, place, ""
 
     def send(self, method: str, *arguments: Any) -> Call:
@@ -271,7 +271,7 @@ def check_places(members: Sequence[Handle]) -> None:
             )
 
 
-def _rank_of(place: Place) -> tuple[str, bool, int, str, int]:
+def _rank_of(place: HostProcess) -> tuple[str, bool, int, str, int]:
     """Sorts members by address and GPU, so that ranks do not move between starts.
 
     CUDA_VISIBLE_DEVICES may name a GPU by its UUID instead of its number.

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class HostProcess:
     """Where a member runs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Member:
         self._threads = threads
         self._items: Iterator[Any] = iter(())
 
-    def place(self) -> Place:
+    def place(self) -> HostProcess:
         """Where this process runs, with which code, and on what kind of processor."""
         import ray
 
@@ -59,7 +59,7 @@ class Member:
 
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
-        return Place(
+        return HostProcess(
             address=ray.util.get_node_ip_address(),
             gpu=gpus[0] if gpus else None,
             pid=os.getpid(),

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import ray
 
 from fp8core.cluster.gang import Call, Gang, Handle
-from fp8core.cluster.member import Place
+from fp8core.cluster.member import HostProcess
 from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
@@ -72,7 +72,7 @@ class Route(NamedTuple):
 
 
 def find_routes(
-    ranks: Sequence[Place], engines: Sequence[Place], holders: Sequence[int], colocated: bool
+    ranks: Sequence[HostProcess], engines: Sequence[HostProcess], holders: Sequence[int], colocated: bool
 ) -> list[Route]:
     """A route for each engine.
 
@@ -85,7 +85,7 @@ def find_routes(
             buffer of their own would have no room.
     """
 
-    def route(index: int, engine: Place) -> Route:
+    def route(index: int, engine: HostProcess) -> Route:
         if not holders or engine.gpu is None:
             return Route(index, 0, "gloo")
         for rank in holders:

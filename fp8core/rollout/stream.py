@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 
-Generate = Callable[[Sequence[PromptGroup], Sequence["Place"]], Iterable[list[Completion]]]
+Generate = Callable[[Sequence[PromptGroup], Sequence["GroupPlace"]], Iterable[list[Completion]]]
 """From groups, which are numbered as their places are, to their completions, as an engine gives them."""
 
 
@@ -69,7 +69,7 @@ def group_of(number: int, rows: Sequence[Row]) -> PromptGroup:
     )
 
 
-Place = tuple[int, int]
+GroupPlace = tuple[int, int]
 """Batch and group of a prompt."""
 Enter = Callable[[int, int], list[Row]]
 """From the place of a prompt to its completions, of which nothing is written."""
@@ -107,7 +107,7 @@ class Stream:
 
     def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
         """`left`: steps whose prompts are gone."""
-        self._groups: dict[Place, list[Row]] = defaultdict(list)
+        self._groups: dict[GroupPlace, list[Row]] = defaultdict(list)
         for row in rows:
             self._groups[row.batch, row.group].append(row)
         self.pace = pace
@@ -120,7 +120,7 @@ class Stream:
         """All of them, in order."""
         return [row for place in sorted(self._groups) for row in self._groups[place]]
 
-    def in_flight(self, batch: int | None = None) -> list[Place]:
+    def in_flight(self, batch: int | None = None) -> list[GroupPlace]:
         """Prompts with a completion that is not complete, of one step or of all."""
         return [
             place
@@ -128,7 +128,7 @@ class Stream:
             if batch in (None, place[0]) and any(not row.finish for row in self._groups[place])
         ]
 
-    def begun(self) -> list[Place]:
+    def begun(self) -> list[GroupPlace]:
         """Prompts in flight with a completion of which a policy has written something."""
         return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
 
@@ -146,7 +146,12 @@ class Stream:
         return (version + 1 + self.pace.staleness) * self.pace.prompts
 
     def write(
-        self, version: int, due: Sequence[Place], room: int | None, generate: Generate, others: Sequence[Place] = ()
+        self,
+        version: int,
+        due: Sequence[GroupPlace],
+        room: int | None,
+        generate: Generate,
+        others: Sequence[GroupPlace] = (),
     ) -> int:
         """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote.
 
@@ -155,7 +160,7 @@ class Stream:
         Raises:
             UserError: the engine left a completion as it was, so nothing would ever end.
         """
-        places, asked, open_ = [*due, *others], list[PromptGroup](), dict[Place, Row]()
+        places, asked, open_ = [*due, *others], list[PromptGroup](), dict[GroupPlace, Row]()
         for number, place in enumerate(places):
             rows = [row for row in self._groups[place] if not row.finish]
             open_ |= {(number, row.sample): row for row in rows}
@@ -206,7 +211,7 @@ class DroppingStream(Stream):
     def _last(self, version: int) -> int:
         return self._next + super()._last(version) - self._taken * self.pace.prompts - len(self._groups)
 
-    def complete(self) -> list[Place]:
+    def complete(self) -> list[GroupPlace]:
         """Complete prompts, the first of them first; of those of one tick, the first that entered."""
         ended = {
             place: max(row.ended for row in rows)

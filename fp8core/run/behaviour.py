@@ -31,7 +31,7 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     """
     # One that is made again may leave the run another trainer, and another copy of those before it.
     needed = sorted(set(versions[versions >= 0].tolist()))
-    run.rest_engine()
+    run.sleep_engine()
     for version in needed:
         _make_sure(run, version)
     policies = {version: run.kept_policies[version] for version in needed}
@@ -58,7 +58,7 @@ def _make_sure(run: RunContext, version: int) -> None:
         keep_policy(run, run.ready_trainer().export(), read_scales(run, carried(run, version + 1)["scales"]))
         # An update that lacks its rollouts has them generated again, by the engine with an older policy.
         rewind_with_engine(run, held)
-        run.rest_engine()
+        run.sleep_engine()
 
 
 def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:

@@ -117,7 +117,7 @@ class RunContext:
         assert self.engine is not None, "the run has no policy yet"
         return self.engine
 
-    def rest_engine(self) -> None:
+    def sleep_engine(self) -> None:
         """Leave the device to a trainer until the next sync: its options say whether the engine sleeps.
 
         A run that was restored has an engine that is awake, also where its rollout is stored.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.alignment.bisect import OPERATIONS, Place, Side, Task, bisect, logprobs, mixed, place_of, units_of
+from fp8core.alignment.bisect import OPERATIONS, DecoderPart, Side, Task, bisect, logprobs, mixed, place_of, units_of
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
@@ -51,18 +51,22 @@ def test_units_cover_every_parameter_and_operation_once(architecture, granularit
     experts = Experts(count=3, per_token=2, intermediate_size=16, normalise_top_k=True, sparse_step=2, dense_layers=())
     arch = architecture(family=family, num_layers=3, experts=experts if family == "qwen3_moe" else None)
     places = [place for unit in units_of(arch, granularity) for place in unit.places]
-    operations = {Place(layer, part) for layer in range(3) for part in OPERATIONS}
+    operations = {DecoderPart(layer, part) for layer in range(3) for part in OPERATIONS}
     assert len(places) == len(set(places))
-    assert set(places) == operations | {Place(-1, part) for part in ("values", "embedding", "head")}
+    assert set(places) == operations | {DecoderPart(-1, part) for part in ("values", "embedding", "head")}
     assert {place_of(name) for name in parameter_shapes(arch)} <= set(places)
 
 
 def test_parameters_go_with_the_operation_that_reads_them():
     layer = "model.layers.11."
-    assert place_of(layer + "self_attn.k_norm.weight") == place_of(layer + "input_layernorm.weight") == Place(11, "qkv")
-    assert place_of(layer + "mlp.experts.3.up_proj.weight" + SCALE_SUFFIX) == Place(11, "gate_up")
+    assert (
+        place_of(layer + "self_attn.k_norm.weight")
+        == place_of(layer + "input_layernorm.weight")
+        == DecoderPart(11, "qkv")
+    )
+    assert place_of(layer + "mlp.experts.3.up_proj.weight" + SCALE_SUFFIX) == DecoderPart(11, "gate_up")
     assert place_of(layer + "mlp.gate.weight") == place_of(layer + "post_attention_layernorm.weight")
-    assert place_of("model.norm.weight") == place_of("lm_head.weight") == Place(-1, "head")
+    assert place_of("model.norm.weight") == place_of("lm_head.weight") == DecoderPart(-1, "head")
 
 
 def test_flipping_every_unit_makes_the_other_side(case):

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 
 from flows import cli
 from fp8core.cluster.gang import Handle, _rank_of, check_places
-from fp8core.cluster.member import Place
+from fp8core.cluster.member import HostProcess
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import members_node
@@ -76,8 +76,8 @@ def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, sai
 
 def test_a_process_with_another_python_is_refused_by_its_name():
     """Ray may be told not to compare patch versions."""
-    here = Place("10.0.0.1", "0", 7, "", platform.python_version(), current_code(), "processor")
-    other = Place("10.0.0.2", "1", 8, "", "3.11.0rc1", current_code(), "processor")
+    here = HostProcess("10.0.0.1", "0", 7, "", platform.python_version(), current_code(), "processor")
+    other = HostProcess("10.0.0.2", "1", 8, "", "3.11.0rc1", current_code(), "processor")
     check_places([Handle(None, here)])
     with pytest.raises(UserError) as refused:
         check_places([Handle(None, here), Handle(None, other)])
@@ -88,7 +88,7 @@ def test_a_process_with_another_python_is_refused_by_its_name():
 def test_gpus_are_in_the_order_of_their_numbers_and_then_of_their_names():
     """CUDA_VISIBLE_DEVICES may hold UUIDs, and Ray names GPUs by what it holds."""
     names = ["2", "10", "GPU-3f2a", "GPU-a1", "MIG-0c"]
-    places = [Place("h", gpu, 9 - i, "", "", "", "") for i, gpu in enumerate(names)]
+    places = [HostProcess("h", gpu, 9 - i, "", "", "", "") for i, gpu in enumerate(names)]
     assert sorted(reversed(places), key=_rank_of) == places
-    on_cpu = [Place("h", None, pid, "", "", "", "") for pid in (7, 8)]
+    on_cpu = [HostProcess("h", None, pid, "", "", "", "") for pid in (7, 8)]
     assert sorted(reversed(on_cpu), key=_rank_of) == on_cpu

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from fp8core.cluster import gang
 from fp8core.cluster.connection import connect
 from fp8core.cluster.gang import Gang, Handle
-from fp8core.cluster.member import Member, Place
+from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
@@ -109,7 +109,7 @@ def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
         connect(config.cluster, 1)
         gang = Gang.__new__(Gang)
         member = Handle(
-            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), Place("h", "3", 7, "", "", "", "")
+            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), HostProcess("h", "3", 7, "", "", "", "")
         )
         member.name = "engine 0"
         with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
@@ -119,5 +119,5 @@ def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
 
 def test_a_process_of_which_ray_has_no_log_wrote_nothing_that_is_known(monkeypatch):
     monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    member = Handle(None, Place("host", None, 1, "w", "", "", ""))
+    member = Handle(None, HostProcess("host", None, 1, "w", "", "", ""))
     assert gang._said(member) == ""

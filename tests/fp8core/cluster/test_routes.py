@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8core.cluster.member import Place
+from fp8core.cluster.member import HostProcess
 from fp8core.cluster.workers import find_routes, shard_prompts
 from fp8core.rollout.engine import PromptGroup
 
@@ -26,7 +26,7 @@ def test_an_engine_keeps_the_order_of_its_prompts():
 
 
 def places(*where):
-    return [Place(host, gpu, 0, "", "", "", "") for host, gpu in where]
+    return [HostProcess(host, gpu, 0, "", "", "", "") for host, gpu in where]
 
 
 TWO_HOSTS = places(("a", "0"), ("a", "1"), ("b", "0"))

@@ -13,8 +13,8 @@ from fp8core.rollout.engine import Completion, PromptGroup
 from fp8core.rollout.stream import (
     DroppingStream,
     Generate,
+    GroupPlace,
     Pace,
-    Place,
     Row,
     Stream,
     chunks_of,
@@ -32,7 +32,7 @@ def length(seed: int) -> int:
     return 1 + (seed * 2654435761 >> 7) % LONGEST
 
 
-def generate(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+def generate(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
     """Token i of a completion is its seed and i."""
     for group in groups:
         done = []
@@ -105,7 +105,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     """One call of the engine a chunk has them all; without chunks nothing of theirs stands in the way of an update."""
     asked = list[set[int]]()
 
-    def noted(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def noted(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         asked.append({batch for batch, _ in places})
         return generate(groups, places)
 
@@ -130,7 +130,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
 def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
     asked = list[int]()
 
-    def counted(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def counted(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         asked.append(len(groups))
         return generate(groups, places)
 
@@ -215,7 +215,7 @@ def test_a_prompt_that_goes_on_ends_as_a_whole() -> None:
 def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
     pace: Pace, chunk: int, speeds: list[int], whole: bool
 ) -> None:
-    rows, gone, evictions, newest = list[Row](), list[Place](), 0, (0, 0)
+    rows, gone, evictions, newest = list[Row](), list[GroupPlace](), 0, (0, 0)
     for step, most in enumerate(speeds, start=1):
         stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
         taken, evicted = finish_first(stream, step, chunk, generate, enter)
@@ -253,7 +253,7 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
     """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
     lengths = {0: 6, 1: 40, 2: 1}
 
-    def long(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+    def long(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         for group, (_, number) in zip(groups, places, strict=True):
             begun = len(group.begun[0]) if group.begun else 0
             end = min(lengths[number], begun + group.room[0])
@@ -283,16 +283,16 @@ def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chun
         run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
 
 
-def silent(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+def silent(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
     yield from ()
 
 
-def idle(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+def idle(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
     for group in groups:
         yield [Completion(group.group, sample, [], [], "open") for sample in group.samples]
 
 
-def forgetful(groups: Sequence[PromptGroup], places: Sequence[Place]) -> Iterator[list[Completion]]:
+def forgetful(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
     for done in generate(groups, places):
         yield done[1:]
 
