@@ -38,7 +38,7 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig, made_name
-from fp8core.errors import UserError, printable
+from fp8core.errors import MemberLost, UserError, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
@@ -90,7 +90,7 @@ def grpo(
     try:
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
-    except (UserError, UpdateError, SyncError, RedoError, BoundError) as error:
+    except (UserError, UpdateError, SyncError, RedoError, BoundError, MemberLost) as error:
         return failed(str(error))
     except TrainingPaused as reason:
         return pause(printable(str(reason)))

@@ -5,6 +5,7 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 
 import platform
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ class Gang:
         self._all: list[Handle] = []
         self._answer_seconds = settings.answer_seconds
         self._ended_by: Exception | None = None
+        self._order = threading.Lock()
         connect(settings, tensor_parallel)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
@@ -102,6 +104,16 @@ class Gang:
         """Address, GPU and process of each member, by its name."""
         shown = ("address", "gpu", "pid")
         return {member.name: {key: vars(member.place)[key] for key in shown} for member in self._all}
+
+    def call_all(self, members: Sequence[Handle], method: str, *arguments: Any) -> list[Any]:
+        """The answers of some members to one call (errors: `gather`).
+
+        Tasks that run side by side call the same ranks. All ranks get the calls in one order: their collectives would
+        pair with those of another call.
+        """
+        with self._order:
+            calls = [member.send(method, *arguments) for member in members]
+        return self.gather(calls)
 
     def gather(self, calls: Sequence[Call]) -> list[Any]:
         """The values of the calls, in their order.

@@ -175,7 +175,7 @@ class Cluster:
 
     def _build(self, members: Sequence[Handle], part: type, uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"
-        self.gang.gather([member.send("build", key, part, uses, *arguments) for member in members])
+        self.gang.call_all(members, "build", key, part, uses, *arguments)
         return key
 
 
@@ -199,7 +199,7 @@ class ReplicatedEngine:
             reports = self._take(self._routes(tensors), tensors.key, layouts, (scales, version))
         finally:
             if self._gang.alive:
-                self._gang.gather([rank.send("call", tensors.key, "release") for rank in ranks])
+                self._gang.call_all(ranks, "call", tensors.key, "release")
         for part in ("version", "digest", "scales"):
             self._same(f"another {part}", [getattr(report, part) for report in reports])
         return reports[0]
@@ -409,18 +409,17 @@ class RankedTrainer:
     def keep(self, shipped: Shipped) -> str:
         """As `ScoringTrainer.keep`: the key of a part of every rank, which has its share."""
         key = f"{self._key}, kept {next(self._numbers)}"
-        self._gang.gather([m.send("build", key, TrainerPart.kept, (self._key,)) for m in self._gang.ranks])
+        self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.kept, (self._key,))
         return key
 
     def forget(self, kept: str) -> None:
-        self._gang.gather([member.send("drop", kept) for member in self._gang.ranks])
+        self._gang.call_all(self._gang.ranks, "drop", kept)
 
     def logprobs_of(
         self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
     ) -> ScoredBatch:
         shared = [ray.put(each) for each in (batch, temperature, scales)]
-        calls = [member.send("hand", self._key, "logprobs_of", kept, *shared) for member in self._gang.ranks]
-        found: ScoredBatch = self._gang.gather(calls)[0]
+        found: ScoredBatch = self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", kept, *shared)[0]
         return found
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
@@ -441,7 +440,7 @@ class RankedTrainer:
         Raises:
             ReplicaError: ranks hold other policies.
         """
-        exported = self._gang.gather([member.send("call", self._key, "export") for member in self._gang.ranks])
+        exported = self._each("export")
         for rank, found in zip(self._gang.ranks, exported, strict=True):
             if found is not None and found.digest != exported[0].digest:
                 raise ReplicaError(f"{rank.name} has weights {found.digest}, rank 0 has {exported[0].digest}")
@@ -469,16 +468,16 @@ class RankedTrainer:
     def close(self) -> None:
         """Drop the policy in every rank; a second call does nothing."""
         if self._gang.alive:
-            self._gang.gather([member.send("drop", self._key) for member in self._gang.ranks])
+            self._gang.call_all(self._gang.ranks, "drop", self._key)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         return self._by_all("call", method, *arguments)[0]
 
     def _each(self, method: str) -> list[Any]:
         """The answers of all ranks' parts to a call that `TrainerPart` itself has."""
-        return self._gang.gather([member.send("call", self._key, method) for member in self._gang.ranks])
+        return self._gang.call_all(self._gang.ranks, "call", self._key, method)
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks to one call."""
         shared = [ray.put(each) for each in arguments]
-        return self._gang.gather([member.send("call", self._key, method, *shared) for member in self._gang.ranks])
+        return self._gang.call_all(self._gang.ranks, "call", self._key, method, *shared)

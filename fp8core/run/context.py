@@ -149,6 +149,9 @@ def release(path: Path) -> None:
         return
     # Weights in a cycle that was frozen would stay.
     thaw_heap()
+    if run.cluster is not None:
+        # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.
+        run.cluster.close()
     for part in (run.engine, run.trainer, run.reference, run.teacher):
         if part is not None:
             part.close()

@@ -71,6 +71,9 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
     """
     for left in range(run.config.cluster.replacements, -1, -1):
         try:
+            if left < run.config.cluster.replacements:
+                # Here, where a loss while they are placed counts as one more.
+                run.replace_members()
             _train(run, execution)
             return
         except (StepError, MemberLost) as error:
@@ -80,7 +83,6 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             if not left:
                 raise StepError(str(error)) from lost
             run.console.note(f"{error}; all processes are replaced")
-            run.replace_members()
 
 
 def _train(run: RunContext, execution: Execution) -> None:

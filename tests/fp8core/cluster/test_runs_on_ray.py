@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 from torch.distributed import DistBackendError
 
 from flows.launch import launch
+from fp8core.cluster.gang import Call, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
 from fp8core.config.capability import this_node
@@ -172,8 +173,8 @@ def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_record
     lives = Lives(
         {**small, **AHEAD, "steps": 4, "runs": str(tmp_path), "cluster": cluster}, tmp_path / "run", two_nodes
     )
-    # Six are within two seconds of the one before, where a life has cost little. A run whose member is lost while it
-    # is placed ends, so the driver is among them.
+    # Six are within two seconds of the one before, where a life has cost little. A run whose member is lost while all
+    # are placed for the first time ends, so the driver is among them.
     kinds = [(kind, False) for kind in ("member", "member", "driver", "both")]
     kinds += [(kind, True) for kind in ("driver", "both")] * 3
     draws.shuffle(kinds)
@@ -228,21 +229,34 @@ def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_no
 def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
     run_copy.cut_after(1, "record")
 
-    def between_steps(run: RunContext) -> None:
+    def rank_1(run: RunContext) -> None:
         os.kill(run.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
+
+    def between_steps_and_again_while_all_are_placed(run: RunContext) -> None:
+        cluster = run.cluster
+
+        def replace() -> None:
+            del cluster.replace
+            cluster.replace()
+            rank_1(run)
+            cluster.gang.call_all(cluster.gang.ranks, "build", "first", list, ())
+
+        cluster.replace = replace
+        rank_1(run)
 
     def of_a_node(_: RunContext) -> None:
         lost = next(iter(two_nodes.worker_nodes))
         two_nodes.add_node(num_cpus=1)
         two_nodes.remove_node(lost, allow_graceful=False)
 
-    cluster = {"address": two_nodes.address, **TWO_EACH}
+    cluster = {"address": two_nodes.address, **TWO_EACH, "replacements": 4}
+    twice = between_steps_and_again_while_all_are_placed
     with run_copy.opened(**{f"cluster.{key}": value for key, value in cluster.items()}) as run:
-        train(run, Accidents({2: to_engine_1_while_step_2_generates, 3: between_steps, 4: of_a_node}))
+        train(run, Accidents({2: to_engine_1_while_step_2_generates, 3: twice, 4: of_a_node}))
     assert run_copy.records == whole_run.records
-    assert run_copy.said.count("all processes are replaced") == 3
-    assert "engine 1 ended" in run_copy.said
-    assert "rank 1 ended" in run_copy.said
+    assert run_copy.said.count("all processes are replaced") == 4
+    assert run_copy.said.count("engine 1 ended") == 1
+    assert run_copy.said.count("rank 1 ended") == 2
 
 
 @pytest.mark.slow
@@ -321,6 +335,8 @@ def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_wh
         with monkeypatch.context() as moved:
             moved.chdir(tmp_path)
             weights_of_files_are_read_by_ranks_wherever_they_run(cluster, config, packed, tmp_path)
+        with monkeypatch.context() as slow:
+            ranks_get_the_calls_of_several_threads_in_one_order(cluster, slow)
         a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster)
     assert not ray.is_initialized()
 
@@ -377,6 +393,23 @@ def weights_of_files_are_read_by_ranks_wherever_they_run(
         assert trainer.digest() == trainer.start_digest == policy_digest(base.tensors)
     with closing(build_sft_trainer(packed, base.arch, read, cluster)) as sft:
         assert policy_digest(store.get_tensors(sft.store_weights(store))) == policy_digest(base.tensors)
+
+
+def ranks_get_the_calls_of_several_threads_in_one_order(cluster: RemoteCluster, slow: pytest.MonkeyPatch) -> None:
+    """As those of tasks that run side by side: in another order, collectives of one would meet those of another."""
+    gang, send = cluster.gang, Handle.send
+
+    def late(member: Handle, *arguments: Any) -> Call:
+        time.sleep(0.02 if member is gang.ranks[1] else 0)
+        return send(member, *arguments)
+
+    gang.call_all(gang.ranks, "build", "calls", list, ())
+    slow.setattr(Handle, "send", late)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: gang.call_all(gang.ranks, "call", "calls", "append", number), range(8)))
+    first, second = gang.call_all(gang.ranks, "call", "calls", "copy")
+    assert first == second
+    assert sorted(first) == list(range(8))
 
 
 def a_process_that_ended_is_a_better_reason_than_what_others_lost_by_it(cluster: RemoteCluster) -> None:
