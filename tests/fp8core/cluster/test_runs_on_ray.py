@@ -274,6 +274,23 @@ def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, 
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_does_not_wait_for_what_its_ranks_compute(two_nodes, run_copy):
+    run_copy.cut_after(2, "record")
+    began = list[float]()
+
+    def interrupt(run: RunContext) -> None:
+        began.append(time.monotonic())
+        for rank in run.cluster.gang.ranks:
+            rank.send("build", "sleeps", time.sleep, (), 120)
+        raise KeyboardInterrupt
+
+    cluster = {"address": two_nodes.address, **TWO_EACH}
+    with pytest.raises(KeyboardInterrupt), run_copy.opened(cluster=cluster) as run:
+        train(run, Accidents({3: interrupt}))
+    assert time.monotonic() - began[0] < 60
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
