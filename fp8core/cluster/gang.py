@@ -5,6 +5,7 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 
 import platform
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,6 +185,15 @@ class Gang:
             raise MemberLost(f"{member.name} ended: {_where(member)}: {_reason(error)}{_said(member)}") from None
         except RayError as error:
             raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
+
+    def check_shared(self, runs: Path) -> None:
+        """Raises UserError: a member does not see what this process writes into the folder of runs."""
+        # A file that a killed process leaves has a name that no run has.
+        with tempfile.NamedTemporaryFile(prefix=".shared-", dir=runs) as probe:
+            seen = self.gather([member.send("sees", probe.name) for member in self._all])
+        for member, found in zip(self._all, seen, strict=True):
+            if not found:
+                raise UserError(f"cluster: {_where(member)} does not see runs={runs}; all nodes must share it")
 
     @property
     def alive(self) -> bool:

@@ -69,6 +69,10 @@ class Member:
             processor=processor_digest(),
         )
 
+    def sees(self, path: str) -> bool:
+        """True if a file exists for this process."""
+        return os.path.exists(path)
+
     def build(self, key: str, build: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> None:
         """Make a part by a function or class of a module, from other parts and further arguments."""
         import torch

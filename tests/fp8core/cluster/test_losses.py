@@ -59,6 +59,18 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "OOM" not in str(lost.value)
 
 
+def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(address, tmp_path, monkeypatch):
+    """Each process sees its own working folder under one name, as nodes that share no volume do."""
+    monkeypatch.chdir(tmp_path)
+    with ranks(address, 1) as gang:
+        gang.check_shared(tmp_path)
+        where = rf"process {gang.ranks[0].place.pid} on \S+"
+        with pytest.raises(UserError, match=rf"^cluster: {where} does not see runs=/proc/self/cwd; "):
+            gang.check_shared(Path("/proc/self/cwd"))
+        assert gang.alive
+    assert not list(tmp_path.iterdir())
+
+
 def write(words: str) -> None:
     print("x" * 100_000, words, sep="\n", file=sys.stderr, flush=True)
 
