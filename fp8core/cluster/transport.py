@@ -1,5 +1,6 @@
 """Process groups of a run, and the path of weights from ranks to engines: no file, no object store."""
 
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -7,14 +8,22 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
 
+from fp8core.errors import UserError
 from fp8core.rollout.engine import RECEIVED_BYTES, TensorSpec, specs_of
 from fp8core.training.ranks import aligned
 from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
 _TIMEOUT = timedelta(hours=2)
+# The store answers before anybody connects to it. torch takes this time twice where a port is closed.
+_CONNECT = timedelta(seconds=30)
 _PIECE_BYTES = 256 << 20
 
 Value = TypeVar("Value")
@@ -29,6 +38,15 @@ class Meeting:
     def __init__(self, host: str) -> None:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
+    @staticmethod
+    def reach(host: str, port: int) -> TCPStore:
+        """The store of another process. Raises UserError: the network does not lead there."""
+        try:
+            return _connect(host, port)
+        except DistNetworkError as error:
+            route = f"{socket.gethostname()} cannot reach {host}:{port}"
+            raise UserError(f"cluster: {route}; nodes need all TCP ports of each other") from error
+
     def port(self) -> int:
         """The port that the others connect to."""
         return int(self._store.port)
@@ -37,12 +55,18 @@ class Meeting:
         """The store ends with the process."""
 
 
+def _connect(host: str, port: int) -> TCPStore:
+    store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
+    store.set_timeout(_TIMEOUT)
+    return store
+
+
 class Link:
     """One end of a broadcast of weights: process 0 sends, all others receive."""
 
     def __init__(self, host: str, port: int, name: str, path: Broadcast, process: int, count: int) -> None:
         """Meet the other processes of this name; by NCCL each uses the one GPU that it sees."""
-        store = PrefixStore(name, TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+        store = PrefixStore(name, _connect(host, port))
         self._device = torch.device(BROADCASTS[path])
         self._group: Any
         if path == "nccl":
@@ -115,7 +139,8 @@ class GroupRanks:
     """`training.ranks.Ranks` of several processes: contiguous parts of a batch for each, sums in the order of one."""
 
     def __init__(self, host: str, port: int, rank: int, count: int) -> None:
-        store = PrefixStore("ranks", TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+        """Meet the other ranks (errors: `Meeting.reach`)."""
+        store = PrefixStore("ranks", Meeting.reach(host, port))
         # Megatron computes in this group too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=_TIMEOUT)

@@ -165,6 +165,8 @@ class Cluster:
             host = first.place.address
             gang.gather([first.send("build", "meeting", Meeting, (), host)])
             (port,) = gang.gather([first.send("call", "meeting", "port")])
+            # Engines connect to it later, in the middle of a step.
+            gang.gather([each.send("build", "reached", Meeting.reach, (), host, port) for each in gang.engines])
             gang.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
