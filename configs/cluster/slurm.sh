@@ -17,6 +17,9 @@ source /shared/fp8-grpo/bin/activate
 export RAY_AUTH_MODE=token
 ray get-auth-token --generate > /dev/null
 
+# The head finds a silent node within 40 seconds, not 65.
+export RAY_health_check_failure_threshold=3
+
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # A step of one task would have one processor.
 srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --nodelist="$HEAD" \

@@ -1,13 +1,16 @@
 """What is said of a process that Ray ended, of one that was killed, and of one that hangs."""
 
 import os
+import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -17,7 +20,7 @@ from fp8core.cluster.connection import connect
 from fp8core.cluster.gang import Gang, Handle
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
-from fp8core.config.load import load_config
+from fp8core.config.load import SHIPPED, load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import members_node, open_cluster
 
@@ -105,6 +108,37 @@ def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(a
         where = f"rank 1: process {hung.pid} on {hung.address}"
         assert str(lost.value) == f"{where} gave no answer within cluster.answer_seconds=2"
         assert not gang.alive
+
+
+@pytest.mark.slow
+def test_a_node_that_falls_silent_is_lost_within_a_minute_by_the_threshold_of_the_examples():
+    texts = [(SHIPPED / "cluster" / file).read_text() for file in ("slurm.sh", "ray-up.yaml", "kuberay.yaml")]
+    setting = re.compile(r"RAY_(health_check_failure_threshold)(?:=|, value: \")(\d+)")
+    (name, threshold), *others = [found.groups() for found in map(setting.search, texts)]
+    assert others == [(name, threshold)] * 2
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {name: int(threshold)}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        cluster.add_node(wait=False, num_cpus=1)
+    cluster.wait_for_nodes(timeout=180)
+    stopped = list[int]()
+    try:
+        with ranks(cluster.address, 2) as gang:
+            raylet = psutil.Process(gang.ranks[1].place.pid).parent()
+            stopped += [each.pid for each in (raylet, *raylet.children(recursive=True))]
+            calls = [member.send("build", "sleep", time.sleep, (), 300) for member in gang.ranks]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(MemberLost, match=r"^rank 1"):
+                gang.gather(calls)
+            assert time.monotonic() - began < 55
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.mark.slow
