@@ -25,6 +25,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
     stored_bytes,
 )
+from fp8core.plan.scorers import Scorers, scorers
 from fp8core.plan.step_time import StepTime, step_time
 from fp8core.rollout.engine import RECEIVED_BYTES
 from fp8core.rollout.registry import engine_entry
@@ -117,7 +118,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
     ahead = _ahead(config, arch)
-    devices = _devices(config, arch, machine, parallel, sync, engine, gpus)
+    devices = _devices(config, arch, machine, parallel, sync, engine, gpus, scorers(config, arch, parallel))
     if ahead is not None:
         devices = _with_policies(devices, machine.host, ahead)
     refusals = [refusal for device in devices for refusal in device.refusals()]
@@ -222,23 +223,26 @@ def _devices(
     sync: StoredBytes,
     engine: EngineMemory,
     engine_gpus: int,
+    scoring: Scorers,
 ) -> tuple[DevicePlan, ...]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
     shared = engine_gpus > 0 and config.cluster.placement == "colocated"
     if gpu is None or not engine_gpus:
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:
-        plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus)
+        plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus, scoring.on_gpu)
     elif parallel is not None:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine), _receiving(engine, gpu, arch, sync))))
     else:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine),)))
     if parallel is None:
-        on_host["training"] = host_needs(config, arch)
+        on_host["training"] = (*host_needs(config, arch), *scoring.on_host)
     elif gpu is None:
         raise UserError("there is no GPU to train on")
     elif not shared:
-        plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync)))
+        plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync, scoring.on_gpu)))
+    if parallel is not None and scoring.on_host:
+        on_host["scoring"] = scoring.on_host
     if on_host:
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
         limit = None if machine.host is None else machine.host.memory
@@ -278,12 +282,17 @@ def _receiving(engine: EngineMemory, gpu: Device, arch: Architecture, sync: Stor
 
 
 def _training(
-    config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes
+    config: RunConfig,
+    arch: Architecture,
+    gpu: Device,
+    parallel: Parallel,
+    sync: StoredBytes,
+    scoring: tuple[Need, ...],
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
     trainer = trainer_of(config.training)
     memory, advice = trainer.memory(config.training), trainer.advice(config)
-    state = memory.state(config, arch, parallel)
+    state = (*memory.state(config, arch, parallel), *scoring)
     sent = memory.exported(config, arch, parallel, sync)
     return (
         Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
@@ -318,24 +327,32 @@ def _sharing(
     sync: StoredBytes,
     engine: EngineMemory,
     engine_gpus: int,
+    scoring: tuple[Need, ...],
 ) -> list[DevicePlan]:
     """The GPUs that generate and train in turn, and those that do one of both where there are more of them."""
     both = min(engine_gpus, parallel.gpus)
-    plans = [DevicePlan(gpu, both, _in_turn(config, arch, gpu, parallel, sync, engine))]
+    plans = [DevicePlan(gpu, both, _in_turn(config, arch, gpu, parallel, sync, engine, scoring))]
     if engine_gpus > both:
         plans.append(DevicePlan(gpu, engine_gpus - both, (_generating(engine),)))
     if parallel.gpus > both:
-        plans.append(DevicePlan(gpu, parallel.gpus - both, _training(config, arch, gpu, parallel, sync)))
+        alone = _training(config, arch, gpu, parallel, sync, scoring)
+        plans.append(DevicePlan(gpu, parallel.gpus - both, alone))
     return plans
 
 
 def _in_turn(
-    config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, sync: StoredBytes, engine: EngineMemory
+    config: RunConfig,
+    arch: Architecture,
+    gpu: Device,
+    parallel: Parallel,
+    sync: StoredBytes,
+    engine: EngineMemory,
+    scoring: tuple[Need, ...],
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
     trainer = trainer_of(config.training)
     memory, lower = trainer.memory(config.training), trainer.advice(config)
-    state = memory.state(config, arch, parallel)
+    state = (*memory.state(config, arch, parallel), *scoring)
     sent = memory.exported(config, arch, parallel, sync)
     keeping = _keeping(config, arch, sent)
     if engine.asleep is None:

@@ -38,6 +38,7 @@ WORKSPACE = 2_000_000_000
 AT_REST = 2_000_000_000
 _FP64, _FP32, _BF16, _CODE = 8, 4, 2, 1
 _MOMENTS = 2 * _FP32
+MOMENTS = "optimiser states"
 EMULATED = "FP64 beside codes or FP32, ready for exact products"
 
 
@@ -50,12 +51,14 @@ class TrainerMemory:
         step: what a step adds.
         exported: what an update of the engine adds.
         at_rest: bytes that stay beside the state while the trainer does not compute.
+        made_ready: what a pass makes of the masters, and a trainer that never learns keeps.
     """
 
     state: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     step: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     exported: Callable[[RunConfig, Architecture, "Parallel", StoredBytes], tuple[Need, ...]]
     at_rest: int
+    made_ready: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
 
 def state_of(owned: int) -> tuple[Need, Need]:
     """Masters and optimiser states of so many parameters."""
-    return Need("master weights", owned * _FP32, "FP32"), Need("optimiser states", owned * _MOMENTS, "AdamW, FP32")
+    return Need("master weights", owned * _FP32, "FP32"), Need(MOMENTS, owned * _MOMENTS, "AdamW, FP32")
 
 
 def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes: int) -> tuple[Need, ...]:
@@ -105,7 +108,7 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes
     return (
         Need("frozen weights", math.ceil(stored.total / gpus), note),
         Need("master weights", learnt * _FP32, "FP32, of adapters"),
-        Need("optimiser states", 2 * learnt * moment_bytes, "AdamW, of adapters"),
+        Need(MOMENTS, 2 * learnt * moment_bytes, "AdamW, of adapters"),
     )
 
 
@@ -127,11 +130,14 @@ def _sharded_state(config: RunConfig, arch: Architecture, parallel: Parallel) ->
     return gpu_state(arch, parallel) if config.training.lora is None else adapted_state(config, arch, 1, _FP32)
 
 
+def _sharded_weights(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    return _weights(heaviest(arch, parallel), config.precision, arch.num_layers)
+
+
 def _sharded_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    part = heaviest(arch, parallel)
     return (
-        *_weights(part, config.precision, arch.num_layers),
-        Need("gradients", held(part) * _FP32, "FP32"),
+        *_sharded_weights(config, arch, parallel),
+        Need("gradients", held(heaviest(arch, parallel)) * _FP32, "FP32"),
         Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
         Need("workspace", WORKSPACE, "estimate"),
     )
@@ -153,6 +159,7 @@ SHARDED = TrainerMemory(
     step=_sharded_step,
     exported=exported_in_one_piece,
     at_rest=AT_REST,
+    made_ready=_sharded_weights,
 )
 """Of any trainer that shares its optimiser states out, as `fp8-grpo plan --gpus` assumes."""
 
@@ -218,6 +225,17 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
         gradients(config, arch, "FP32"),
         Need("weights", emulated_bytes(arch, ready) + linear * _FP32, EMULATED),
     )
+
+
+def host_scorer(config: RunConfig, arch: Architecture) -> int:
+    """The bytes that `training.exact` keeps where it scores and never learns: it makes moments at its first update."""
+    masters = count_parameters(arch).total * _FP32
+    if config.training.lora is not None:
+        masters += sum(need.bytes for need in adapted_state(config, arch, 1, _FP32) if need.item != MOMENTS)
+    formats = training_formats(config.precision, arch.num_layers)
+    # The stored policy stays beside the operands that are made of it.
+    stored = stored_bytes(parameter_shapes(arch), formats.stored_names()).total
+    return masters + stored + emulated_bytes(arch, formats)
 
 
 def most_activations(config: RunConfig, arch: Architecture) -> Need | None:

@@ -138,13 +138,20 @@ def _owned(arch: Architecture, parallel: Parallel) -> int:
     return math.ceil(count_parameters(arch).total / parallel.gpus)
 
 
-def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """The memory that a step adds."""
+def _made_ready(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
+    """The weights of a pass, which every GPU has whole."""
     stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
-    recomputed = config.training.activation_checkpointing
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
+    )
+
+
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """The memory that a step adds."""
+    recomputed = config.training.activation_checkpointing
+    return (
+        *_made_ready(config, arch, parallel),
         _gradients(config, arch, parallel),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
@@ -185,5 +192,5 @@ def advice(config: RunConfig) -> str:
     return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"
 
 
-MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST)
+MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready)
 """On each GPU: a share of masters and moments, and all weights as they are multiplied."""
