@@ -117,6 +117,8 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     sync = shipped_bytes(arch, config.precision)
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
+    if not gpus:
+        engine = replace(engine, needs=_engines_on_host(config, arch, machine.hosts))
     ahead = _ahead(config, arch)
     devices = _devices(config, arch, machine, parallel, sync, engine, gpus, scorers(config, arch, parallel))
     if ahead is not None:
@@ -227,6 +229,7 @@ def _devices(
 ) -> tuple[DevicePlan, ...]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
     shared = engine_gpus > 0 and config.cluster.placement == "colocated"
+    ranks = math.ceil(config.cluster.ranks / machine.hosts)
     if gpu is None or not engine_gpus:
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:
@@ -236,25 +239,50 @@ def _devices(
     else:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine),)))
     if parallel is None:
-        on_host["training"] = (*host_needs(config, arch), *scoring.on_host)
+        on_host["training"] = _times(ranks, (*host_needs(config, arch), *scoring.on_host))
     elif gpu is None:
         raise UserError("there is no GPU to train on")
     elif not shared:
         plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync, scoring.on_gpu)))
     if parallel is not None and scoring.on_host:
-        on_host["scoring"] = scoring.on_host
+        on_host["scoring"] = _times(ranks, scoring.on_host)
     if on_host:
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
-        limit = None if machine.host is None else machine.host.memory
         exact = parallel is None and trainer_of(config.training).arithmetic == "exact"
         more = most_activations(config, arch) if exact else None
+        if more is not None:
+            (more,) = _times(ranks, (more,))
+        several = max(config.cluster.engines, config.cluster.ranks) > 1
+        limit = None if machine.host is None or (several and _scattered(config, machine)) else machine.host.memory
         plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST, more),)))
     elif parallel is not None and config.cluster.used and machine.host is not None:
-        plans.append(_saving(config, arch, machine.host, machine.hosts))
+        plans.append(_saving(config, arch, machine.host, scattered=_scattered(config, machine)))
     return tuple(plans)
 
 
-def _saving(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> DevicePlan:
+def _engines_on_host(config: RunConfig, arch: Architecture, hosts: int) -> tuple[Need, ...]:
+    """The needs of all engines of one of the hosts, where they generate on its CPU."""
+    alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"engines": 1})})
+    return _times(math.ceil(config.cluster.engines / hosts), engine_entry(config).memory(alone, arch, None).needs)
+
+
+def _times(processes: int, needs: tuple[Need, ...]) -> tuple[Need, ...]:
+    """The needs of so many processes of one host, none of which share memory."""
+    if processes == 1:
+        return needs
+    of_all = f"in {processes} processes"
+    return tuple(
+        replace(need, bytes=processes * need.bytes, note=f"{need.note}, {of_all}" if need.note else of_all)
+        for need in needs
+    )
+
+
+def _scattered(config: RunConfig, machine: Machine) -> bool:
+    """True where the hosts of an address are not counted: how many processes one of them has is not known."""
+    return machine.hosts == 1 and config.cluster.address is not None
+
+
+def _saving(config: RunConfig, arch: Architecture, host: Device, *, scattered: bool) -> DevicePlan:
     """The main memory of the flow's host, which rank 0 may share; ranks read the weights of a checkpoint themselves.
 
     Nothing is refused where the hosts of an address are not counted.
@@ -264,7 +292,7 @@ def _saving(config: RunConfig, arch: Architecture, host: Device, hosts: int) -> 
         Need("initial policy", policy, "BF16, as it was read"),
         Need("policy to save", 3 * policy, "BF16: rank 0 gathers it, Ray hands it on, the flow writes it"),
     )
-    limit = None if hosts == 1 and config.cluster.address is not None else host.memory
+    limit = None if scattered else host.memory
     return DevicePlan(host, 1, (Phase("saving", needs, limit, _MORE_MEMORY),))
 
 

@@ -212,6 +212,7 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """The memory that `training.exact` holds on a CPU for certain: activations come on top (`most_activations`).
 
     The exact emulation multiplies FP64 values and keeps codes or FP32 beside them (`numerics.linear.LinearWeight`).
+    Of several ranks each holds all of it, but for the initial policy, which it reads tensor by tensor.
     """
     counts = count_parameters(arch)
     total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
@@ -219,12 +220,29 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     if config.training.lora is not None:
         merged = Need("merged weights", total * _FP32, "FP32, until adapters change")
         state = *adapted_state(config, arch, 1, _FP32), merged
+    initial = Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read")
     return (
-        Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read"),
+        *(() if config.cluster.ranks > 1 else (initial,)),
         *state,
-        gradients(config, arch, "FP32"),
+        _part_gradients(config, arch),
         Need("weights", emulated_bytes(arch, ready) + linear * _FP32, EMULATED),
     )
+
+
+def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
+    """Gradients of a process on a CPU: of several, each keeps those of its parts apart, to add them up in order."""
+    one = gradients(config, arch, "FP32")
+    if config.cluster.ranks == 1:
+        return one
+    shapes, lora = parameter_shapes(arch), config.training.lora
+    learnt = count(shapes if lora is None else adapter_shapes(shapes, lora)) * _FP32
+    parts = math.ceil(math.ceil(_update_rows(config) / config.training.micro_batch) / config.cluster.ranks)
+    return Need("gradients", one.bytes + (parts - 1) * learnt, f"FP32, of each of {parts} parts")
+
+
+def _update_rows(config: RunConfig) -> int:
+    """Completions of an update."""
+    return math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / config.training.minibatches)
 
 
 def host_scorer(config: RunConfig, arch: Architecture) -> int:
@@ -246,8 +264,7 @@ def most_activations(config: RunConfig, arch: Architecture) -> Need | None:
     """
     if arch.experts is not None:
         return None
-    rows = math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / config.training.minibatches)
-    sequences, length = min(config.training.micro_batch, rows), longest_sequence(config, arch)
+    sequences, length = min(config.training.micro_batch, _update_rows(config)), longest_sequence(config, arch)
     q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     widths = 4 * arch.hidden_size + 5 * arch.intermediate_size + 6.25 * q_size + 5.5 * kv_size
     token = arch.num_layers * _FP32 * (widths + 4.3 * arch.num_heads * length)

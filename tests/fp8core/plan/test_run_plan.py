@@ -322,6 +322,50 @@ def test_several_engines_on_a_cpu_lie_side_by_side(configured):
     assert three == one
 
 
+def _on_host(**settings):
+    """The needs of `tiny`, all on the host, and the phase itself."""
+    config = load_config("tiny", settings)
+    (host,) = plan_run(config, model_shape(config), Machine(None, Device("host", 1 << 40))).devices
+    return {need.item: need.bytes for need in host.phases[0].needs}, host.phases[0]
+
+
+def test_processes_on_a_cpu_lie_side_by_side():
+    """Each engine and each rank has weights, masters and moments of its own."""
+    one, _ = _on_host()
+    several, phase = _on_host(cluster={"ranks": 4, "engines": 8}, training={"micro_batch": 64})
+    for item in ("engine weights", "engine weights, ready"):
+        assert several[item] == 8 * one[item]
+    # 256 completions in 4 parts: one a rank.
+    for item in ("master weights", "optimiser states", "gradients", "weights"):
+        assert several[item] == 4 * one[item]
+    assert phase.at_most.bytes == 4 * _on_host(training={"micro_batch": 64})[1].at_most.bytes
+
+
+def test_processes_of_several_hosts_lie_on_one_of_them_in_shares():
+    config = load_config("tiny", {"cluster": {"ranks": 5, "engines": 3}})
+    on_two, on_one = (
+        plan_run(config, model_shape(config), Machine(None, Device("host", 1 << 40), hosts)).devices[0].phases[0]
+        for hosts in (2, 1)
+    )
+    sizes = [{need.item: need.bytes for need in phase.needs} for phase in (on_two, on_one)]
+    assert [each["engine weights"] // _on_host()[0]["engine weights"] for each in sizes] == [2, 3]
+    assert [each["master weights"] // _on_host()[0]["master weights"] for each in sizes] == [3, 5]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch", "kept"), [(1, 4, 1), (2, 4, 32), (3, 4, 22), (2, 256, 1)])
+def test_a_rank_keeps_a_gradient_for_each_of_its_parts(ranks, micro_batch, kept):
+    """256 completions; one process adds part after part."""
+    found, _ = _on_host(cluster={"ranks": ranks}, training={"micro_batch": micro_batch})
+    assert found["gradients"] == ranks * kept * _on_host()[0]["gradients"]
+
+
+def test_hosts_of_an_address_that_are_not_counted_refuse_no_processes():
+    small = Machine(None, Device("host", 1 << 20))
+    for address, refused in ((None, True), ("auto", False)):
+        config = load_config("tiny", {"cluster": {"ranks": 8, "engines": 8, "address": address}})
+        assert bool(plan_run(config, model_shape(config), small).refusals) == refused
+
+
 def test_an_embedded_engine_generates_on_the_host_of_gpus_that_train(configured, h200):
     config = configured("qwen3-8b", rollout__engine="embedded", rollout__vllm__sleep=True)
     found = phases(plan_run(config, model_shape(config), h200, Parallel(8)))
