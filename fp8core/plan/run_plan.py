@@ -246,6 +246,9 @@ def _devices(
         plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync, scoring.on_gpu)))
     if parallel is not None and scoring.on_host:
         on_host["scoring"] = _times(ranks, scoring.on_host)
+    gathered = () if parallel is None else _gathered(config, arch)
+    if gathered and (on_host or machine.host is not None):
+        on_host["saving"] = gathered
     if on_host:
         needs = tuple(itertools.chain.from_iterable(on_host.values()))
         exact = parallel is None and trainer_of(config.training).arithmetic == "exact"
@@ -254,9 +257,8 @@ def _devices(
             (more,) = _times(ranks, (more,))
         several = max(config.cluster.engines, config.cluster.ranks) > 1
         limit = None if machine.host is None or (several and _scattered(config, machine)) else machine.host.memory
-        plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, _HOST, more),)))
-    elif parallel is not None and config.cluster.used and machine.host is not None:
-        plans.append(_saving(config, arch, machine.host, scattered=_scattered(config, machine)))
+        advice = _MORE_MEMORY if on_host.keys() == {"saving"} else _HOST
+        plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, advice, more),)))
     return tuple(plans)
 
 
@@ -282,18 +284,16 @@ def _scattered(config: RunConfig, machine: Machine) -> bool:
     return machine.hosts == 1 and config.cluster.address is not None
 
 
-def _saving(config: RunConfig, arch: Architecture, host: Device, *, scattered: bool) -> DevicePlan:
-    """The main memory of the flow's host, which rank 0 may share; ranks read the weights of a checkpoint themselves.
+def _gathered(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
+    """The policy of a checkpoint in the main memory of rank 0's host, where several ranks put it together."""
+    if config.cluster.ranks == 1:
+        return ()
+    return (Need("policy to save", count_parameters(arch).total * _BF16, "BF16: rank 0 writes it"),)
 
-    Nothing is refused where the hosts of an address are not counted.
-    """
-    policy = count_parameters(arch).total * _BF16
-    needs = (
-        Need("initial policy", policy, "BF16, as it was read"),
-        Need("policy to save", 3 * policy, "BF16: rank 0 gathers it, Ray hands it on, the flow writes it"),
-    )
-    limit = None if scattered else host.memory
-    return DevicePlan(host, 1, (Phase("saving", needs, limit, _MORE_MEMORY),))
+
+def _with_saving(phases: tuple[Phase, ...], saving: Phase) -> tuple[Phase, ...]:
+    """The phases of a GPU, and that of a checkpoint where none of them takes as much."""
+    return (*phases, saving) if saving.total > max(phase.total for phase in phases) else phases
 
 
 def _generating(engine: EngineMemory) -> Phase:
@@ -322,10 +322,12 @@ def _training(
     memory, advice = trainer.memory(config.training), trainer.advice(config)
     state = (*memory.state(config, arch, parallel), *scoring)
     sent = memory.exported(config, arch, parallel, sync)
-    return (
+    phases = (
         Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
         Phase("syncing", (*state, *_larger(sent, _keeping(config, arch, sent))), gpu.memory, advice),
     )
+    saved = memory.saved(config, arch, parallel)
+    return _with_saving(phases, Phase("saving", (*state, *saved), gpu.memory, advice))
 
 
 def _keeping(config: RunConfig, arch: Architecture, sent: tuple[Need, ...]) -> tuple[Need, ...]:
@@ -386,12 +388,14 @@ def _in_turn(
     if engine.asleep is None:
         sent = _larger(sent, keeping)
     beside = engine.needs if engine.asleep is None else engine.asleep
-    # An engine that wakes has its cache again before the update is over.
+    saved = memory.saved(config, arch, parallel)
+    # An engine that wakes has its cache again before the update is over, and keeps it while a checkpoint is saved.
     stays = (*state, Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate"))
-    left = gpu.memory - sum(need.bytes for need in (*stays, *sent))
+    left = gpu.memory - sum(need.bytes for need in (*stays, *_larger(sent, saved)))
     advice = engine.advice_beside(math.floor(100 * left / gpu.memory) / 100) or lower
-    return (
+    phases = (
         Phase("generating", (*engine.needs, *stays), gpu.memory, advice),
         Phase("training", (*beside, *state, *memory.step(config, arch, parallel)), gpu.memory, lower),
         Phase("syncing", _larger((*engine.needs, *stays, *sent), (*beside, *stays, *keeping)), gpu.memory, advice),
     )
+    return _with_saving(phases, Phase("saving", (*engine.needs, *stays, *saved), gpu.memory, advice))

@@ -52,6 +52,7 @@ class TrainerMemory:
         exported: what an update of the engine adds.
         at_rest: bytes that stay beside the state while the trainer does not compute.
         made_ready: what a pass makes of the masters, and a trainer that never learns keeps.
+        saved: what a checkpoint adds, while the weights of a pass are not there.
     """
 
     state: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
@@ -59,6 +60,7 @@ class TrainerMemory:
     exported: Callable[[RunConfig, Architecture, "Parallel", StoredBytes], tuple[Need, ...]]
     at_rest: int
     made_ready: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
+    saved: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,15 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     return _longest_pack(config, arch) * kept
 
 
+def _saved(_: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """Several ranks put the policy together on every GPU, and rank 0 takes it to main memory; one writes its masters
+    tensor by tensor."""
+    if parallel.gpus == 1:
+        return ()
+    rows = Need("own rows to save", _owned(arch, parallel) * _BF16, "BF16")
+    return Need("policy to save", count_parameters(arch).total * _BF16, "BF16, on every GPU"), rows
+
+
 def advice(config: RunConfig) -> str:
     """The settings that lower the memory of a training on GPUs."""
     whole = config.cluster.ranks > 1 and config.training.reduce_gradients == "per_update"
@@ -192,5 +201,5 @@ def advice(config: RunConfig) -> str:
     return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"
 
 
-MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready)
+MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready, _saved)
 """On each GPU: a share of masters and moments, and all weights as they are multiplied."""

@@ -197,14 +197,42 @@ def test_a_policy_on_its_way_to_a_checkpoint_lies_in_main_memory(placement, host
     config = load_config("qwen3-aligned", {"cluster.placement": placement, "cluster.address": address})
     config = spread_over(config, 16)
     arch, policy = model_shape(config), 2 * 8_190_735_360
-    machine = Machine(GPUS["h200"], Device("host", 3 * policy), hosts)
+    machine = Machine(GPUS["h200"], Device("host", policy - 1), hosts)
     plan = plan_run(config, arch, machine, trainer_grid(config, machine))
     assert [device.count for device in plan.devices] == [*([16] if placement == "colocated" else [8, 8]), 1]
     (saving,) = plan.devices[-1].phases
-    assert {need.item: need.bytes for need in saving.needs} == {"initial policy": policy, "policy to save": 3 * policy}
+    assert {need.item: need.bytes for need in saving.needs} == {"policy to save": policy}
     assert (plan.refusals == ()) == fits
     if not fits:
         assert plan.refusals[0].startswith("saving on host needs ")
+
+
+def _saving(gpu="h100", ranks=8, share=0.6):
+    """The plan of the 8B training with such a share for its engine, and the phase of a checkpoint on its first GPUs."""
+    cluster = {"engines": ranks, "ranks": ranks}
+    config = load_config("qwen3-aligned", {"cluster": cluster, "rollout.vllm.gpu_memory_utilization": share})
+    machine = Machine(GPUS[gpu], None)
+    plan = plan_run(config, model_shape(config), machine, trainer_grid(config, machine))
+    return plan, next((phase for phase in plan.devices[0].phases if phase.name == "saving"), None)
+
+
+def test_the_policy_that_ranks_put_together_lies_beside_an_engine_that_is_awake():
+    """Whole in BF16 on every GPU, with the rows of the rank; the plan advises a share that fits."""
+    plan, saving = _saving()
+    generating = next(phase for phase in plan.devices[0].phases if phase.name == "generating")
+    policy = 2 * 8_190_735_360
+    assert saving.total - generating.total == policy + policy // 8
+    (refusal,) = plan.refusals
+    assert refusal.startswith("saving on each of 8 NVIDIA H100 80 GB needs 80.0 GiB")
+    advised = re.search(r"lower rollout.vllm.gpu_memory_utilization to (0\.\d+)", refusal)
+    assert _saving(share=float(advised[1]))[0].refusals == ()
+
+
+@pytest.mark.parametrize("changed", [{"ranks": 1, "gpu": "h200"}, {"share": 0.4}])
+def test_a_checkpoint_is_no_phase_where_another_takes_more(changed):
+    """One rank writes its masters tensor by tensor."""
+    plan, saving = _saving(**changed)
+    assert (saving, [phase.name for phase in plan.devices[0].phases]) == (None, ["generating", "training", "syncing"])
 
 
 def test_8b_with_fp32_states_does_not_fit_one_h200_beside_an_engine(planned):
@@ -373,6 +401,12 @@ def test_an_embedded_engine_generates_on_the_host_of_gpus_that_train(configured,
         ("host", "generating")
     }
     assert items(found["host", "generating"]) == {"engine weights", "engine weights, ready"}
+
+
+def test_a_host_that_generates_holds_the_policy_of_a_checkpoint_too(configured):
+    config = configured("qwen3-8b", rollout__engine="embedded", cluster__ranks=8)
+    found = phases(plan_run(config, model_shape(config), Machine(GPUS["h200"], Device("host", 1 << 40)), Parallel(8)))
+    assert "policy to save" in items(found["host", "generating and saving"])
 
 
 def test_training_on_gpus_needs_some(configured):
