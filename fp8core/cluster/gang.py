@@ -5,11 +5,11 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 
 import platform
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import ray
 from ray.exceptions import (
@@ -186,14 +186,18 @@ class Gang:
         except RayError as error:
             raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
 
-    def check_shared(self, runs: Path) -> None:
-        """Raises UserError: a member does not see what this process writes into the folder of runs."""
-        # A file that a killed process leaves has a name that no run has.
-        with tempfile.NamedTemporaryFile(prefix=".shared-", dir=runs) as probe:
-            seen = self.gather([member.send("sees", probe.name) for member in self._all])
+    def check_shared(self, folder: Path) -> None:
+        """Raises UserError: a member does not see what this process writes into the folder of a run."""
+        # A file that a killed process leaves goes with its other temporary files (`store.durable.sweep`).
+        probe = folder / f".shared.{uuid4().hex}.tmp"
+        probe.touch()
+        try:
+            seen = self.call_all(self._all, "sees", str(probe))
+        finally:
+            probe.unlink()
         for member, found in zip(self._all, seen, strict=True):
             if not found:
-                raise UserError(f"cluster: {_where(member)} does not see runs={runs}; all nodes must share it")
+                raise UserError(f"cluster: {_where(member)} does not see {folder}; all nodes must share `runs`")
 
     @property
     def alive(self) -> bool:

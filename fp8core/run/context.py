@@ -94,6 +94,7 @@ class RunContext:
         # They lie in the memory of what is gone.
         self.kept_policies.clear()
         self.cluster.replace()
+        self.cluster.gang.check_shared(self.directory.path)
 
     def initial_policy(self) -> Mapping[str, Tensor]:
         """Weights of policy 0: what the warm start made, which is read in its file, or `base`.

@@ -418,6 +418,7 @@ def open_run(
         # Too few GPUs, or a node of other code: before anything is loaded.
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
+            cluster.gang.check_shared(directory.path)
         base = build_base(config)
         for note in _notes(config, base):
             console.note(note)

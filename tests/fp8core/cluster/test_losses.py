@@ -68,7 +68,7 @@ def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(add
     with ranks(address, 1) as gang:
         gang.check_shared(tmp_path)
         where = rf"process {gang.ranks[0].place.pid} on \S+"
-        with pytest.raises(UserError, match=rf"^cluster: {where} does not see runs=/proc/self/cwd; "):
+        with pytest.raises(UserError, match=rf"^cluster: {where} does not see /proc/self/cwd; "):
             gang.check_shared(Path("/proc/self/cwd"))
         assert gang.alive
     assert not list(tmp_path.iterdir())
