@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,6 +23,7 @@ from fp8core.errors import UserError, first_line
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
 _STATUS_SECONDS = 10.0
+_POLL_SECONDS = 0.5
 # The import of Ray takes long on a busy machine, whatever the head does.
 _IMPORT_SECONDS = 60.0
 # `ray status`, with the address of its request on a line before. Neither module is documented (Ray 2.60), but
@@ -168,6 +170,20 @@ def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool
     if held < sum(settings.bundles(tensor_parallel)):
         raise UserError(settings.too_small(tensor_parallel, unit, f"the cluster has {held}"))
     return unit, held
+
+
+def awaited_size(settings: ClusterConfig, tensor_parallel: int, unit: str) -> int:
+    """The amount of a resource in the cluster, once it suffices: a node that was lost may come back.
+
+    Raises UserError: it does not suffice within `start_seconds`.
+    """
+    deadline = time.monotonic() + settings.start_seconds
+    while (held := int(ray.cluster_resources().get(unit, 0))) < sum(settings.bundles(tensor_parallel)):
+        if time.monotonic() > deadline:
+            late = f"the cluster has {held} after cluster.start_seconds={settings.start_seconds:g}"
+            raise UserError(settings.too_small(tensor_parallel, unit, late))
+        time.sleep(_POLL_SECONDS)
+    return held
 
 
 def last_line(text: str) -> str:

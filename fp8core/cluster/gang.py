@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import checked_size, connect, last_line
+from fp8core.cluster.connection import awaited_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
@@ -72,6 +72,7 @@ class Gang:
     Attributes:
         engines: in the order of their GPUs.
         ranks: likewise; colocated, rank i is on the GPU of engine i.
+        unit: the resource that they take, `GPU` or `CPU`.
     """
 
     def __init__(
@@ -81,8 +82,11 @@ class Gang:
         wants_gpus: bool,
         environment: Environment,
         threads: int,
+        lost: "Gang | None" = None,
     ) -> None:
         """Connect to the cluster, or start one here, and place the members, engines with so many GPUs each.
+
+        Where this gang replaces a lost one, it takes the same resource, and waits for nodes to come back.
 
         Raises:
             UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
@@ -96,7 +100,11 @@ class Gang:
         connect(settings, tensor_parallel)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
-            self._place(settings, tensor_parallel, wants_gpus, arguments)
+            if lost is None:
+                self.unit, held = checked_size(settings, tensor_parallel, wants_gpus)
+            else:
+                self.unit, held = lost.unit, awaited_size(settings, tensor_parallel, lost.unit)
+            self._place(settings, tensor_parallel, held, arguments)
         except BaseException:
             self.close()
             raise
@@ -212,11 +220,9 @@ class Gang:
             self._group = None
         ray.shutdown()
 
-    def _place(
-        self, settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, arguments: tuple[Any, ...]
-    ) -> None:
-        unit, held = checked_size(settings, tensor_parallel, wants_gpus)
-        bundles = settings.bundles(tensor_parallel)
+    def _place(self, settings: ClusterConfig, tensor_parallel: int, held: int, arguments: tuple[Any, ...]) -> None:
+        """Place the members in a cluster that has so much of their resource."""
+        unit, bundles = self.unit, settings.bundles(tensor_parallel)
         wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
         self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):

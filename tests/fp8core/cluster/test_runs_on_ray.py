@@ -23,10 +23,10 @@ from ray.cluster_utils import Cluster
 from torch.distributed import DistBackendError
 
 from flows.launch import launch
-from fp8core.cluster.gang import Call, Handle
+from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
-from fp8core.config.capability import this_node
+from fp8core.config.capability import Environment, this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
@@ -257,6 +257,33 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
     assert run_copy.said.count("all processes are replaced") == 4
     assert run_copy.said.count("engine 1 ended") == 1
     assert run_copy.said.count("rank 1 ended") == 2
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_waited_for_and_no_other_resource_takes_its_place(two_nodes, monkeypatch):
+    config = load_config("tiny", {"cluster": {"address": two_nodes.address, "engines": 2, "start_seconds": 120.0}})
+    # Only the main thread may set Ray's handler of signals.
+    monkeypatch.setattr("ray._private.node.Node._register_shutdown_hooks", lambda _: None)
+    with closing(open_cluster(config)) as cluster:
+        cluster.gang.close()
+        two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)
+        ray.init(two_nodes.address)
+        while ray.cluster_resources()["CPU"] > 1:
+            time.sleep(0.1)
+        ray.shutdown()
+        # A node ends with the thread that started it.
+        with ThreadPoolExecutor() as pool:
+            replaced = pool.submit(cluster.replace)
+            time.sleep(4)
+            two_nodes.add_node(wait=False, num_cpus=1)
+            replaced.result()
+        assert set(cluster.places()) == {"engine 0", "engine 1", "rank 0"}
+        short = config.cluster.model_copy(update={"start_seconds": 1.0})
+        cluster.gang.close()
+        lost = Gang.__new__(Gang)
+        lost.unit = "GPU"
+        with pytest.raises(UserError, match=r"2 GPUs are needed, the cluster has 0 after cluster.start_seconds=1"):
+            Gang(short, 1, True, Environment(), 1, lost)
 
 
 @pytest.mark.slow
