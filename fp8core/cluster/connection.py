@@ -38,8 +38,42 @@ main()
 # The beginning of its last line for an answer of another server, or for none.
 _NO_HEAD = "ray.exceptions.RpcError"
 
+# Ray ends this process a minute after its head has gone: an error of ours has to be earlier.
+_HEAD_SECONDS = 5.0
+_HEAD_CONNECT_SECONDS = 2.0
+_HEAD_FAILURES = 5
+
 # Ray has one connection a process: the address that the last one was made to.
 _joined: str | None = None
+
+
+class HeadLost(UserError):
+    """The head of a cluster does not answer any more; its processes cannot be used or replaced."""
+
+
+class HeadWatch:
+    """Looks whether the head of a cluster still takes connections."""
+
+    def __init__(self, address: str | None, head: str) -> None:
+        """The cluster's address in the configuration, and HOST:PORT of its head."""
+        host, _, port = head.rpartition(":")
+        self._named, self._place = address, (host.strip("[]"), int(port))
+        self._looked, self._failures = time.monotonic(), 0
+
+    def look(self) -> None:
+        """Try a connection, if the last one was seconds ago. Raises HeadLost: several in turn have failed."""
+        if time.monotonic() - self._looked < _HEAD_SECONDS:
+            return
+        try:
+            socket.create_connection(self._place, _HEAD_CONNECT_SECONDS).close()
+            self._failures = 0
+        except OSError as error:
+            self._failures += 1
+            if self._failures >= _HEAD_FAILURES:
+                place = f"cluster.address={self._named}: its head at {':'.join(map(str, self._place))}"
+                why = f"does not answer ({first_line(error)}); `fp8-grpo resume` continues the run"
+                raise HeadLost(f"{place} {why}") from error
+        self._looked = time.monotonic()
 
 
 def connect(settings: ClusterConfig, tensor_parallel: int) -> None:

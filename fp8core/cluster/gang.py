@@ -6,6 +6,7 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 import platform
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import awaited_size, checked_size, connect, last_line
+from fp8core.cluster.connection import HeadLost, HeadWatch, awaited_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
@@ -33,6 +34,8 @@ from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
 _PATIENCE_SECONDS = 10.0
+# Between two looks for the head.
+_SLICE_SECONDS = 5.0
 _LAST_WORDS = 400
 # Libraries may write gigabytes.
 _LAST_BYTES = 1 << 16
@@ -98,6 +101,7 @@ class Gang:
         self._ended_by: Exception | None = None
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
+        self._head = HeadWatch(settings.address, ray.get_runtime_context().gcs_address)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             if lost is None:
@@ -130,6 +134,7 @@ class Gang:
         Raises:
             MemberLost: a process ended, or gave no answer in time; no member can be used any more.
             MemberFailed: the code of a member raised; likewise.
+            HeadLost: the head of the cluster is gone, and all members with it.
             Exception: an error for people, as the member raised it, when all calls have ended.
             Of threads that call members at the same time, each gets the error that ended them.
         """
@@ -160,10 +165,13 @@ class Gang:
         return [found[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
-        """The first call to end, of some by their references; raises MemberLost: none does in time."""
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
-        if done:
-            return done[0]
+        """The first call to end, of some by their references; raises MemberLost: none does in time (or `HeadLost`)."""
+        deadline = time.monotonic() + self._answer_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=min(left, _SLICE_SECONDS))
+            if done:
+                return done[0]
+            self._look_for_head()
         silent = dict.fromkeys(f"{member.name}: {_where(member)}" for member in pending.values())
         lost = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
         self._end_members(lost)
@@ -278,6 +286,15 @@ class Gang:
         started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
         self._all += started.values()
         return started
+
+    def _look_for_head(self) -> None:
+        try:
+            self._head.look()
+        except HeadLost as error:
+            self._end_members(error)
+            # Only a head gives places back; Ray would wait for it until this process ends.
+            self._group = None
+            raise
 
     def _end_members(self, reason: Exception | None = None) -> None:
         # Other threads may wait for them, and see no more than their end.

@@ -4,10 +4,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import ray
@@ -15,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from flows import cli
 from fp8core.cluster import connection
+from fp8core.cluster.connection import HeadLost, HeadWatch
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import members_node
@@ -134,6 +138,39 @@ def test_an_import_of_ray_that_hangs_or_says_much_holds_nothing_up(silent, monke
     with pytest.raises(UserError, match=said):
         members_node(load_config("tiny", {"cluster.address": silent}))
     assert time.monotonic() - began < 30
+
+
+def test_a_head_that_takes_no_connection_several_times_in_turn_is_lost(monkeypatch):
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.0)
+
+    def listen() -> socket.socket:
+        return socket.create_server(("127.0.0.1", port))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        watch = HeadWatch("auto", f"127.0.0.1:{port}")
+        watch.look()
+    for _ in range(2):
+        for _ in range(4):
+            watch.look()
+        with listen():
+            watch.look()
+    for _ in range(4):
+        watch.look()
+    said = f"^cluster.address=auto: its head at 127.0.0.1:{port} does not answer .*; `fp8-grpo resume` continues"
+    with pytest.raises(HeadLost, match=said):
+        watch.look()
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_ends_with_an_error_before_ray_ends_it_for_want_of_its_head():
+    """In a process of its own, which Ray would end."""
+    script = Path(__file__).with_name("without_head.py")
+    began = time.monotonic()
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert found.stdout.startswith("HeadLost cluster.address="), (found.stdout, found.stderr, time.monotonic() - began)
+    assert float(found.stdout.split()[-1]) < 60
+    assert found.returncode == 0
 
 
 def test_a_node_tells_the_versions_of_further_packages(cluster):

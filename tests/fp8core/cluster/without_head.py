@@ -1,0 +1,33 @@
+"""A process whose cluster loses its head during a call; it prints the error, and the seconds until it could end."""
+
+import os
+import signal
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+
+from fp8core.cluster.connection import HeadLost
+from fp8core.cluster.gang import Gang
+from fp8core.config.capability import Environment
+from fp8core.config.load import load_config
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    config = load_config("tiny", {"cluster.address": cluster.address})
+    gang = Gang(config.cluster, 1, False, Environment(), 1)
+    call = gang.ranks[0].send("build", "sleep", time.sleep, (), 300)
+    os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        gang.gather([call])
+    except HeadLost as error:
+        gang.close()
+        print("HeadLost", error, time.monotonic() - began, flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
