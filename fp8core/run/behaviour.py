@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fp8core.rl.batch import TokenBatch
+from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
-from fp8core.run.execute import carried
 from fp8core.run.policy import keep_policy, read_scales
-from fp8core.run.resume import rewind_to, rewind_with_engine
+from fp8core.run.resume import rewind_to, rewind_with_engine, whole
 from fp8core.training.trainer import ScoringTrainer
 
 
@@ -43,10 +43,10 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
         scored = trainer.logprobs_of(
             policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers or None
         )
-        for whole, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
+        for into, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
             longest = part.shape[1]
             written = versions[rows, :longest] == version
-            whole[rows, :longest] = torch.where(written, part, whole[rows, :longest])
+            into[rows, :longest] = torch.where(written, part, into[rows, :longest])
     return found
 
 
@@ -54,8 +54,13 @@ def _make_sure(run: RunContext, version: int) -> None:
     """Keep a policy that the engine held; after a restart it is made again from a checkpoint and later updates."""
     if version not in run.kept_policies:
         held = run.ready_trainer().version
+        # Its task may need another version to make them again.
+        scales = whole(run, version + 1, "scales")
         rewind_to(run, version)
-        keep_policy(run, run.ready_trainer().export(), read_scales(run, carried(run, version + 1)["scales"]))
+        keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
+        if any(version < entry.step <= held for entry in run.directory.ledger.newest_checkpoints()):
+            # Under other code, an update that is redone may give another policy.
+            load_state(run, held)
         # An update that lacks its rollouts has them generated again, by the engine with an older policy.
         rewind_with_engine(run, held)
         run.sleep_engine()

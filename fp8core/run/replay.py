@@ -411,3 +411,5 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
     for key in ("model", "revision", "architecture"):
         if steps[0] > START and getattr(own, key) != getattr(changed, key):
             raise UserError(f"--set {key}: step {steps[0]} starts from a policy of the run's own model")
+    if steps[0] > START + 1 and {*plan_of(own).carries} != {*plan_of(changed).carries}:
+        raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")

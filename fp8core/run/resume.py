@@ -42,7 +42,7 @@ def restore(run: RunContext) -> int:
     run.directory.ledger.refuse_gap(begun, last)
     rewind_to(run, last)
     for artifact in run.plan.carries:
-        _whole(run, last + 1, artifact)
+        whole(run, last + 1, artifact)
     version = _restore_open_step(run, last + 1)
     if version > last and run.config.pipeline.ahead_tokens != 0 and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
@@ -63,9 +63,14 @@ def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) 
 
 
 def _generates(run: RunContext, index: int) -> bool:
-    """True if a step of an iteration that is not finished reads the policy and the scales that it starts from."""
+    """True if a step of an iteration that is not finished reads the policy and the scales that it starts from.
+
+    After the sync of that iteration the engine has the next policy, whatever else reads the old one.
+    """
     start = carried(run, index)
     finished = finished_steps(run, index, start)
+    if any("sync_report" in each.spec.outputs.values() for each in finished):
+        return False
     return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.plan.steps if each not in finished)
 
 
@@ -203,10 +208,10 @@ def _run_again(run: RunContext, index: int, planned: PlannedStep, inputs: dict[s
 
 
 def _whole_inputs(run: RunContext, index: int, planned: PlannedStep) -> dict[str, Ref]:
-    return {port: _whole(run, index, artifact) for port, artifact in planned.inputs.items()}
+    return {port: whole(run, index, artifact) for port, artifact in planned.inputs.items()}
 
 
-def _whole(run: RunContext, index: int, artifact: str) -> Ref:
+def whole(run: RunContext, index: int, artifact: str) -> Ref:
     """An artifact that step `index` reads; when it is damaged, its task makes it again first."""
     if artifact in run.plan.carries:
         if index > START + 1:  # What step 0 stored was made whole when the process began.
