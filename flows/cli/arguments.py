@@ -46,12 +46,14 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust", action="store_true", help="import steps, verifiers and others that run.json names")
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     """The type of an argument that counts something."""
 
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number from {least}, found {text!r}")
+        if int(text) > most:
+            raise argparse.ArgumentTypeError(f"expected a number up to {most}, found {text!r}")
         return int(text)
 
     return count

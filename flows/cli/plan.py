@@ -25,7 +25,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--gpus",
-        type=at_least(1),
+        type=at_least(1, 4096),
         default=0,
         metavar="N",
         help="GPUs in all; engines and ranks that the configuration leaves at 1 share them (default: as configured)",

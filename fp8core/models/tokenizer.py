@@ -73,6 +73,8 @@ class Tokenizer:
             raise UserError(f"{where}: no token ends a sequence; set eos_token in tokenizer_config.json")
         self.end_id = eos_id if eos_id is not None else min(self.eos_ids)
         self.pad_id = pad_id if pad_id is not None else min(self.eos_ids)
+        if not backend.get_vocab_size():
+            raise UserError(f"{where}: tokenizer.json has an empty vocabulary")
         self.vocab_size = max(backend.get_vocab().values()) + 1
         added = backend.get_added_tokens_decoder()
         self._control = {i for i, token in added.items() if token.content.strip()}
@@ -202,7 +204,16 @@ class Tokenizer:
             return self._template.render(
                 messages=[*messages], add_generation_prompt=add_generation_prompt, **told, **self._special
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             raise UserError(f"{self._where}: the chat template failed: {_one_line(error)}") from error
 
     def save(self, folder: Path) -> None:

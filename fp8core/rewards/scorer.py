@@ -136,6 +136,8 @@ class FunctionScorer:
             return Verdict(_bounded(float(returned.score)), returned.outcome, str(returned.detail))
         if returned is None:
             return unparsed("no answer found")
+        if getattr(returned, "ndim", None) == 0 and callable(item := getattr(returned, "item", None)):
+            returned = item()  # A scalar of NumPy or torch.
         if not isinstance(returned, int | float):
             raise TypeError(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
         value = _bounded(float(returned))
@@ -207,6 +209,8 @@ def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any
         signature = inspect.signature(function)
     except ValueError:
         return  # One written in C may have none to read.
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError("it is a coroutine or a generator; a plain function returns its answer")
     given = [*(["columns"] if takes_columns(function, options) else []), *options]
     try:
         signature.bind(*_POSITIONAL, **dict.fromkeys(given))

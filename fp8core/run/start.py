@@ -29,7 +29,7 @@ from fp8core.data.demonstrations import (
     own_demonstrations,
 )
 from fp8core.data.prompt import longest_prompt
-from fp8core.errors import StoredFileError, first_line
+from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.safetensors_stream import FileTensors
@@ -73,7 +73,25 @@ def warm_start(run: RunContext) -> TaskResult:
         digest = masters_digest(weights, _digest_device(run.config.training))
         return {"policy": store.put_json("policy", {"version": 0, "weights_digest": digest}), **outputs}
 
-    return _once(run, "warm_start", {"revision": run.model_revision}, body)
+    result = _once(run, "warm_start", {"revision": run.model_revision}, body)
+    if result.reused:
+        _refuse_other_base(run, result.entry.outputs["policy"])
+    return result
+
+
+def _refuse_other_base(run: RunContext, policy: Ref) -> None:
+    """Raises UserError: the model folder has other weights than policy 0, of which a reference would be made again.
+
+    Weights of a warm start are the run's own. Ranks compare what they read themselves.
+    """
+    if run.config.model is None or run.config.warm_start is not None or run.cluster is not None:
+        return
+    found = masters_digest(run.base, _digest_device(run.config.training))
+    if found != (began := run.directory.store.get_json(policy)["weights_digest"]):
+        raise UserError(
+            f"model={run.config.model}: its weights are others than the run began with ({found[:12]}, then "
+            f"{began[:12]}); put those back, or start another run"
+        )
 
 
 def _digest_device(training: TrainingConfig) -> torch.device:

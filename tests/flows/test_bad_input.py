@@ -232,6 +232,7 @@ def nothing(model, data):
 VERIFIERS = """\
 def two(prompt, completion): ...
 def wanting(prompt, completion, reference, finish, *, tolerance): ...
+async def awaited(prompt, completion, reference, finish): return True
 def by_column(prompt, completion, reference, finish, columns): return columns["unit"] in completion
 """
 FOUR = "prompt, completion, reference, finish"
@@ -270,6 +271,11 @@ MISTAKES = {
         nothing,
         {"reward.verifier": "verifiers.py:wanting", "reward.options": {"slack": 1}},
         f"it is called as f({FOUR}, slack=...), and is defined as f({FOUR}, *, tolerance): missing a required",
+    ),
+    "coroutine": (
+        nothing,
+        {"reward.verifier": "verifiers.py:awaited"},
+        "verifiers.py:awaited: it is a coroutine or a generator; a plain function returns its answer",
     ),
     "columns": (
         nothing,

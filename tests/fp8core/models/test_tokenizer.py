@@ -145,6 +145,8 @@ def test_failing_templates_are_one_clear_line(folder):
         prompt("{{ raise_exception('no users here') }}")
     with pytest.raises(UserError, match=r"the chat template failed: .*unsafe"):
         prompt("{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(UserError, match="the chat template failed: maximum recursion depth"):
+        prompt("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}")
     with pytest.raises(UserError, match="malformed chat template") as refused:
         prompt("{% for %}")
     assert "\n" not in str(refused.value)

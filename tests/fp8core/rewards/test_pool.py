@@ -54,6 +54,8 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("give 0.25", Verdict(0.25, "wrong", "reward 0.25")),
         ("give 2", Verdict(2.0, "right", "reward 2")),
         ("give -1", Verdict(-1.0, "wrong", "reward -1")),
+        ("give __import__('numpy').bool_(True)", RIGHT),
+        ("give __import__('numpy').float32(0.25)", Verdict(0.25, "wrong", "reward 0.25")),
         ("give None", Verdict(0.0, "unparsed", "no answer found")),
         ("give Verdict(0.5, 'right', 'nearly')", Verdict(0.5, "right", "nearly")),
         ("give Verdict(1, 'fine', '')", "ValueError: the verifier returned the outcome 'fine'; there are: "),

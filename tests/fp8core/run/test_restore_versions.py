@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.run import loop
 from fp8core.run.execute import carried
 from fp8core.run.loop import BoundError, begin, iterate
@@ -72,6 +74,21 @@ def test_older_policies_that_come_out_otherwise_leave_the_one_of_the_checkpoint(
     with pytest.raises(BoundError, match="after step 4"):
         run.resume(new_code=True)
     assert held == dict.fromkeys(("reward", "logprobs", "train"), expected)
+
+
+def test_a_model_folder_with_other_weights_is_refused(loop_run, small_checkpoint, tmp_path):
+    """A reference would be made of them."""
+    model = tmp_path / "model"
+    shutil.copytree(small_checkpoint, model)
+    shape = {"architecture": None, "warm_start": None, "reward.verifier": "chain"}
+    run = loop_run("based", model=str(model), **shape, steps=1)
+    run.resume(steps=2)
+    found = load_checkpoint(small_checkpoint)
+    changed = {name: tensor * 1.5 if tensor.dim() == 2 else tensor for name, tensor in found.tensors.items()}
+    shutil.rmtree(model)
+    save_checkpoint(model, found.architecture, changed, found.tokenizer)
+    with pytest.raises(UserError, match=r"^model=.*: its weights are others than the run began with"):
+        run.resume(steps=3)
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "one_step_off"])
