@@ -99,7 +99,7 @@ _COMMON = {
     "tracking.sample_completions": 0,
 }
 # GiB for 256 completions: no more than 110,000 of their tokens are there at a time.
-_CACHE = {"bf16": 20.0, "fp8": 14.5}
+_CACHE = {"bf16": 18.0, "fp8": 14.5}
 # An engine with a GPU of its own has several times as many of them.
 _APART = {"rollout.max_batch": 512, "rollout.vllm.gpu_memory_utilization": 0.88, "rollout.vllm.sleep": False}
 # An engine that generates beside the update keeps its memory: on 80 GB there is room for this in FP8.

@@ -165,6 +165,13 @@ def check_inputs(config: RunConfig) -> None:
     """
     source = build_source(config.data, config.evaluation)
     base = _find_base(config)
+    for string in config.rollout.stop_strings:
+        tokens = base.tokenizer.encode(string, add_special_tokens=False)
+        if base.tokenizer.decode(tokens) != base.tokenizer.decode(tokens, special=True):
+            raise UserError(
+                f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
+                "name its id as eos_token_id in the model's generation_config.json instead"
+            )
     if config.loss.distillation.teacher is not None:
         check_teacher(config, base.tokenizer)
     if config.warm_start is not None and config.warm_start.demonstrations is not None:

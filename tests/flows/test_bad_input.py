@@ -272,6 +272,11 @@ MISTAKES = {
         {"reward.verifier": "verifiers.py:wanting", "reward.options": {"slack": 1}},
         f"it is called as f({FOUR}, slack=...), and is defined as f({FOUR}, *, tolerance): missing a required",
     ),
+    "special-stop": (
+        nothing,
+        {"rollout.stop_strings": ["<|im_start|>"]},
+        "rollout.stop_strings: '<|im_start|>' has a special token, which the text of a completion leaves out",
+    ),
     "coroutine": (
         nothing,
         {"reward.verifier": "verifiers.py:awaited"},

@@ -99,6 +99,9 @@ class Elsewhere:
     def __init__(self, spoilt: Path | None) -> None:
         self.spoilt = spoilt
 
+    def close(self) -> None:
+        """There are no processes."""
+
     def build_trainer(self, config, arch, masters):
         if self.spoilt is not None:
             content = bytearray(self.spoilt.read_bytes())
