@@ -580,11 +580,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "calibration": lambda: [calibration_table(stored("step_costs_hopper"))],
     "training": _training_tables,
     "megatron": _megatron_tables,
-    "real": lambda: [
-        *loop_tables(stored("real_parity")),
-        parity_table(stored("parity_real")[0]),
-        *_table_of("real_steps", "step_table"),
-    ],
+    "real": lambda: [*loop_tables(stored("real_parity")), parity_table(stored("parity_real")[0])],
+    "real-steps": lambda: _table_of("real_steps", "step_table"),
     "loop": lambda: [*loop_tables(stored("small_hopper")), *loop_tables(stored("large_ledger"))],
     "parity": lambda: [parity_table(stored("parity_tiny")[0])],
     "recovery": lambda: [recovery_table(stored("recovery"))],
