@@ -1,9 +1,7 @@
 """Reference and teacher: their memory on the GPUs that train, on the host, and beside what their trainers hold."""
 
-from dataclasses import fields, is_dataclass
-
 import pytest
-from torch import Tensor
+from held_tensors import tensors_in
 
 from fp8core.config.load import load_config
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
@@ -74,20 +72,6 @@ def test_a_training_that_no_longer_fits_beside_its_reference_is_refused():
     (refusal,) = planned("qwen3-aligned", cluster | steps(reference=REFERENCE)).refusals
     assert refusal.startswith("training on each of 8 NVIDIA H100")
     assert "reference" in refusal
-
-
-def tensors_in(value):
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def held_by(trainer):

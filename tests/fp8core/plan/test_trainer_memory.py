@@ -1,10 +1,11 @@
 """What training takes: golden numbers by hand, the torch trainer's own tensors, and what more GPUs do."""
 
 import itertools
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from held_tensors import tensors_in
 from torch import Tensor
 
 from fp8core.config.load import load_config
@@ -26,17 +27,6 @@ DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of
 
 def by_item(needs):
     return {need.item: need.bytes for need in needs}
-
-
-def tensors_in(value):
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def test_qwen3_8b_on_one_gpu(configured):
