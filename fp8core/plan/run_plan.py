@@ -118,7 +118,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     gpus = 0 if machine.gpu is None else entry.gpus(config)
     engine = entry.memory(config, arch, machine.gpu if gpus else None)
     if not gpus:
-        engine = replace(engine, needs=_engines_on_host(config, arch, machine.hosts))
+        engine = replace(engine, needs=_times(math.ceil(config.cluster.engines / machine.hosts), engine.needs))
     ahead = _ahead(config, arch)
     devices = _devices(config, arch, machine, parallel, sync, engine, gpus, scorers(config, arch, parallel))
     if ahead is not None:
@@ -260,12 +260,6 @@ def _devices(
         advice = _MORE_MEMORY if on_host.keys() == {"saving"} else _HOST
         plans.append(DevicePlan(machine.host, 1, (Phase(" and ".join(on_host), needs, limit, advice, more),)))
     return tuple(plans)
-
-
-def _engines_on_host(config: RunConfig, arch: Architecture, hosts: int) -> tuple[Need, ...]:
-    """The needs of all engines of one of the hosts, where they generate on its CPU."""
-    alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"engines": 1})})
-    return _times(math.ceil(config.cluster.engines / hosts), engine_entry(config).memory(alone, arch, None).needs)
 
 
 def _times(processes: int, needs: tuple[Need, ...]) -> tuple[Need, ...]:

@@ -5,9 +5,8 @@ Each is built as a whole trainer at its first step, and keeps from then on what 
 
 from dataclasses import dataclass
 
-from fp8core.config.precision import PrecisionContract
+from fp8core.config.beside import teacher_settings
 from fp8core.config.run import RunConfig
-from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
@@ -16,8 +15,6 @@ from fp8core.training.memory import Parallel, host_scorer
 from fp8core.training.registry import trainer_of
 
 _REFERENCE, _TEACHER = "tasks.reference:reference", "tasks.teacher:teacher"
-# As `run.build.sft_settings` keeps them for a teacher.
-_KEPT = {"device", "packed", "tokens_per_pass", "activation_checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def scorers(config: RunConfig, arch: Architecture, parallel: Parallel | None) ->
         place = on_host if parallel is None else on_gpu
         place.append(Need("reference", _held(config, arch, parallel), _held_note(parallel)))
     if _TEACHER in steps and config.loss.distillation.teacher is not None:
-        scoring = _teacher_config(config)
+        scoring = teacher_settings(config)
         shape, note = _teacher_shape(config, arch)
         grid = None if parallel is None or trainer_of(scoring.training).grid(scoring) is None else parallel.gpus
         spread = None if grid is None else Parallel(grid)
@@ -66,15 +63,6 @@ def _held(config: RunConfig, arch: Architecture, parallel: Parallel | None) -> i
 
 def _held_note(parallel: Parallel | None) -> str:
     return "masters, and weights made ready" if parallel is None else "masters, moments, and weights made ready"
-
-
-def _teacher_config(config: RunConfig) -> RunConfig:
-    """The settings of the teacher's trainer, as `run.build.build_teacher` has them."""
-    linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
-    side = {"linear": linear, "kv_cache": linear}
-    contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
-    training = TrainingConfig.model_validate(config.training.model_dump(include=_KEPT))
-    return config.model_copy(update={"precision": contract, "training": training})
 
 
 def _teacher_shape(config: RunConfig, arch: Architecture) -> tuple[Architecture, str]:

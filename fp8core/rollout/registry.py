@@ -76,7 +76,7 @@ class EngineEntry:
         requirements: what of it is installed, in words; UserError where something is missing.
         environment: variables that decide its results on a machine, and those that only suggest, before its libraries
             are imported.
-        memory: what it takes of a GPU, or of the host for None.
+        memory: what one engine takes of a GPU, or of the host for None.
         gpus: on how many GPUs all engines generate; 0 for the host.
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         usable: what of a machine a run with it can use.

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from fp8core.config.beside import sft_settings, teacher_settings
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.environment import EnvironmentConfig
-from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.source import build_source, check_problems, check_turns
@@ -239,13 +238,6 @@ def build_local_trainer(config: RunConfig, arch: Architecture, masters: Mapping[
     return trainer_of(config.training).build(config, arch, masters, ALONE)
 
 
-def sft_settings(config: RunConfig) -> TrainingConfig:
-    """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
-    it repeatable, so that runs of all trainers start from one policy."""
-    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing")
-    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
-
-
 def build_sft_trainer(
     config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> SftTrainer | None:
@@ -282,11 +274,7 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
     """
     settings = config.loss.distillation
     teacher = find_checkpoint(_teacher_folder(config, tokenizer))
-    linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
-    side = {"linear": linear, "kv_cache": linear}
-    contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
-    update = {"precision": contract, "training": sft_settings(config), "loss": LossConfig()}
-    scoring = config.model_copy(update=update)
+    scoring = teacher_settings(config)
     try:
         trainer_of(scoring.training).check_model(scoring, teacher.architecture)
     except UserError as error:

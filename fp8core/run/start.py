@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8core.config.beside import sft_settings
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import style_of
@@ -40,7 +41,7 @@ from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.registry import longest_row
-from fp8core.run.build import build_engine, build_sft_trainer, sft_settings
+from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, freeze_heap
 from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.execute import TaskResult, attempt, run_task

@@ -98,8 +98,8 @@ def _usable(machine: Machine, node: Node) -> Machine:
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    """Of one GPU with one engine, or of the host with all of them."""
-    options, engines = config.rollout.vllm, config.cluster.engines
+    """Of one GPU with one engine, or of a host with one."""
+    options = config.rollout.vllm
     weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
     sized = options.kv_cache_gib is not None
     size = "rollout.vllm." + ("kv_cache_gib" if sized else "gpu_memory_utilization")
@@ -110,8 +110,8 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 
     if gpu is None:
         room = cache_room(config, arch, options.kv_cache_gib, int(CPU_CACHE_GIB * GIB), shared)
-        each = (weights, engines), (_cache(room), engines * shared)
-        on_host = tuple(Need(need.item, number * need.bytes, need.note) for need, number in each)
+        cache = _cache(room)
+        on_host = weights, Need(cache.item, shared * cache.bytes, cache.note)
         return EngineMemory(on_host, cache=room, refusal=refusal(room))
     if shared > 1:
         weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fp8core.config.beside import sft_settings
 from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
@@ -27,7 +28,6 @@ from fp8core.run.build import (
     check_engine,
     check_memory,
     engine_environment,
-    sft_settings,
 )
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.training.registry import trainer_of

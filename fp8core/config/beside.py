@@ -1,0 +1,22 @@
+"""Settings of the trainers that a run has beside its own: those of a warm start and of a teacher."""
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig
+from fp8core.config.training import TrainingConfig
+
+
+def sft_settings(config: RunConfig) -> TrainingConfig:
+    """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
+    it repeatable, so that runs of all trainers start from one policy."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing")
+    return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+
+
+def teacher_settings(config: RunConfig) -> RunConfig:
+    """Of the teacher of `loss.distillation`: a torch trainer in BF16, or in FP32 where the run trains so."""
+    linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
+    side = {"linear": linear, "kv_cache": linear}
+    contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
+    update = {"precision": contract, "training": sft_settings(config), "loss": LossConfig()}
+    return config.model_copy(update=update)
