@@ -3,8 +3,9 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,20 @@ from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
 
 pytestmark = pytest.mark.vllm
+
+
+@contextmanager
+def started_engine(build: Any) -> Iterator[tuple[Any, psutil.Process]]:
+    """An engine of its own, and the process of its core."""
+    from fp8core.rollout.vllm.engine import VllmEngine
+
+    before = psutil.Process().children()
+    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, build)
+    try:
+        started = [process for process in psutil.Process().children() if process not in before]
+        yield engine, next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("cluster", marks=pytest.mark.slow)])
@@ -55,13 +70,7 @@ def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
 @pytest.mark.skipif(ON_GPU, reason="its core is its worker")
 def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, policies):
     """In the process that generates; test_vllm_replicas.py kills such a process."""
-    from fp8core.rollout.vllm.engine import VllmEngine
-
-    before = psutil.Process().children()
-    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
-    try:
-        started = [process for process in psutil.Process().children() if process not in before]
-        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+    with started_engine(vllm_build) as (engine, core):
         (worker,) = (process for process in core.children() if "Worker" in " ".join(process.cmdline()))
         engine.update(policies[0].tensors, policies[0].scales, 0)
         running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
@@ -70,20 +79,12 @@ def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, po
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             list(running)
         wait_until_gone([core, worker])
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("call", ["generation", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, policies, call):
     """The kernel does so where memory runs out. The core is stopped first, so that it owes an answer for sure."""
-    from fp8core.rollout.vllm.engine import VllmEngine
-
-    before = psutil.Process().children()
-    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
-    try:
-        started = [process for process in psutil.Process().children() if process not in before]
-        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+    with started_engine(vllm_build) as (engine, core):
         below = core.children(recursive=True)
         engine.update(policies[0].tensors, policies[0].scales, 0)
         with ThreadPoolExecutor(1) as thread:
@@ -98,19 +99,11 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
             with pytest.raises(EngineLost, match="vLLM's engine core ended"):
                 answer.result(timeout=30)
         wait_until_gone([core, *below])
-    finally:
-        engine.close()
 
 
 def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
     """vLLM looks whether its core lives, then sends; its socket may be closed between the two."""
-    from fp8core.rollout.vllm.engine import VllmEngine
-
-    before = psutil.Process().children()
-    engine = VllmEngine(Architecture(**SHAPE), CONTRACT, OPTIONS, 16, vllm_build)
-    try:
-        started = [process for process in psutil.Process().children() if process not in before]
-        core = next(process for process in started if "EngineCore" in " ".join(process.cmdline()))
+    with started_engine(vllm_build) as (engine, core):
         engine.update(policies[0].tensors, policies[0].scales, 0)
         session = engine.open_session(Sampling(1.0, 60, frozenset()))
         session.add(build_groups(2, 2))
@@ -121,8 +114,6 @@ def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
         session.close()
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             engine.memory()
-    finally:
-        engine.close()
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
