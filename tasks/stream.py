@@ -169,10 +169,16 @@ def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) ->
 
 
 def _until_halted(run: RunContext) -> Iterator[int]:
-    """Chunks without an end; raises RuntimeError where a task beside this one has failed."""
-    while not run.halted.is_set():
+    """Chunks without an end (errors: `_refuse_halted`)."""
+    while True:
+        _refuse_halted(run)
         yield run.config.pipeline.chunk_tokens
-    raise RuntimeError("another task of the step has failed")
+
+
+def _refuse_halted(run: RunContext) -> None:
+    """Raises RuntimeError: a task beside this one has failed, or the run was interrupted."""
+    if run.halted.is_set():
+        raise RuntimeError("another task of the step has failed")
 
 
 def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
@@ -307,6 +313,7 @@ class _SegmentWriter:
             self._shards.append(table)
             self._keep(table)
             yield finished
+            _refuse_halted(self._run)
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         """Nothing: completions have no turns."""
@@ -417,6 +424,7 @@ class _EpisodeWriter:
             if over:
                 self._store(over)
             yield told
+            _refuse_halted(run)
 
     def _store(self, over: Sequence[Row]) -> None:
         """Make episodes durable that are over."""

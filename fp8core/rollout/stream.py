@@ -57,6 +57,10 @@ class Row:
     written: list[bool] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
 
+    def anew(self) -> "Row":
+        """The same completion before anything is written."""
+        return Row(self.batch, self.group, self.sample, self.prompt_id, self.seed, self.prompt_tokens)
+
 
 def group_of(number: int, rows: Sequence[Row]) -> PromptGroup:
     """Completions of one prompt as group `number`, before anything is written."""

@@ -30,7 +30,7 @@ from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import open_run, plan_of
 from fp8core.run.policy import SyncError
-from fp8core.run.resume import RedoError
+from fp8core.run.resume import RedoError, rewind_to, versions_in_flight
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
@@ -85,19 +85,26 @@ class RunSnapshot:
             known = f"steps 0 to {max(committed)} are" if committed else "no step is"
             raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
 
-    def refuse_removed(self, config: RunConfig, step: int) -> None:
-        """Raises UserError: what leads from a checkpoint to the policy after a step was removed on purpose."""
+    def refuse_removed(self, config: RunConfig, step: int, older: int = 0) -> None:
+        """Raises UserError: what leads from a checkpoint to the policy after a step was removed on purpose.
+
+        So must be so many `older` policies, with their scales.
+        """
         removed, plan = read_deletions(self.folder), plan_of(config)
+        oldest = max(START, step - older)
         kept = [entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir()]
-        nearest = max((checkpoint for checkpoint in kept if checkpoint <= step), default=START)
+        nearest = max((checkpoint for checkpoint in kept if checkpoint <= oldest), default=START)
         read = {name for planned in plan.steps if planned.spec.redo for name in planned.inputs.values()}
-        for index in range(nearest + 1, step + 1):
+        scales = {plan.carries["scales"]}
+        which = f"the policy after step {step}" if oldest == step else f"policies {oldest} to {step}"
+        for index in range(min(nearest + 1, oldest), step + 1):
+            needed = (read if index > nearest else set()) | (scales if oldest <= index < step else set())
             for artifact, ref in self.ledger.artifacts(index).items():
-                if artifact in read and ref.digest in removed and not self.store.path(ref).exists():
+                if artifact in needed and ref.digest in removed and not self.store.path(ref).exists():
                     tombstone = removed[ref.digest]
                     raise UserError(
-                        f"run {self.folder.name}: the policy after step {step} cannot be restored: that takes the "
-                        f"update of step {index}, whose {artifact} were removed on {tombstone.when} "
+                        f"run {self.folder.name}: {which} cannot be restored: that takes the update of step {index}, "
+                        f"whose {artifact} were removed on {tombstone.when} "
                         f"({tombstone.reason}); checkpoints: {', '.join(map(str, sorted(kept))) or 'none'}"
                     )
 
@@ -166,11 +173,14 @@ def scratch_run(
 def restore_as_it_was(config: RunConfig, original: Path, folder: Path, step: int, console: Console) -> None:
     """Leave a checkpoint of an iteration in a scratch folder, restored under the run's own configuration.
 
-    A caller that opens the folder next, with another configuration, goes on from that.
+    A caller that opens the folder next, with another configuration, goes on from that. It scores tokens with older
+    policies, which have checkpoints too.
     """
     with scratch_run(config, original, folder, console) as run:
         begin(run)
-        save_state(run, step)
+        for version in [*(each for each in versions_in_flight(run, step + 1) if START < each < step), step]:
+            rewind_to(run, version)
+            save_state(run, version)
 
 
 def _lines_before(original: Path, step: int) -> Iterator[str]:
@@ -245,7 +255,8 @@ def replay(
         raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
     _refuse_other_model(own, changed, steps)
     if steps[0] > START:
-        original.refuse_removed(own, steps[0] - 1)
+        # The first step may score tokens of policies that are as old as this.
+        original.refuse_removed(own, steps[0] - 1, max(0, own.pipeline.reach - 1))
     with scratch_folder(original.folder, steps[0], own, changed) as folder:
         try:
             if overrides and steps[0] > START + 1:
@@ -263,8 +274,11 @@ def replay(
 def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
     """Replace damaged artifacts of a run by what a replay made, and damaged manifests by their second copies."""
     made = ArtifactStore(scratch)
+    removed = read_deletions(original.path)
     for index in range(steps.stop):
         for name, ref in original.ledger.effective_outputs(index).items():
+            if ref.digest in removed and not original.store.path(ref).exists():
+                continue  # `artifacts.keep` does not keep it.
             if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:
                 original.store.put_back(ref, made)
                 console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")

@@ -6,12 +6,15 @@ more. Where files are whole none of this happens.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
+import pyarrow as pa
 from pydantic import JsonValue
 
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import STEP
+from fp8core.rollout.stream import Row
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -43,6 +46,8 @@ def restore(run: RunContext) -> int:
     rewind_to(run, last)
     for artifact in run.plan.carries:
         whole(run, last + 1, artifact)
+    if run.followed is None:
+        _begin_anew(run, last)
     version = _restore_open_step(run, last + 1)
     if version > last and run.config.pipeline.ahead_tokens != 0 and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
@@ -51,6 +56,49 @@ def restore(run: RunContext) -> int:
     else:
         rewind_with_engine(run, version)
     return run.ready_trainer().version - begun
+
+
+def versions_in_flight(run: RunContext, index: int) -> list[int]:
+    """The policies that wrote tokens of the stream that iteration `index` starts from; none in a synchronous run."""
+    if "stream" not in run.plan.carries:
+        return []
+    table = run.directory.store.get_table(carried(run, index)["stream"])
+    return sorted({version for row in table["versions"].to_pylist() for version in row})
+
+
+def is_replaced(run: RunContext, version: int) -> bool:
+    """True if the run has another policy of this version now than the one that wrote beside the update after it."""
+    if run.directory.ledger.step(version + 1) is None:
+        return False
+    wrote = stored_manifest(run, version + 1).record.inputs[_producer(run, run.plan.carries["stream"]).name]["policy"]
+    return wrote.digest != carried(run, version + 1)["policy"].digest
+
+
+def _begin_anew(run: RunContext, last: int) -> None:
+    """Let completions begin anew which wait or are in flight, and which a policy wrote that cannot be had again.
+
+    No pass would give their log-probs. A redo with another outcome replaced it, or other code made it. Of the latter,
+    an older policy may come out otherwise whenever it is needed.
+    """
+    versions = versions_in_flight(run, last + 1)
+    lost = {each for each in versions if code_of(run, last) != run.code_version or is_replaced(run, each)}
+    if not lost:
+        return
+    store, artifact = run.directory.store, run.plan.carries["stream"]
+    table = store.get_table(carried(run, last + 1)["stream"])
+    rows = [Row(**row) for row in table.to_pylist()]
+    begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]
+    made = store.put_table("stream", pa.Table.from_pylist([asdict(row) for row in begun], schema=table.schema))
+    producer = _producer(run, artifact).name
+    entry = RedoEntry(step=last, task=producer, outputs={artifact: made}, code_version=run.code_version)
+    # They go on from what begins anew.
+    shards_of(run, last + 1).clear()
+    run.directory.ledger.append(entry)
+    count = sum(ours is not theirs for ours, theirs in zip(rows, begun, strict=True))
+    run.console.note(
+        f"step {last + 1}: {count} of {len(rows)} completions begin anew: policy {', '.join(map(str, sorted(lost)))}, "
+        "which wrote tokens of them, was replaced or is of other code"
+    )
 
 
 def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) -> None:

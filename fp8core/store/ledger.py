@@ -104,7 +104,7 @@ class SegmentEntry(_Entry):
 
 
 class RedoEntry(_Entry):
-    """An update that was redone and gave another policy than the ledger named; the run went on from the new one."""
+    """A task that was redone and gave another outcome than the ledger named; the run went on from the new one."""
 
     event: Literal["redo"] = "redo"
     step: StepNumber

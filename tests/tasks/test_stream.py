@@ -170,10 +170,17 @@ def test_what_was_written_beside_an_update_is_kept_where_a_kill_leaves_no_schedu
     assert run.records[:4] == unpaused.records[:4]
 
 
-def test_generation_ends_where_another_task_fails(unpaused, tmp_path):
-    shutil.copytree(unpaused.folder.parent, tmp_path / "loop")
+@pytest.mark.parametrize("mode", ["asynchronous", "asynchronous in chunks", "one_step_off"])
+def test_generation_ends_where_another_task_fails(loop_run, unpaused, tmp_path, mode):
+    if mode == "asynchronous":
+        whole = unpaused
+    else:
+        chunks = {"pipeline.ahead_tokens": 100, "pipeline.chunk_tokens": 1} if "chunks" in mode else {}
+        whole = loop_run("unpaused", **{"pipeline.mode": mode.split()[0], "steps": 3}, **chunks)
+    shutil.copytree(whole.folder.parent, tmp_path / "loop")
     run = type(unpaused)(tmp_path / "loop" / "unpaused")
     run.cut_after(3, "rollout")
+    shutil.rmtree(run.folder / "shards", ignore_errors=True)
     with run.opened() as opened:
         begin(opened)
         opened.halted.set()

@@ -1,15 +1,20 @@
 """A resume hands trainer and engine the versions of the policy that the next tasks expect."""
 
+import io
 import shutil
 
 import pytest
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
+from fp8core.report.console import Console
 from fp8core.run import loop
 from fp8core.run.execute import carried
-from fp8core.run.loop import BoundError, begin, iterate
-from fp8core.store.run_directory import LEDGER
+from fp8core.run.loop import begin, iterate
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.run_view import RunView
+from fp8core.store.verify import verify
 
 AHEAD = {
     "pipeline.mode": "asynchronous",
@@ -70,10 +75,62 @@ def test_older_policies_that_come_out_otherwise_leave_the_one_of_the_checkpoint(
         return run_step(live, index, planned, inputs)
 
     monkeypatch.setattr(loop, "run_step", noted)
-    # The tokens of the version that came out otherwise have other log-probs than were sampled.
-    with pytest.raises(BoundError, match="after step 4"):
-        run.resume(new_code=True)
+    run.resume(new_code=True)
     assert held == dict.fromkeys(("reward", "logprobs", "train"), expected)
+    assert "completions begin anew: policy 2, which wrote tokens of them, was replaced or is of other code" in run.said
+    assert set(run.metric("alignment/tokens_differing").values()) == {0}
+
+
+@pytest.mark.parametrize("source", ["pass", "rollout"])
+def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path, source):
+    """No pass gives the log-probs of their tokens, which would end the run at every attempt."""
+    learning = {"logprobs.source": source, "correction.method": "none" if source == "rollout" else "token_tis"}
+    run = copy_of(loop_run("redone", **AHEAD, **learning, checkpoint={"every": 100, "keep": 1}), tmp_path)
+    cut_before(run, 4)
+    run.change_rewards(2)
+    begun = run.store.get_table(run.ledger.artifacts(3)["next_stream"]).to_pylist()
+    assert any(2 in row["versions"] for row in begun)
+
+    run.resume(**{"replay.level": "tolerant"})
+    stream = run.store.get_table(run.ledger.effective_outputs(3)["next_stream"]).to_pylist()
+    assert stream == [
+        {**row, "tokens": [], "logprobs": [], "versions": [], "finish": "", "ended": 0} if 2 in row["versions"] else row
+        for row in begun
+    ]
+    assert set(run.metric("alignment/tokens_differing").values()) == {0}
+    assert run.ledger.inexact_steps() == [2, 3]
+    wrong = [found for found in verify(RunView.read(run.folder)) if found.severity != "note"]
+    assert all("rewards" in found.problem for found in wrong), "but for the reward that was changed"
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    (verdict,) = replay(original, range(4, 5), (), Console(io.StringIO(), 4), None)
+    assert verdict.outcome == "equal", verdict
+
+
+def test_a_replay_with_other_settings_scores_with_the_policies_that_wrote(loop_run, tmp_path):
+    """Without a checkpoint those are made again by updates, which the other settings are not for."""
+    run = loop_run("other_rate", **AHEAD, checkpoint={"every": 100, "keep": 1})
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    console = Console(io.StringIO(), 4)
+    (verdict,) = replay(original, range(4, 5), ("training.learning_rate=0.005",), console, None)
+    assert verdict.outcome == "different"
+    assert verdict.difference[0].startswith("outputs.train.next_policy"), verdict.difference
+
+
+def test_a_replay_makes_nothing_again_that_was_removed(loop_run, capsys):
+    """Policies that wrote tokens of a step are among what it needs."""
+    from flows.cli import main
+
+    folder = loop_run("cleared", **AHEAD, steps=6, checkpoint={"every": 1, "keep": 9}).folder
+    assert main(["gc", str(folder), "--yes", "--set", "artifacts.keep={last: 1, every: 3}"]) == 0
+    left = sorted(path for path in folder.rglob("*") if "pycache" not in str(path))
+    assert [entry.name for entry in sorted((folder / "checkpoints").iterdir())] == ["00003", "00004", "00005", "00006"]
+    for step in ("3", "4"):
+        assert main(["replay", str(folder), "--step", step, "--repair"]) == 2
+        said = capsys.readouterr().err
+        assert f"policies {int(step) - 2} to {int(step) - 1} cannot be restored" in said
+        assert "(artifacts.keep does not keep step 1)" in said
+    assert main(["replay", str(folder), "--step", "5", "--repair"]) == 0
+    assert sorted(path for path in folder.rglob("*") if "pycache" not in str(path)) == left
 
 
 def test_a_model_folder_with_other_weights_is_refused(loop_run, small_checkpoint, tmp_path):
