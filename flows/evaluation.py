@@ -17,6 +17,7 @@ from fp8core.data.prompt import Problem
 from fp8core.data.source import check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
+from fp8core.models.checkpoint import find_checkpoint
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.run.build import check_engine, engine_environment, members_node
@@ -81,12 +82,14 @@ def refuse(asked: EvaluationRequest) -> None:
     _temperature(asked, config)
 
 
-def refuse_data(asked: EvaluationRequest) -> None:
-    """Read the rows of `data`, of which each must have a reference that the verifier reads.
+def refuse_unread(asked: EvaluationRequest) -> None:
+    """Read what a checkpoint's folder has, and the rows of `data`, each with a reference that the verifier reads.
 
     Raises:
         UserError: they cannot be read, or one of them is of no use.
     """
+    if _is_checkpoint(asked.target):
+        find_checkpoint(Path(asked.target))
     if asked.data is None:
         return
     config = _config(asked, Path(asked.target))

@@ -7,6 +7,7 @@ step.
 
 import argparse
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -85,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader is gone (`| head`). Python flushes once more at exit, and needs an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
+        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
+            raise
+        return stopped(f"{error.filename}: {error.strerror}", 2)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -48,7 +48,7 @@ def add_command(commands: Any) -> None:
 
 def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
-    from flows.evaluation import EvaluationRequest, refuse, refuse_data
+    from flows.evaluation import EvaluationRequest, refuse, refuse_unread
 
     if not (Path(options.target) / "config.json").is_file():
         admit_code(find_run(options.target), options.overrides, Path.cwd(), trust=options.trust)
@@ -58,7 +58,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
     parameters = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationRequest(**parameters)
     refuse(asked)
-    refuse_data(asked)
+    refuse_unread(asked)
     prepare_prefect("flows.evaluate")
     output = None if options.json is None else str(options.json.target)
     return _run({**parameters, "output": output, "overwrite": options.force})

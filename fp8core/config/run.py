@@ -115,7 +115,7 @@ class RolloutConfig(Section):
     )
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=1e-3, le=10)
     top_k: int | None = Field(
         None,
         ge=1,
@@ -271,6 +271,9 @@ class ReplayConfig(Section):
     absolute: float = Field(0.01, ge=0, le=1, description="Of tolerant: differences below this always pass.")
 
 
+_STORE = re.compile(r"https?://[^/]|(sqlite|postgresql|mysql|mssql)(\+\w+)?://.|databricks")
+
+
 class TrackingConfig(Section):
     """MLflow, and what Prefect shows of a run beside its tasks."""
 
@@ -284,6 +287,13 @@ class TrackingConfig(Section):
     sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
     report_every: int = Field(20, ge=1, le=1_000_000, description="Steps between markdown reports in Prefect's UI.")
+
+    @field_validator("uri")
+    @classmethod
+    def _names_a_store(cls, uri: str | None) -> str | None:
+        if uri is not None and not _STORE.match(uri):
+            raise ValueError("expected http(s)://HOST, sqlite:///FILE, postgresql://..., mysql://..., mssql://...")
+        return uri
 
     @field_serializer("uri")
     def _without_password(self, uri: str | None) -> str | None:

@@ -83,6 +83,9 @@ class ChainSource:
         settings = {"generator": __name__, "heldout_one_in": HELDOUT_ONE_IN, **self._config.model_dump()}
         return TrainingSet(hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(), None)
 
+    def digest(self) -> None:
+        return None
+
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """Independent draws that are not held out; a question may come again."""
         return [_problem(question) for question in self._training_questions("training", step, count, seed)]

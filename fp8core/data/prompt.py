@@ -62,6 +62,10 @@ class PromptSource(Protocol):
         """The problems that `training` draws from, whatever the step and the seed."""
         ...
 
+    def digest(self) -> str | None:
+        """SHA-256 of all problems that were read, of training and held out; None where settings determine them."""
+        ...
+
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         """The `count` problems of step `step` (from 0); a pure function of its arguments.
 

@@ -108,6 +108,9 @@ class RowSource:
     def training_set(self) -> TrainingSet:
         return TrainingSet(problems_digest(self._training), len(self._training))
 
+    def digest(self) -> str:
+        return problems_digest([*self._training, *self._heldout])
+
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
         rows = len(self._training)
         if count > rows:

@@ -365,7 +365,7 @@ def _refuse_unsupported(reader: _Reader, family: str) -> None:
             raise reader.refused(key, json.dumps(only))
     layer_types = reader.keys.get("layer_types")
     if layer_types is not None:
-        if not (isinstance(layer_types, list) and layer_types) or any(kind != "full_attention" for kind in layer_types):
+        if layer_types != ["full_attention"] * reader.integer("num_hidden_layers"):
             raise reader.refused("layer_types", '"full_attention" for every layer')
         return
     # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.

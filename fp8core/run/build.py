@@ -36,7 +36,8 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_openings, tool_calls_of
-from fp8core.store.run_directory import read_description
+from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
@@ -160,9 +161,12 @@ def check_inputs(config: RunConfig) -> None:
 
     Raises:
         UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
-            `check_problems`, `check_turns`, `tool_calls_of`, `build_environment` and `check_openings` have it.
+            `check_problems`, `check_turns`, `tool_calls_of`, `build_environment`, `check_openings` and
+            `refuse_other_data` have it.
     """
     source = build_source(config.data, config.evaluation)
+    if config.run is not None and (ledger := config.runs / config.run / LEDGER).exists():
+        refuse_other_data(config, LedgerView.glance(ledger), source.digest())
     base = _find_base(config)
     for string in config.rollout.stop_strings:
         tokens = base.tokenizer.encode(string, add_special_tokens=False)
@@ -183,6 +187,20 @@ def check_inputs(config: RunConfig) -> None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
             check_openings(list(source.to_check()), config, base.tokenizer, longest_row(config, base.arch), pool)
+
+
+def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
+    """Raises UserError: a run with finished work read other problems, by its last start."""
+    last = ledger.last_segment()
+    if not ledger.holds_work() or last is None or last.data in (None, data):
+        return
+    sources = [f"data.source={config.data.source}"]
+    if config.evaluation.source is not None:
+        sources.append(f"evaluation.source={config.evaluation.source}")
+    raise UserError(
+        f"{', '.join(sources)}: the problems are others than the run began with ({str(data)[:12]}, then "
+        f"{str(last.data)[:12]}); put those back, or start another run"
+    )
 
 
 def engine_environment(config: RunConfig, node: Node) -> Environment:

@@ -38,6 +38,7 @@ from fp8core.run.build import (
     check_teacher,
     members_node,
     open_cluster,
+    refuse_other_data,
     wants_gpus,
 )
 from fp8core.run.context import RunContext, register, release
@@ -413,6 +414,9 @@ def open_run(
             is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
+    data = source.digest()
+    if directory.description() is not None:  # Without one it is a replay, which says where its prompts differ.
+        refuse_other_data(config, directory.ledger, data)
     check_memory(config, members_node(config))
     with ExitStack() as parts:
         # Too few GPUs, or a node of other code: before anything is loaded.
@@ -442,6 +446,7 @@ def open_run(
                 code_version=version,
                 started=time.time(),
                 steps=config.steps,
+                data=data,
             )
         )
         run = RunContext(

@@ -101,6 +101,9 @@ class SegmentEntry(_Entry):
     code_version: Digest = Field(description="Digest of its sources (`manifest.code_version`).")
     started: UnixSeconds = Field(description="Unix seconds.")
     steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="That it was to come to; null in older runs.")
+    data: Digest | None = Field(
+        None, description="Of all problems that it read, held-out ones too; null for generated ones and in older runs."
+    )
 
 
 class RedoEntry(_Entry):

@@ -225,6 +225,31 @@ def test_wrong_arguments_are_one_line(capsys, arguments, said):
     assert re.fullmatch(f"{said}\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "LONG"],
+        ["run", "small.yaml", *flags("runs=LONG")],
+        ["run", "small.yaml", *flags("data.source=./LONG.jsonl", "warm_start=null", "reward.verifier=integer")],
+        ["run", "small.yaml", *flags("reward.verifier=LONG.py:score")],
+        ["evaluate", "LONG", "--config", "tiny"],
+        *(["resume", "LONG"], ["replay", "LONG", "--step", "1"], ["compare", "LONG", "LONG"], ["report", "LONG"]),
+        ["export", "LONG", "folder", "--step", "1"],
+        *(["quantise", "LONG", "folder"], ["gc", "LONG"], ["verify", "LONG"], ["plan", "LONG"]),
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_cannot_be_looked_up_is_one_line(refused, words):
+    """A folder that the user may not enter is another such path, which no test of root's can make."""
+    assert "a" * 300 in refused(*(word.replace("LONG", "a" * 300) for word in words))
+
+
+def test_a_broken_checkpoint_is_refused_before_its_evaluation_starts_a_server(refused, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    said = refused("evaluate", str(tmp_path), "--config", "small.yaml")
+    assert f"{tmp_path}/config.json: architectures: " in said
+
+
 def test_an_unknown_configuration_lists_those_that_exist(refused):
     assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "tinny"))
     assert "there is no such file" in refused("graph", "tinny.yaml")

@@ -262,6 +262,7 @@ def test_what_a_first_llama_leaves_out():
         (QWEN3_06B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         (QWEN3_06B, {"layer_types": [["full_attention"]]}, "layer_types"),
         (QWEN3_06B, {"layer_types": []}, "layer_types"),
+        (QWEN3_06B, {"layer_types": ["full_attention"] * 27}, "layer_types"),
         (QWEN3_06B, {"head_dim": None}, "head_dim"),
         (QWEN3_06B, {"head_dim": 33}, "head_dim"),
         (QWEN3_06B, {"num_key_value_heads": 3}, "num_key_value_heads"),

@@ -1,6 +1,7 @@
 """A resume hands trainer and engine the versions of the policy that the next tasks expect."""
 
 import io
+import json
 import shutil
 
 import pytest
@@ -146,6 +147,29 @@ def test_a_model_folder_with_other_weights_is_refused(loop_run, small_checkpoint
     save_checkpoint(model, found.architecture, changed, found.tokenizer)
     with pytest.raises(UserError, match=r"^model=.*: its weights are others than the run began with"):
         run.resume(steps=3)
+
+
+def test_a_data_file_with_other_problems_is_refused_before_a_command_starts_anything(
+    loop_run, small_checkpoint, tmp_path, capsys
+):
+    """Their order would be another, and other ones would be held out."""
+    from flows.cli import main
+
+    def write(answer):
+        rows = [{"question": f"{i} + 1", "answer": f"#### {answer + i}"} for i in range(60)]
+        (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    write(1)
+    data = {"source": str(tmp_path / "sums.jsonl"), "template": "{question}"}
+    shape = {"architecture": None, "warm_start": None, "reward.verifier": "integer", "data": data, "steps": 1}
+    run = loop_run("summed", model=str(small_checkpoint), **shape, evaluation={"prompts": 2})
+    write(2)
+    with pytest.raises(UserError, match=r"sums\.jsonl: the problems are others than the run began with \(\w{12}, then"):
+        run.resume(steps=2)
+    assert main(["resume", str(run.folder), "--set", "steps=2"]) == 2
+    assert "sums.jsonl: the problems are others than the run began with" in capsys.readouterr().err
+    write(1)
+    run.resume(steps=2)
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "one_step_off"])
