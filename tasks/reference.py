@@ -17,4 +17,5 @@ def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, sc
     table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
     current = layer_scales(read_scales(run, scales))
     scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
+    run.reference.rest()
     return {"reference": run.directory.store.put_table("logprobs", logprob_table(table, scored))}

@@ -21,6 +21,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
     store, settings = run.directory.store, run.config.loss.distillation
     table = store.get_table(rollouts, [*ORDERED, *REPLAYED])
     scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, None)
+    run.teacher.rest()
     checkpoint = {
         "model": settings.teacher,
         "revision": settings.revision,

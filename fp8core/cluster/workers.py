@@ -467,6 +467,10 @@ class RankedTrainer:
         self._call("load", folder)
         self.version = self._each("version")[0]
 
+    def rest(self) -> None:
+        """As `Trainer.rest`, in all ranks."""
+        self._call("rest")
+
     def close(self) -> None:
         """Drop the policy in every rank; a second call does nothing."""
         if self._gang.alive:

@@ -233,7 +233,7 @@ def _devices(
     if gpu is None or not engine_gpus:
         on_host["generating"] = engine.needs
     elif parallel is not None and shared:
-        plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus, scoring.on_gpu)
+        plans += _sharing(config, arch, gpu, parallel, sync, engine, engine_gpus, scoring)
     elif parallel is not None:
         plans.append(DevicePlan(gpu, engine_gpus, (_generating(engine), _receiving(engine, gpu, arch, sync))))
     else:
@@ -243,7 +243,7 @@ def _devices(
     elif gpu is None:
         raise UserError("there is no GPU to train on")
     elif not shared:
-        plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync, scoring.on_gpu)))
+        plans.append(DevicePlan(gpu, parallel.gpus, _training(config, arch, gpu, parallel, sync, scoring)))
     if parallel is not None and scoring.on_host:
         on_host["scoring"] = _times(ranks, scoring.on_host)
     gathered = () if parallel is None else _gathered(config, arch)
@@ -285,9 +285,20 @@ def _gathered(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     return (Need("policy to save", count_parameters(arch).total * _BF16, "BF16: rank 0 writes it"),)
 
 
-def _with_saving(phases: tuple[Phase, ...], saving: Phase) -> tuple[Phase, ...]:
-    """The phases of a GPU, and that of a checkpoint where none of them takes as much."""
-    return (*phases, saving) if saving.total > max(phase.total for phase in phases) else phases
+def _with_largest(phases: tuple[Phase, ...], *others: Phase) -> tuple[Phase, ...]:
+    """The phases of a GPU, and of others that are short or rare those that take more than all of these."""
+    most = max(phase.total for phase in phases)
+    return *phases, *(phase for phase in others if phase.total > most)
+
+
+def _scoring(
+    config: RunConfig, arch: Architecture, parallel: Parallel, scoring: Scorers, beside: tuple[Need, ...]
+) -> tuple[Need, ...]:
+    """The needs of a GPU while others than the trainer score, whose weights are ready too; nothing is kept for a
+    backward pass."""
+    step = trainer_of(config.training).memory(config.training).step(config, arch, parallel)
+    kept = ("gradients", "activations")
+    return *beside, *(need for need in step if need.item not in kept), *scoring.in_passes
 
 
 def _generating(engine: EngineMemory) -> Phase:
@@ -309,19 +320,21 @@ def _training(
     gpu: Device,
     parallel: Parallel,
     sync: StoredBytes,
-    scoring: tuple[Need, ...],
+    scoring: Scorers,
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
     trainer = trainer_of(config.training)
     memory, advice = trainer.memory(config.training), trainer.advice(config)
-    state = (*memory.state(config, arch, parallel), *scoring)
+    state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, sync)
     phases = (
         Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
         Phase("syncing", (*state, *_larger(sent, _keeping(config, arch, sent))), gpu.memory, advice),
     )
-    saved = memory.saved(config, arch, parallel)
-    return _with_saving(phases, Phase("saving", (*state, *saved), gpu.memory, advice))
+    saved, scored = memory.saved(config, arch, parallel), _scoring(config, arch, parallel, scoring, state)
+    return _with_largest(
+        phases, Phase("scoring", scored, gpu.memory, advice), Phase("saving", (*state, *saved), gpu.memory, advice)
+    )
 
 
 def _keeping(config: RunConfig, arch: Architecture, sent: tuple[Need, ...]) -> tuple[Need, ...]:
@@ -351,7 +364,7 @@ def _sharing(
     sync: StoredBytes,
     engine: EngineMemory,
     engine_gpus: int,
-    scoring: tuple[Need, ...],
+    scoring: Scorers,
 ) -> list[DevicePlan]:
     """The GPUs that generate and train in turn, and those that do one of both where there are more of them."""
     both = min(engine_gpus, parallel.gpus)
@@ -371,12 +384,12 @@ def _in_turn(
     parallel: Parallel,
     sync: StoredBytes,
     engine: EngineMemory,
-    scoring: tuple[Need, ...],
+    scoring: Scorers,
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
     trainer = trainer_of(config.training)
     memory, lower = trainer.memory(config.training), trainer.advice(config)
-    state = (*memory.state(config, arch, parallel), *scoring)
+    state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, sync)
     keeping = _keeping(config, arch, sent)
     if engine.asleep is None:
@@ -392,4 +405,9 @@ def _in_turn(
         Phase("training", (*beside, *state, *memory.step(config, arch, parallel)), gpu.memory, lower),
         Phase("syncing", _larger((*engine.needs, *stays, *sent), (*beside, *stays, *keeping)), gpu.memory, advice),
     )
-    return _with_saving(phases, Phase("saving", (*engine.needs, *stays, *saved), gpu.memory, advice))
+    scored = _scoring(config, arch, parallel, scoring, (*beside, *state))
+    return _with_largest(
+        phases,
+        Phase("scoring", scored, gpu.memory, lower),
+        Phase("saving", (*engine.needs, *stays, *saved), gpu.memory, advice),
+    )

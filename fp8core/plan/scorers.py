@@ -1,9 +1,10 @@
 """The trainers that score and never learn: the reference of `loss.reference_kl`, the teacher of `loss.distillation`.
 
-Each is built as a whole trainer at its first step, and keeps from then on what a pass has made ready.
+Each is built as a whole trainer at its first step. On a GPU what its passes make ready is there while it scores; on a
+CPU it stays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8core.config.beside import teacher_settings
 from fp8core.config.run import RunConfig
@@ -23,10 +24,12 @@ class Scorers:
 
     Attributes:
         on_gpu: on each GPU that trains.
+        in_passes: beside it, while they score, which two may do at the same time.
         on_host: of one process that trains on a CPU.
     """
 
     on_gpu: tuple[Need, ...]
+    in_passes: tuple[Need, ...]
     on_host: tuple[Need, ...]
 
 
@@ -38,31 +41,30 @@ def scorers(config: RunConfig, arch: Architecture, parallel: Parallel | None) ->
         arch: shape of its model.
         parallel: GPUs that train; None trains on the host.
     """
-    steps, on_gpu, on_host = {step.uses for step in config.pipeline.steps}, list[Need](), list[Need]()
+    steps, found = {step.uses for step in config.pipeline.steps}, Scorers((), (), ())
     if _REFERENCE in steps:
-        place = on_host if parallel is None else on_gpu
-        place.append(Need("reference", _held(config, arch, parallel), _held_note(parallel)))
+        found = _with(found, "reference", config, arch, parallel)
     if _TEACHER in steps and config.loss.distillation.teacher is not None:
         scoring = teacher_settings(config)
         shape, note = _teacher_shape(config, arch)
         grid = None if parallel is None or trainer_of(scoring.training).grid(scoring) is None else parallel.gpus
-        spread = None if grid is None else Parallel(grid)
-        place = on_host if spread is None else on_gpu
-        place.append(Need("teacher", _held(scoring, shape, spread), _held_note(spread) + note))
-    return Scorers(tuple(on_gpu), tuple(on_host))
+        found = _with(found, "teacher", scoring, shape, None if grid is None else Parallel(grid), note)
+    return found
 
 
-def _held(config: RunConfig, arch: Architecture, parallel: Parallel | None) -> int:
-    """Bytes on a GPU, or of a process on a CPU."""
+def _with(
+    others: Scorers, name: str, config: RunConfig, arch: Architecture, parallel: Parallel | None, note: str = ""
+) -> Scorers:
+    """One more, by the configuration of its trainer; without `parallel` it computes on the host."""
     if parallel is None:
-        return host_scorer(config, arch)
+        need = Need(name, host_scorer(config, arch), f"masters, and weights made ready{note}")
+        return replace(others, on_host=(*others.on_host, need))
     memory = trainer_of(config.training).memory(config.training)
-    needs = (*memory.state(config, arch, parallel), *memory.made_ready(config, arch, parallel))
-    return sum(need.bytes for need in needs)
-
-
-def _held_note(parallel: Parallel | None) -> str:
-    return "masters, and weights made ready" if parallel is None else "masters, moments, and weights made ready"
+    held, ready = memory.held_to_score(config, arch, parallel), memory.made_ready(config, arch, parallel)
+    items = " and ".join(need.item for need in held)
+    stays = Need(name, sum(need.bytes for need in held), f"{items}{note}")
+    passing = Need(f"weights of the {name}", sum(need.bytes for need in ready), "as they are multiplied")
+    return replace(others, on_gpu=(*others.on_gpu, stays), in_passes=(*others.in_passes, passing))
 
 
 def _teacher_shape(config: RunConfig, arch: Architecture) -> tuple[Architecture, str]:

@@ -51,7 +51,8 @@ class TrainerMemory:
         step: what a step adds.
         exported: what an update of the engine adds.
         at_rest: bytes that stay beside the state while the trainer does not compute.
-        made_ready: what a pass makes of the masters, and a trainer that never learns keeps.
+        made_ready: what a pass makes of the masters.
+        scoring: stays of a trainer that never learns; None: as much as of one that does.
         saved: what a checkpoint adds, while the weights of a pass are not there.
     """
 
@@ -61,6 +62,11 @@ class TrainerMemory:
     at_rest: int
     made_ready: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
     saved: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
+    scoring: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] | None = None
+
+    def held_to_score(self, config: RunConfig, arch: Architecture, parallel: "Parallel") -> tuple[Need, ...]:
+        """The memory between steps of a trainer that never learns."""
+        return (self.scoring or self.state)(config, arch, parallel)
 
 
 @dataclass(frozen=True)

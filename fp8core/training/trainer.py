@@ -156,6 +156,10 @@ class Trainer(Protocol):
         """Restore what `save` wrote."""
         ...
 
+    def rest(self) -> None:
+        """Release what passes have made ready, where it is soon made again: the next pass is not near."""
+        ...
+
     def close(self) -> None:
         """Give devices and processes back; a second call does nothing."""
         ...
@@ -281,6 +285,9 @@ class PolicyTrainer(ABC):
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
         """As `Trainer.save_policy`."""
         save_checkpoint(folder, self.arch, self.masters, tokenizer)
+
+    def rest(self) -> None:  # noqa: B027 - on a CPU it takes longer to make than memory is worth
+        """As `Trainer.rest`."""
 
     def close(self) -> None:  # noqa: B027 - most trainers hold nothing to release
         """Releases memory and processes; most trainers hold none."""

@@ -16,7 +16,14 @@ from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
-from fp8core.training.memory import Parallel, TrainerMemory, adapted_state, exported_in_one_piece, gradients
+from fp8core.training.memory import (
+    MOMENTS,
+    Parallel,
+    TrainerMemory,
+    adapted_state,
+    exported_in_one_piece,
+    gradients,
+)
 from fp8core.training.packed.masters import layer_stacks
 
 _SETTING = "training.packed"
@@ -129,8 +136,13 @@ def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[N
     if config.training.lora is not None:
         return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
     owned, form = _owned(arch, parallel), config.training.optimiser_state
-    moments = Need("optimiser states", 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
+    moments = Need(MOMENTS, 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
     return Need("master weights", owned * _FP32, "FP32"), moments
+
+
+def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """It makes moments for its first update."""
+    return tuple(need for need in _state(config, arch, parallel) if need.item != MOMENTS)
 
 
 def _owned(arch: Architecture, parallel: Parallel) -> int:
@@ -201,5 +213,5 @@ def advice(config: RunConfig) -> str:
     return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"
 
 
-MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready, _saved)
+MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready, _saved, _scoring)
 """On each GPU: a share of masters and moments, and all weights as they are multiplied."""

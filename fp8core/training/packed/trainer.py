@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -277,6 +278,9 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._masters.drop_gradients()
         self._decoder.zero_grad(set_to_none=True)
 
+    def rest(self) -> None:
+        self._decoder.drop_weights()
+
     def _refuse_not_finite(self) -> None:
         self._ranks.maximum(self._flag.not_finite)
         try:
@@ -366,16 +370,19 @@ class AdamW:
 
     Attributes:
         updates: how often it has.
-        moments: by `exp_avg/<name>` and `exp_avg_sq/<name>`.
     """
 
     def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
         self._masters, self._config = dict(masters), training
         self.updates = 0
-        dtype = _FORMATS[training.optimiser_state]
-        self.moments = {
+
+    @cached_property
+    def moments(self) -> dict[str, Tensor]:
+        """By `exp_avg/<name>` and `exp_avg_sq/<name>`; a trainer that never learns makes none."""
+        dtype = _FORMATS[self._config.optimiser_state]
+        return {
             f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
-            for name, master in masters.items()
+            for name, master in self._masters.items()
             for moment in _MOMENTS
         }
 

@@ -1,6 +1,7 @@
 """Reference and teacher: their memory on the GPUs that train, on the host, and beside what their trainers hold."""
 
 import pytest
+import torch
 from held_tensors import tensors_in
 
 from fp8core.config.load import load_config
@@ -48,30 +49,51 @@ def sizes(phase):
     return {need.item: need.bytes for need in phase.needs}
 
 
-@pytest.mark.parametrize(
-    ("settings", "moments"),
-    [({"reference": REFERENCE}, 2), ({"teacher": teacher("Qwen/Qwen3-8B-Base")}, 4)],
-)
+BOTH = {"reference": REFERENCE, "teacher": teacher("Qwen/Qwen3-8B-Base")}
+
+
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
-def test_every_gpu_that_trains_holds_the_trainer_that_scores_in_every_phase(settings, moments, placement):
-    """A share of masters and moments, and all weights as they are multiplied; a teacher has BF16 and FP32 moments."""
+def test_every_gpu_that_trains_holds_masters_of_the_trainer_that_scores_in_every_phase(name, placement):
     cluster = {"cluster": {"engines": 8, "ranks": 8, "placement": placement}}
-    (name,) = settings
-    plain, scored = (planned("qwen3-aligned", {**cluster, **more}) for more in ({}, steps(**settings)))
-    ready = READY if name == "reference" else 2 * PARAMETERS
-    expected = -(-PARAMETERS // 8) * 4 + 2 * -(-PARAMETERS // 8) * moments + ready
+    plain, scored = (planned("qwen3-aligned", cluster | more) for more in ({}, steps(**{name: BOTH[name]})))
     for before, after in zip(plain.devices, scored.devices, strict=True):
         for one, other in zip(before.phases, after.phases, strict=True):
-            added = {name: expected} if "master weights" in sizes(one) else {}
+            added = {name: -(-PARAMETERS // 8) * 4} if "master weights" in sizes(one) else {}
             assert sizes(other) == sizes(one) | added
 
 
-def test_a_training_that_no_longer_fits_beside_its_reference_is_refused():
+def test_a_pass_of_those_that_score_is_a_phase_where_it_takes_more_than_an_update():
+    """Two score at the same time, whose weights each GPU has whole; no gradient is there."""
+    settings = {"cluster": {"engines": 8, "ranks": 8}, "training.reduce_gradients": "per_pass"}
+    phases = {phase.name: phase for phase in planned("qwen3-aligned", settings | steps(**BOTH)).devices[0].phases}
+    found = sizes(phases["scoring"])
+    assert (found["weights of the reference"], found["weights of the teacher"]) == (READY, 2 * PARAMETERS)
+    assert phases["scoring"].total > phases["training"].total
+    assert found.keys().isdisjoint({"gradients", "activations"})
+
+
+def test_a_training_that_no_longer_fits_beside_those_that_score_is_refused():
     cluster = {"cluster": {"engines": 8, "ranks": 8}}
-    assert planned("qwen3-aligned", cluster).refusals == ()
-    (refusal,) = planned("qwen3-aligned", cluster | steps(reference=REFERENCE)).refusals
+    assert planned("qwen3-aligned", cluster | steps(reference=REFERENCE)).refusals == ()
+    (refusal,) = planned("qwen3-aligned", cluster | steps(**BOTH)).refusals
     assert refusal.startswith("training on each of 8 NVIDIA H100")
-    assert "reference" in refusal
+
+
+def test_a_packed_trainer_that_scores_holds_its_masters_between_passes():
+    config = load_config("careful", {"training.packed": True, "precision.rounding_points": "kernels"})
+    arch = model_shape(config)
+    trainer = build_trainer(config, arch, initial_weights(arch, config.seed))
+    scales, batch = [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers, TokenBatch.of([[3, 4, 5]], [[6, 7]])
+    first = trainer.logprobs(batch, 1.0, scales)
+    trainer.rest()
+    collectors = [parameter.grad for parameter in trainer._decoder.parameters()]
+    held = [*tensors_in([trainer.masters, trainer._decoder._values, collectors, vars(trainer._optimiser)])]
+    held += [each for layer in trainer._decoder.packed_layers() for each in tensors_in(vars(layer))]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+    masters = 4 * sum(tensor.numel() for tensor in trainer.masters.values())
+    assert sum(storages.values()) == pytest.approx(masters, rel=0.001)
+    assert torch.equal(trainer.logprobs(batch, 1.0, scales).logprobs, first.logprobs)
 
 
 def held_by(trainer):
