@@ -415,7 +415,7 @@ def open_run(
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     data = source.digest()
-    if directory.description() is not None:  # Without one it is a replay, which says where its prompts differ.
+    if read_description(directory.path) is not None:  # Without one it is a replay, which says where prompts differ.
         refuse_other_data(config, directory.ledger, data)
     check_memory(config, members_node(config))
     with ExitStack() as parts:
