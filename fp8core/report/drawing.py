@@ -245,7 +245,13 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     if included:
         low, high = axes.get_ylim()
         span = max(included) - min(included)
-        axes.set_ylim(min(low, min(included) - 0.03 * span), max(high, max(included) + 0.03 * span))
+        low, high = min(low, min(included) - 0.03 * span), max(high, max(included) + 0.03 * span)
+        if values and chart.y_scale == "linear":
+            # Room for half a marker: what matplotlib left is a share of the values' range, which may be small.
+            room = 0.04 * (high - low)
+            low = min(low, min(values) - room) if min(values) < min(included) else low
+            high = max(high, max(values) + room)
+        axes.set_ylim(low, high)
     if not values:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=13)
 

@@ -119,6 +119,15 @@ def test_outlines_and_references_are_drawn(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png", colour(REFERENCE))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_marks_are_whole_where_all_values_lie_far_from_the_axis(sign, tmp_path: Path) -> None:
+    values = [sign * y for y in (1.15, 1.14, 1.15)]
+    for name, far in (("close", 0.0), ("far", 3.0 * sign)):
+        draw_png([chart(line(values), include=(0.0, far))], tmp_path / f"{name}.png", "")
+    drawn, whole = (pixels(tmp_path / f"{name}.png", colour(0)) for name in ("close", "far"))
+    assert drawn == pytest.approx(whole, rel=0.02)
+
+
 def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() -> None:
     y = [math.sin(i / 500) for i in range(10_000)]
     y[3210], y[7654] = 40.0, -40.0
