@@ -35,6 +35,7 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.safetensors_stream import FileTensors
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
+from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.numerics.logprobs import Truncation, token_logprobs
 from fp8core.report.console import StyleAccuracy
@@ -119,10 +120,21 @@ def first_scales(run: RunContext) -> TaskResult:
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
         # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
         batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-        histograms = run.ready_trainer().statistics(batch).histograms()
+        try:
+            histograms = run.ready_trainer().statistics(batch).histograms()
+        except GroupNotFinite as error:
+            _refuse_not_finite(run, error)
+            raise
         return {"scales": store_scales(run, 0, covered(run.config, histograms))}
 
     return _once(run, "calibrate", {}, body)
+
+
+def _refuse_not_finite(run: RunContext, error: GroupNotFinite) -> None:
+    """Raises UserError: a pass met what is no number because a tensor of the model's folder holds it."""
+    for name, tensor in run.base.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"model={run.config.model}: tensor {name} holds NaN or infinity") from error
 
 
 def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:

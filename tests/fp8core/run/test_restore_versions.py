@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shutil
 
 import pytest
@@ -147,6 +148,16 @@ def test_a_model_folder_with_other_weights_is_refused(loop_run, small_checkpoint
     save_checkpoint(model, found.architecture, changed, found.tokenizer)
     with pytest.raises(UserError, match=r"^model=.*: its weights are others than the run began with"):
         run.resume(steps=3)
+
+
+def test_a_model_folder_with_a_value_that_is_no_number_is_named(loop_run, small_checkpoint, tmp_path):
+    found = load_checkpoint(small_checkpoint)
+    name = "model.layers.1.mlp.down_proj.weight"
+    found.tensors[name][3, 5] = math.nan
+    save_checkpoint(tmp_path / "model", found.architecture, found.tensors, found.tokenizer)
+    shape = {"architecture": None, "warm_start": None, "reward.verifier": "chain"}
+    with pytest.raises(UserError, match=f"model=.*: tensor {name} holds NaN or infinity"):
+        loop_run("broken", model=str(tmp_path / "model"), **shape)
 
 
 def test_a_data_file_with_other_problems_is_refused_before_a_command_starts_anything(
