@@ -27,7 +27,7 @@ import signal, subprocess, sys
 training = subprocess.Popen([sys.executable, "-c", '''
 import pathlib, signal, sys, time
 def finish(*_):
-    time.sleep(1)
+    time.sleep(5)
     pathlib.Path("finished").touch()
     sys.exit()
 signal.signal(signal.SIGTERM, finish)
@@ -45,6 +45,14 @@ def services(tmp_path: Path) -> Services:
     return Services(os.environ, tmp_path, tmp_path)
 
 
+def is_there(process: psutil.Process, words: str = "") -> bool:
+    """A process with these words in its command is neither gone nor about to be."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and words in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -58,7 +66,7 @@ def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(ser
         services.start("a worker", ["-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
         with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
             services.watch(lambda: None)
-    assert not [child for child in psutil.Process().children() if "time.sleep(600)" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if is_there(child, "time.sleep(600)")]
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -90,7 +98,7 @@ def test_services_end_when_who_started_them_is_killed(tmp_path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    wait_for(lambda: not service.is_running() or service.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not is_there(service))
 
 
 def test_who_asks_for_the_end_is_told_what_it_waits_for(services, capsys) -> None:

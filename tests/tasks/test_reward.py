@@ -1,5 +1,6 @@
 """Verdicts of a function of the user's own, from the pool to the record, the metrics and the console."""
 
+import shutil
 import zlib
 from collections import Counter
 
@@ -69,12 +70,18 @@ def test_the_record_says_what_scored(scored, function):
     assert evaluated["outcomes"]["crashed"] > 0
 
 
-def test_failures_are_told_and_a_step_goes_on(scored):
-    scored.resume(steps=3)
-    crashed = stored_metrics(scored.ledger, scored.store, 3)["reward/outcome_crashed"]
-    assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in scored.said
-    assert "crashed): ValueError: no good: " in scored.said
-    assert "held-out prompts: " in scored.said
+def copy_of(run, folder):
+    shutil.copytree(run.folder.parent, folder / "loop")
+    return type(run)(folder / "loop" / run.folder.name)
+
+
+def test_failures_are_told_and_a_step_goes_on(scored, tmp_path):
+    run = copy_of(scored, tmp_path)
+    run.resume(steps=3)
+    crashed = stored_metrics(run.ledger, run.store, 3)["reward/outcome_crashed"]
+    assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in run.said
+    assert "crashed): ValueError: no good: " in run.said
+    assert "held-out prompts: " in run.said
 
 
 def test_a_second_try_is_recorded(scored, function):
@@ -90,17 +97,22 @@ def test_a_second_try_is_recorded(scored, function):
     assert "SIGKILL" in after
 
 
-def test_a_changed_function_scores_the_open_step_anew(scored, function):
-    scored.resume(steps=4)
-    scored.cut_after(4, "reward")
-    with scored.opened(steps=4) as run:
+def test_a_changed_function_scores_the_open_step_anew(scored, function, tmp_path):
+    changing = copy_of(scored, tmp_path)
+    changing.resume(steps=4)
+    changing.cut_after(4, "reward")
+    with changing.opened(steps=4) as run:
         assert "reward" in {planned.name for planned in finished_steps(run, 4, carried(run, 4))}
+    before = function.read_text()
     function.write_text(f"{FUNCTION}\n# Changed.\n")
-    with scored.opened(steps=4) as run:
-        assert finished_steps(run, 4, carried(run, 4)) == []
-    before = scored.records[-1]["executed"]["reward"]
-    scored.resume(steps=4)
-    assert scored.records[-1]["executed"]["reward"] != before
+    try:
+        with changing.opened(steps=4) as run:
+            assert finished_steps(run, 4, carried(run, 4)) == []
+        described = changing.records[-1]["executed"]["reward"]
+        changing.resume(steps=4)
+    finally:
+        function.write_text(before)
+    assert changing.records[-1]["executed"]["reward"] != described
 
 
 def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):

@@ -47,10 +47,13 @@ class Beside(Execution):
 
     def __init__(self, chunks, monkeypatch):
         self._chunks, generate = dict(enumerate(chunks, start=1)), EmbeddedEngine.generate
+        self._written = threading.Event()
 
         def paced(engine, groups, sampling):
             if threading.current_thread().name.startswith("ahead"):
-                while not self._left and "train" not in self._ledger.tasks(self._step):
+                until = time.monotonic() + 120
+                while not self._left and "train" not in self._ledger.tasks(self._step) and time.monotonic() < until:
+                    self._written.set()
                     time.sleep(0.001)
                 self._left = max(0, self._left - 1)
             return generate(engine, groups, sampling)
@@ -60,6 +63,7 @@ class Beside(Execution):
     def steps(self, run, index, inputs):
         artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.plan.steps}
         self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
+        self._written.clear()
 
         def call(name):
             ports = {port: artifacts[artifact] for port, artifact in tasks[name].inputs.items()}
@@ -75,6 +79,7 @@ class Beside(Execution):
             for name in [name for name in tasks if name not in ("rollout", "ahead")]:
                 if name == "sync":
                     ended("ahead", beside.result())
+                assert name != "train" or self._written.wait(120)
                 ended(name, call(name))
         return results
 

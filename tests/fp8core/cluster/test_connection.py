@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray_nodes import start_cluster
 
 from flows import cli
 from fp8core.cluster import connection
@@ -51,7 +52,7 @@ def silent() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = start_cluster({"num_cpus": 1})
     yield cluster
     ray.shutdown()
     cluster.shutdown()

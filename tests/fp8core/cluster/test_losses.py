@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.cluster_utils import Cluster
+from ray_nodes import start_cluster
 
 from fp8core.cluster import gang
 from fp8core.cluster.connection import connect
@@ -28,8 +28,7 @@ from fp8core.run.build import members_node, open_cluster
 @contextmanager
 def cluster_of(system: dict[str, Any]) -> Iterator[str]:
     """The address of a cluster with places for two processes."""
-    settings = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
-    cluster = Cluster(initialize_head=True, head_node_args=settings)
+    cluster = start_cluster({"num_cpus": 2, "_system_config": system})
     try:
         yield cluster.address
     finally:
@@ -116,11 +115,8 @@ def test_a_node_that_falls_silent_is_lost_within_a_minute_by_the_threshold_of_th
     setting = re.compile(r"RAY_(health_check_failure_threshold)(?:=|, value: \")(\d+)")
     (name, threshold), *others = [found.groups() for found in map(setting.search, texts)]
     assert others == [(name, threshold)] * 2
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {name: int(threshold)}}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(2):
-        cluster.add_node(wait=False, num_cpus=1)
-    cluster.wait_for_nodes(timeout=180)
+    head = {"num_cpus": 0, "_system_config": {name: int(threshold)}}
+    cluster = start_cluster(head, {"num_cpus": 1}, {"num_cpus": 1})
     stopped = list[int]()
     try:
         with ranks(cluster.address, 2) as gang:

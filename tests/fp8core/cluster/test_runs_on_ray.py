@@ -21,6 +21,7 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray_nodes import add_nodes
 from torch.distributed import DistBackendError
 
 from flows.launch import launch
@@ -77,11 +78,12 @@ def to_engine_1_while_step_2_generates(run: RunContext) -> None:
     folder, victim = run.directory.path / "shards" / "00002", run.cluster.gang.engines[1].place.pid
 
     def watch() -> None:
-        while not any(folder.glob("*.parquet")):
+        until = time.monotonic() + 300
+        while not any(folder.glob("*.parquet")) and time.monotonic() < until:
             time.sleep(0.001)
         os.kill(victim, signal.SIGKILL)
 
-    threading.Thread(target=watch).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def test_two_engines_and_two_ranks_on_two_nodes_make_the_records_of_one_process(two_nodes, loop_run, whole_run):
@@ -259,7 +261,7 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
 
     def of_a_node(_: RunContext) -> None:
         lost = next(iter(two_nodes.worker_nodes))
-        two_nodes.add_node(num_cpus=1)
+        add_nodes(two_nodes, {"num_cpus": 1})
         two_nodes.remove_node(lost, allow_graceful=False)
 
     cluster = {"address": two_nodes.address, **TWO_EACH, "replacements": 4}
@@ -346,7 +348,7 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
 
 @pytest.mark.slow
 def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nodes, tmp_path):
-    two_nodes.add_node(num_cpus=0, num_gpus=1)
+    add_nodes(two_nodes, {"num_cpus": 0, "num_gpus": 1})
     settings = {"training.device": "cuda", "cluster.address": two_nodes.address, "runs": str(tmp_path), "run": "x"}
     with pytest.raises(UserError, match=r"^h200-small trains on a GPU, and there is none") as refused:
         launch(load_config("h200-small", {**settings, "rollout.engine": "embedded"}), {}, None, "")
@@ -358,7 +360,7 @@ def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nod
 def test_a_node_that_has_ended_is_passed_over(two_nodes):
     """The cluster lists it until some heartbeats are missing; the question goes to the next one."""
     config = load_config("tiny", {"cluster.address": two_nodes.address})
-    two_nodes.add_node(num_cpus=1)
+    add_nodes(two_nodes, {"num_cpus": 1})
     members_node(config)
     asked = min(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1)
     ray.shutdown()
@@ -547,7 +549,7 @@ def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
 def test_a_node_whose_processor_rounds_cosines_differently_is_refused(two_nodes, monkeypatch):
     with monkeypatch.context() as environment:
         environment.setenv("ATEN_CPU_CAPABILITY", "default")
-        node = two_nodes.add_node(num_cpus=1)
+        (node,) = add_nodes(two_nodes, {"num_cpus": 1})
     # Three places for three processes, so that each node has one.
     cluster = {"address": two_nodes.address, "engines": 2, "placement": "separate"}
     config = load_config("tiny", {"cluster": cluster})

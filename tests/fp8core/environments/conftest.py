@@ -156,7 +156,7 @@ class Hostile:
 
     def do_later(self, text):
         # Between two turns, when nothing is asked.
-        threading.Thread(target=lambda: (time.sleep(0.05), self.do(text))).start()
+        threading.Thread(target=lambda: (time.sleep(0.5), self.do(text))).start()
         return self.do_say("later")
 
     def do_signal(self, text):

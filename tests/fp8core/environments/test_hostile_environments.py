@@ -26,7 +26,7 @@ def pool(start_pool: StartPool, hostile_file: Path) -> EnvironmentPool:
 
 @pytest.fixture(scope="module")
 def impatient(start_pool: StartPool, hostile_file: Path) -> EnvironmentPool:
-    return start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=0.4, cpu_seconds=60))
+    return start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=2.0, cpu_seconds=60))
 
 
 @pytest.fixture(autouse=True)
@@ -137,12 +137,12 @@ def test_processor_time_is_bounded_even_in_a_function_of_c(pool: EnvironmentPool
 
 @pytest.mark.parametrize("text", ["sleep", "deaf", "stop", "close and sleep", "at_close sleep|give Outcome('right')"])
 def test_time_is_bounded(impatient: EnvironmentPool, text: str) -> None:
-    assert ask(impatient, text) == Outcome("timeout", detail="no reply after 0.4 s")
+    assert ask(impatient, text) == Outcome("timeout", detail="no reply after 2 s")
 
 
 def test_a_start_is_bounded_too(impatient: EnvironmentPool) -> None:
     impatient.begin(EPISODE, Task("sleep", "", 0))
-    assert reply(impatient, EPISODE) == Outcome("timeout", detail="no reply after 0.4 s")
+    assert reply(impatient, EPISODE) == Outcome("timeout", detail="no reply after 2 s")
     impatient.begin(EPISODE, Task("raise early", "", 0))
     assert reply(impatient, EPISODE) == Outcome("crashed", detail="ValueError: no good: early (hostile.py:45)")
 
@@ -157,8 +157,10 @@ def test_text_of_any_kind_arrives_as_it_is_but_half_a_surrogate_pair(pool: Envir
     assert ask(pool, "say \ud800") == Turn((Said("user", "\\ud800"),))
 
 
-def test_numbers_of_libraries_are_numbers(pool: EnvironmentPool) -> None:
-    said = ask(pool, "give Turn((Said('tool', 'x'),), reward=__import__('numpy').float32(0.5), info={'n': True})")
+def test_numbers_of_libraries_are_numbers(start_pool: StartPool, hostile_file: Path) -> None:
+    """The import takes a large part of the processor time that others have here."""
+    patient = start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=60.0, cpu_seconds=60))
+    said = ask(patient, "give Turn((Said('tool', 'x'),), reward=__import__('numpy').float32(0.5), info={'n': True})")
     assert said == Turn((Said("tool", "x"),), reward=0.5, info={"n": 1.0})
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -188,7 +189,9 @@ def test_an_episode_that_is_left_is_cleaned_up(pool: EnvironmentPool, tmp_path: 
     replies(pool, 1)
     pool.act((0, 1), Action("5"))
     replies(pool, 1)
+    until = time.monotonic() + 60
     while not note.exists() or len(note.read_text().split()) < 2:
+        assert time.monotonic() < until
         pool.replies(wait=False)
     assert sorted(note.read_text().split()) == ["0", "1"]
 

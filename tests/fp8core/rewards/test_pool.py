@@ -54,8 +54,6 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("give 0.25", Verdict(0.25, "wrong", "reward 0.25")),
         ("give 2", Verdict(2.0, "right", "reward 2")),
         ("give -1", Verdict(-1.0, "wrong", "reward -1")),
-        ("give __import__('numpy').bool_(True)", RIGHT),
-        ("give __import__('numpy').float32(0.25)", Verdict(0.25, "wrong", "reward 0.25")),
         ("give None", Verdict(0.0, "unparsed", "no answer found")),
         ("give Verdict(0.5, 'right', 'nearly')", Verdict(0.5, "right", "nearly")),
         ("give Verdict(1, 'fine', '')", "ValueError: the verifier returned the outcome 'fine'; there are: "),
@@ -88,6 +86,13 @@ def test_what_a_function_returns_or_raises(pool: VerifierPool, completion: str, 
         assert said.detail.startswith(verdict)
         assert len(said.detail) <= 220
         assert "\n" not in said.detail.encode().decode()
+
+
+def test_scalars_of_numpy_count(start_pool: StartPool, hostile_file: Path) -> None:
+    """Its import alone takes a large part of the processor time that others have here."""
+    pool = start_pool(f"{hostile_file}:score", cpu_seconds=60, timeout_seconds=60)
+    said = ask(pool, *(f"give __import__('numpy').{scalar}" for scalar in ("bool_(True)", "float32(0.25)")))
+    assert said == [RIGHT, Verdict(0.25, "wrong", "reward 0.25")]
 
 
 @pytest.mark.parametrize("completion", ["spin", "power"])

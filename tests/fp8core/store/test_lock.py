@@ -59,7 +59,8 @@ def test_asking_tells_and_leaves_the_lock_as_it_is(tmp_path: Path) -> None:
     assert not is_held(tmp_path / "lock")
 
 
-def test_somebody_who_asks_is_not_in_the_way(tmp_path: Path) -> None:
+def test_somebody_who_asks_is_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8core.store.lock._PROBE_SECONDS", 30.0)
     (tmp_path / "lock").touch()
     with (tmp_path / "lock").open() as asked:
         fcntl.flock(asked, fcntl.LOCK_SH)
