@@ -7,16 +7,13 @@ landed while the completion was in flight change nothing. In an unverifiable run
 
 import hashlib
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fp8core.rl.batch import TokenBatch
-from fp8core.run.checkpoint import load_state
 from fp8core.run.context import RunContext
-from fp8core.run.policy import keep_policy, read_scales
-from fp8core.run.resume import RedoError, is_replaced, rewind_to, rewind_with_engine, whole
+from fp8core.run.resume import hold_policies
 from fp8core.training.trainer import ScoringTrainer
 
 
@@ -33,7 +30,7 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     # One that is made again may leave the run another trainer, and another copy of those before it.
     needed = sorted(set(versions[versions >= 0].tolist()))
     run.sleep_engine()
-    _make_sure(run, needed)
+    hold_policies(run, needed)
     policies = {version: run.kept_policies[version] for version in needed}
     trainer, found = run.ready_trainer(), (torch.zeros(versions.shape), torch.zeros(versions.shape))
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
@@ -48,41 +45,6 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
             written = versions[rows, :longest] == version
             into[rows, :longest] = torch.where(written, part, into[rows, :longest])
     return found
-
-
-def _make_sure(run: RunContext, versions: Sequence[int]) -> None:
-    """Keep policies that the engine held, in ascending order.
-
-    After a restart they are made again, from a checkpoint and later updates.
-
-    Raises RedoError: an update that led to one gave another policy.
-    """
-    missing, held = [version for version in versions if version not in run.kept_policies], run.ready_trainer().version
-    if not missing:
-        return
-    for version in missing:
-        # Its task may need another version to make them again.
-        scales = whole(run, version + 1, "scales")
-        _go_to(run, version)
-        if run.followed is None and is_replaced(run, version):
-            raise RedoError(
-                f"policy {version} wrote tokens of this step, and was not had again bit for bit; resume the run: its "
-                "completions in flight begin anew then"
-            )
-        keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
-    _go_to(run, held)
-    # An update that lacks its rollouts has them generated again, by the engine with an older policy.
-    rewind_with_engine(run, held)
-    run.sleep_engine()
-
-
-def _go_to(run: RunContext, version: int) -> None:
-    """`rewind_to` from the newest checkpoint on the way: an update that is redone may give another policy."""
-    begun, directory = run.ready_trainer().version, run.directory
-    passed = (entry for entry in directory.ledger.newest_checkpoints() if begun < entry.step <= version)
-    if any(directory.checkpoint(entry).is_dir() for entry in passed):
-        load_state(run, version)
-    rewind_to(run, version)
 
 
 def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:

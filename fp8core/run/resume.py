@@ -5,12 +5,14 @@ are therefore made again where they are needed: the trainer goes to the version 
 more. Where files are whole none of this happens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import pyarrow as pa
 from pydantic import JsonValue
 
+from fp8core.alignment.bounds import unverifiable
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import STEP
@@ -19,7 +21,7 @@ from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.run.execute import attempt, carried, finished_steps
-from fp8core.run.policy import push, read_scales
+from fp8core.run.policy import keep_policy, push, read_scales
 from fp8core.run.rollouts import shards_of
 from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
@@ -66,12 +68,52 @@ def versions_in_flight(run: RunContext, index: int) -> list[int]:
     return sorted({version for row in table["versions"].to_pylist() for version in row})
 
 
-def is_replaced(run: RunContext, version: int) -> bool:
-    """True if the run has another policy of this version now than the one that wrote beside the update after it."""
-    if run.directory.ledger.step(version + 1) is None:
+def _is_replaced(run: RunContext, version: int) -> bool:
+    """True if the run has another policy of this version now than the one that wrote beside the update after it.
+
+    In an unverifiable run it has one that is near, as is what was sampled.
+    """
+    if run.directory.ledger.step(version + 1) is None or unverifiable(run.config) is not None:
         return False
     wrote = stored_manifest(run, version + 1).record.inputs[_producer(run, run.plan.carries["stream"]).name]["policy"]
     return wrote.digest != carried(run, version + 1)["policy"].digest
+
+
+def hold_policies(run: RunContext, versions: Sequence[int]) -> None:
+    """Keep policies that the engine held, in ascending order; the trainer holds afterwards what it held before.
+
+    After a restart they are made again, from checkpoints and later updates.
+
+    Raises RedoError: an update that led to one gave another policy.
+    """
+    missing, held = [version for version in versions if version not in run.kept_policies], run.ready_trainer().version
+    if not missing:
+        return
+    try:
+        for version in missing:
+            # Its task may need another version to make them again.
+            scales = whole(run, version + 1, "scales")
+            _go_to(run, version)
+            if run.followed is None and _is_replaced(run, version):
+                raise RedoError(
+                    f"policy {version} wrote tokens of this step, and was not had again bit for bit; resume the run: "
+                    "its completions in flight begin anew then"
+                )
+            keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
+    finally:
+        _go_to(run, held)
+    # An update that lacks its rollouts has them generated again, by the engine with an older policy.
+    rewind_with_engine(run, held)
+    run.sleep_engine()
+
+
+def _go_to(run: RunContext, version: int) -> None:
+    """`rewind_to` from the newest checkpoint on the way: an update that is redone may give another policy."""
+    begun, directory = run.ready_trainer().version, run.directory
+    passed = (entry for entry in directory.ledger.newest_checkpoints() if begun < entry.step <= version)
+    if any(directory.checkpoint(entry).is_dir() for entry in passed):
+        load_state(run, version)
+    rewind_to(run, version)
 
 
 def _begin_anew(run: RunContext, last: int) -> None:
@@ -80,8 +122,12 @@ def _begin_anew(run: RunContext, last: int) -> None:
     No pass would give their log-probs. A redo with another outcome replaced it, or other code made it. Of the latter,
     an older policy may come out otherwise whenever it is needed.
     """
-    versions = versions_in_flight(run, last + 1)
-    lost = {each for each in versions if code_of(run, last) != run.code_version or is_replaced(run, each)}
+    lost = set(versions_in_flight(run, last + 1))
+    if code_of(run, last) == run.code_version:
+        if run.config.replay.level == "tolerant":
+            with suppress(RedoError):
+                hold_policies(run, sorted(lost))
+        lost = {version for version in lost if _is_replaced(run, version)}
     if not lost:
         return
     store, artifact = run.directory.store, run.plan.carries["stream"]

@@ -12,7 +12,7 @@ from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.report.console import Console
 from fp8core.run import loop
 from fp8core.run.execute import carried
-from fp8core.run.loop import begin, iterate
+from fp8core.run.loop import begin, iterate, save_last
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
@@ -83,12 +83,17 @@ def test_older_policies_that_come_out_otherwise_leave_the_one_of_the_checkpoint(
     assert set(run.metric("alignment/tokens_differing").values()) == {0}
 
 
-@pytest.mark.parametrize("source", ["pass", "rollout"])
+@pytest.mark.parametrize("source", ["pass", "rollout", "pass, and a checkpoint of the newest policy"])
 def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path, source):
     """No pass gives the log-probs of their tokens, which would end the run at every attempt."""
-    learning = {"logprobs.source": source, "correction.method": "none" if source == "rollout" else "token_tis"}
+    correction = "none" if source == "rollout" else "token_tis"
+    learning = {"logprobs.source": source.partition(",")[0], "correction.method": correction}
     run = copy_of(loop_run("redone", **AHEAD, **learning, checkpoint={"every": 100, "keep": 1}), tmp_path)
     cut_before(run, 4)
+    if "checkpoint" in source:
+        with run.opened() as live:
+            begin(live)
+            save_last(live)
     run.change_rewards(2)
     begun = run.store.get_table(run.ledger.artifacts(3)["next_stream"]).to_pylist()
     assert any(2 in row["versions"] for row in begun)
@@ -100,12 +105,23 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
         for row in begun
     ]
     assert set(run.metric("alignment/tokens_differing").values()) == {0}
-    assert run.ledger.inexact_steps() == [2, 3]
+    assert {2, 3} <= {step for step in range(5) if run.ledger.redone(step)}
     wrong = [found for found in verify(RunView.read(run.folder)) if found.severity != "note"]
     assert all("rewards" in found.problem for found in wrong), "but for the reward that was changed"
     original = RunSnapshot.read(run.folder, read_description(run.folder))
     (verdict,) = replay(original, range(4, 5), (), Console(io.StringIO(), 4), None)
     assert verdict.outcome == "equal", verdict
+
+
+def test_an_unverifiable_run_goes_on_with_a_policy_that_is_near(loop_run, tmp_path):
+    """Its bounds are statistical, so nothing begins anew."""
+    kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
+    run = copy_of(loop_run("near", **AHEAD, **kept, checkpoint={"every": 100, "keep": 1}), tmp_path)
+    cut_before(run, 4)
+    run.change_rewards(2)
+    run.resume()
+    assert [entry for step in range(5) for entry in run.ledger.redone(step)] == ["train", "train"]
+    assert len(run.records) == 5
 
 
 def test_a_replay_with_other_settings_scores_with_the_policies_that_wrote(loop_run, tmp_path):
