@@ -115,7 +115,7 @@ class RolloutConfig(Section):
     )
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20)
-    temperature: float = Field(1.0, ge=1e-3, le=10)
+    temperature: float = Field(1.0, ge=1e-6, le=10)
     top_k: int | None = Field(
         None,
         ge=1,

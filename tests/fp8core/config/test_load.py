@@ -463,7 +463,7 @@ def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
         ({"tracking.uri": "\ud800"}, r"tracking.uri: not valid text: character 0 is '\ud800' (overrides)"),
         ({"tracking.uri": "mlruns"}, "tracking.uri: expected http(s)://HOST, sqlite:///FILE, "),
         ({"tracking.uri": "http://"}, "tracking.uri: expected http(s)://HOST, sqlite:///FILE, "),
-        ({"rollout.temperature": 1e-300}, "rollout.temperature: must be greater than or equal to 0.001, got 1e-300"),
+        ({"rollout.temperature": 1e-300}, "rollout.temperature: must be greater than or equal to 0.000001, got 1e-300"),
         ({"reward.options": {"a": math.nan}}, "reward.options.a: must be a finite number, got NaN (overrides)"),
         ({"loss.options": {"a": [1, -math.inf]}}, "loss.options.a: must be a finite number, got [1, -Infinity] (over"),
         ({"reward.verifier": "a\0:b"}, r"reward.verifier: not valid text: character 1 is '\x00' (overrides)"),
