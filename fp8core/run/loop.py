@@ -77,8 +77,11 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             _train(run, execution)
             return
         except (StepError, MemberLost) as error:
-            lost = error if isinstance(error, MemberLost) else error.__cause__
-            if not isinstance(lost, MemberLost):
+            # A task of a step may run another again, whose error names that one too.
+            lost: BaseException | None = error
+            while lost is not None and not isinstance(lost, MemberLost):
+                lost = lost.__cause__
+            if lost is None:
                 raise
             if not left:
                 raise StepError(str(error)) from lost

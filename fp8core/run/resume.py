@@ -100,8 +100,11 @@ def hold_policies(run: RunContext, versions: Sequence[int]) -> None:
                     "its completions in flight begin anew then"
                 )
             keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
-    finally:
+    except RedoError:
+        # A tolerant run goes on. Where a process was lost, nothing is left that could go anywhere.
         _go_to(run, held)
+        raise
+    _go_to(run, held)
     # An update that lacks its rollouts has them generated again, by the engine with an older policy.
     rewind_with_engine(run, held)
     run.sleep_engine()

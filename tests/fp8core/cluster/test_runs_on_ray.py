@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
+from fp8core.run import resume
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
@@ -230,6 +232,35 @@ def test_a_run_ahead_on_two_engines_and_two_ranks_makes_equal_records_though_its
     assert set(run.metric("alignment/tokens_differing").values()) == {0}
     assert "gave no answer within cluster.answer_seconds=40; all processes are replaced" in run.said
     assert time.monotonic() - began < 400
+
+
+@pytest.mark.slow
+def test_ranks_lost_while_a_step_makes_older_policies_again_are_replaced(two_nodes, ahead, tmp_path, monkeypatch):
+    """One while a checkpoint is loaded, one while an update is redone."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / "ahead")
+    run.cut_after(1, "record")
+
+    def lose_at(name: str, live: RunContext) -> None:
+        def losing(*arguments: Any) -> Any:
+            monkeypatch.setattr(resume, name, ours)
+            os.kill(live.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
+            return ours(*arguments)
+
+        ours = getattr(resume, name)
+        monkeypatch.setattr(resume, name, losing)
+        live.kept_policies.clear()
+
+    def without_checkpoints(live: RunContext) -> None:
+        for checkpoint in (live.directory.path / "checkpoints").iterdir():
+            shutil.rmtree(checkpoint)
+        lose_at("import_step", live)
+
+    with run.opened(cluster={"address": two_nodes.address, **TWO_EACH, "replacements": 2}) as live:
+        train(live, Accidents({3: partial(lose_at, "load_state"), 4: without_checkpoints}))
+    assert run.records == ahead.records
+    assert run.said.count("all processes are replaced") == 2
+    assert re.search(r"step 4, .*task update: MemberLost: rank \d ended", run.said), run.said
 
 
 @pytest.mark.slow
