@@ -22,6 +22,7 @@ from benchmarks.attention_forward import whole_attention_table
 from benchmarks.cluster_hopper import step_table
 from benchmarks.episodes_hopper import episode_table
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
+from benchmarks.rollout_hopper import prompt_table
 from benchmarks.sglang_hopper import sglang_table
 from benchmarks.verifier_speed import speed_tables
 
@@ -516,6 +517,7 @@ def _engine_tables() -> list[str]:
         fingerprint_table(kernels),
         rollout_table(rollouts),
         run_table(rollouts),
+        prompt_table(_of(rollouts, "prompts")),
         *trace_tables([*stored("decode_trace_hopper"), *rollouts]),
         attention_table(attention),
         decode_table(attention),

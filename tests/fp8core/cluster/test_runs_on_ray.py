@@ -260,7 +260,7 @@ def test_ranks_lost_while_a_step_makes_older_policies_again_are_replaced(two_nod
         train(live, Accidents({3: partial(lose_at, "load_state"), 4: without_checkpoints}))
     assert run.records == ahead.records
     assert run.said.count("all processes are replaced") == 2
-    assert re.search(r"step 4, .*task update: MemberLost: rank \d ended", run.said), run.said
+    assert re.search(r"step 4, task rollout: StepError: step \d, task train: MemberLost: rank \d ended", run.said)
 
 
 @pytest.mark.slow
