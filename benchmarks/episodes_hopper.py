@@ -1,6 +1,6 @@
 """Time episodes of several turns against single turns of equal lengths on one Hopper GPU, and count differing tokens.
 
-    python -m benchmarks.episodes_hopper --out FOLDER [speed] [exactness]
+    python -m benchmarks.episodes_hopper --out FOLDER [speed] [exactness] [trace]
 
 `speed` is Qwen3-8B with random weights on the aligned engine: 256 requests whose rows have 1,024 tokens each, first in
 one turn, then in 10 turns with an observation of 31 tokens after each but the last. The environment answers at once, or
@@ -8,6 +8,9 @@ one turn, then in 10 turns with an observation of 31 tokens after each but the l
 
 `exactness` is a small model of the same structure: 64 episodes of 10 turns, with cached prefixes and without, and how
 many log-probs of the policy's tokens differ from the packed trainer's.
+
+`trace` is what the GPU does in the steps of one turn of `speed`, with answers at once: the median step that only
+decodes, and the median one that reads prompts.
 
 Predicted before the first run on an H200, from 14,000 tokens a second and prefills of 60,000: each turn computes its
 observation and what is left of a cache block, about 40 tokens. So 256 x 40 / 60,000 = 0.17 s are beside 74 steps of
@@ -32,12 +35,16 @@ episode waits 0.45 s). So turns enter at every step, and the choice is gone. The
 Each measurement of episodes made a tokenizer of 151,936 tokens, 0.25 s on a processor, which a training makes once.
 Predicted without it: 0.91 of equal work at once, and 0.89 with late answers. It gave 0.86 and 0.81, on an H200: there
 single turns are 1.20 times as fast as on the H100 before, and a step that reads prompts is not.
+
+Predicted for the trace, on an H200: of the 24 ms of a step that reads 640 tokens beside 240 requests that decode, 14
+are linears, 7 attention, and in 1 nothing runs. Of the 11 ms of others, 5 are linears and 4 attention.
 """
 
 import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +53,7 @@ import torch
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import Row, RowFile, table
+from benchmarks.rollout_hopper import WORKER, median_step, traced_steps
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -69,6 +77,9 @@ TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
 # Steps of a row that are told one by one.
 _SLOWEST = 40
+# Steps of episodes that a trace begins and ends with: a turn has about 75. One that reads prompts takes longer.
+_TRACED = (320, 395)
+_READS = 1.3
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
 
 
@@ -123,37 +134,39 @@ class TimedPool:
         """Nothing is held."""
 
 
+class TracedPool(TimedPool):
+    """Answers at once, and records the kernels of the steps in the middle."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(0.0)
+        self._engine = engine
+        self.trace: dict[str, Any] = {}
+
+    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+        """What is due."""
+        if len(self.steps) == _TRACED[0]:
+            self._engine.call_worker("policy_trace_begin")
+        elif len(self.steps) == _TRACED[1]:
+            self.trace = self._engine.call_worker("policy_trace_end")
+        return super().replies(wait)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and check episodes of several turns on one Hopper GPU.")
-    parser.add_argument("parts", nargs="*", choices=["speed", "exactness"], default=["exactness", "speed"])
+    parts = {"exactness": measure_exactness, "speed": measure_speed, "trace": measure_trace}
+    parser.add_argument("parts", nargs="*", choices=parts, default=["exactness", "speed"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = RowFile(options.out.absolute() / "episodes_hopper.json")
     for part in options.parts:
-        {"speed": measure_speed, "exactness": measure_exactness}[part](rows)
+        parts[part](rows)
         print(rows.rows[-1], flush=True)
 
 
 def measure_speed(rows: RowFile) -> None:
     """Single turns, then episodes whose environments answer at once and late; a row each."""
-    contract = cases.aligned(cases.contract("fp8_linear_kv"))
-    settings = cases.options(
-        model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=CAPTURED_TOKENS
-    )
-    prepare(contract, settings)
-    arch = cases.qwen3_8b(36)
-    engine = cases.start(arch, contract, settings, REQUESTS, rows)
-    try:
-        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
-        torch.cuda.empty_cache()
-        freeze_heap()  # as a training does
-        about = {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
-        # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
-        cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=1)
-        talk = plain_talk(arch.vocab_size)
-        play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(LATEST_SECONDS), seed=1)
-        play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(0.0), seed=2)
+    with _started(rows) as (engine, talk, about):
         # The second writes as many tokens as the episodes write, and reads what is left of a row.
         written = TURN * TURNS
         for read, generated in ((PROMPT, ROW), (PROMPT + ROW - written, written)):
@@ -166,6 +179,40 @@ def measure_speed(rows: RowFile) -> None:
             episodes = play(engine, talk, REQUESTS, PROMPT, ROW, pool, seed=3 + number)
             row = episode_row(episodes, time.perf_counter() - began, latest, single, alike)
             rows.append({**about, **row, **steps_row(pool.steps)})
+
+
+def measure_trace(rows: RowFile) -> None:
+    """The kernels of one turn's steps."""
+    with _started(rows, WORKER) as (engine, talk, about):
+        pool = TracedPool(engine)
+        play(engine, talk, REQUESTS, PROMPT, ROW, pool, seed=3)
+        steps = traced_steps(**pool.trace)
+        typical = median([step["all"] for step in steps])
+        for reads in (False, True):
+            chosen = [step for step in steps if (step["all"] > _READS * typical) is reads]
+            rows.append({**about, "kind": "episodes_trace", "reads_prompts": reads, **median_step(chosen)})
+
+
+@contextmanager
+def _started(rows: RowFile, worker: str = cases.WORKER) -> Iterator[tuple[Any, Talk, Row]]:
+    """Qwen3-8B's aligned engine with all its kernels, and what its rows say."""
+    contract = cases.aligned(cases.contract("fp8_linear_kv"))
+    settings = cases.options(
+        model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=CAPTURED_TOKENS
+    )
+    prepare(contract, settings)
+    arch = cases.qwen3_8b(36)
+    engine = cases.start(arch, contract, settings, REQUESTS, rows, worker)
+    try:
+        cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
+        torch.cuda.empty_cache()
+        freeze_heap()  # as a training does
+        # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
+        cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=1)
+        talk = plain_talk(arch.vocab_size)
+        play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(LATEST_SECONDS), seed=1)
+        play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(0.0), seed=2)
+        yield engine, talk, {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
     finally:
         thaw_heap()
         engine.close()

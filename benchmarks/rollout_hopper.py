@@ -228,11 +228,19 @@ def part_of(name: str) -> str:
 def step_parts(names: Sequence[str], launches: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Milliseconds of the median decode step: in all, by part, by kernel, and with nothing running.
 
-    A step is what lies between the ends of two sampler kernels. The first two are left out (the rest of the prompts)
-    and the last (requests end).
+    The first two are left out (the rest of the prompts) and the last (requests end).
     """
+    return median_step(traced_steps(names, launches)[2:-1])
+
+
+def traced_steps(names: Sequence[str], launches: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Every step between two ends of sampler kernels, in nanoseconds: `all`, `idle`, `parts` and `kernels`."""
     ends = [i for i, (name, _, _) in enumerate(launches) if STEP_ENDS in names[name]]
-    steps = [_step(names, launches[a + 1 : b + 1], launches[a]) for a, b in pairwise(ends[2:-1])]
+    return [_step(names, launches[a + 1 : b + 1], launches[a]) for a, b in pairwise(ends)]
+
+
+def median_step(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of these steps in ms, each part and kernel by itself."""
     parts = sorted({part for step in steps for part in step["parts"]})
     kernels = sorted({kernel for step in steps for kernel in step["kernels"]})
     return {
