@@ -202,6 +202,7 @@ def _started(rows: RowFile, worker: str = cases.WORKER) -> Iterator[tuple[Any, T
     )
     prepare(contract, settings)
     arch = cases.qwen3_8b(36)
+    cases.compile_products(arch, contract, settings.batched_tokens)
     engine = cases.start(arch, contract, settings, REQUESTS, rows, worker)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))

@@ -164,6 +164,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     prepare(contract, settings)
     rows = RowFile(out)
     largest = max(cell.requests for cell in engine_of.cells)
+    cases.compile_products(arch, contract, max(settings.batched_tokens, largest))
     assert engine_of.traced is None or engine_of.traced[0] <= largest, "a trace of more requests than run at once"
     engine = cases.start(arch, contract, settings, largest, rows, worker=WORKER)
     try:

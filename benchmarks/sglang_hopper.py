@@ -94,8 +94,9 @@ def measure(options: argparse.Namespace) -> None:
     # It must have a CUDA context of its own to share weights, whichever process comes first.
     from fp8core.rollout.sglang.engine import SglangEngine
 
-    began = time.perf_counter()
     most = max(requests for requests, _, _ in cells)
+    cases.compile_products(arch, contract, max(settings.chunked_prefill_size, most))
+    began = time.perf_counter()
     engine = SglangEngine(arch, contract, settings, most, find_build(this_platform()))
     about = {"case": case, "precision": precision, "layers": arch.num_layers, "batch_invariant": options.invariant}
     rows.append({"kind": "start", **about, "seconds": round(time.perf_counter() - began, 1)})

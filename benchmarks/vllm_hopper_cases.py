@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flows.environment import kernel_folders
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.kernels.compilation import missing_jobs, run_jobs
+from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 from fp8core.models.tokenizer import character_tokenizer
@@ -30,6 +32,7 @@ from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, trai
 from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.plan.kernels import Product, layer_products, samples
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
@@ -37,6 +40,7 @@ from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampli
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import VllmBuild, find_build
 from fp8core.rollout.vllm.settings import WORKER
+from fp8core.run.compilation import product_job
 from fp8core.run.policy import check_report
 from fp8core.training.exact import ExactTrainer
 
@@ -109,6 +113,17 @@ def llama_8b() -> Architecture:
     changed = {"family": "llama", "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
     changed |= {"num_layers": 32, "num_heads": 32, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "qk_norm": False}
     return Architecture(**{**_SMALL, **changed, "max_positions": 131_072})
+
+
+def compile_products(arch: Architecture, agreed: PrecisionContract, most: int) -> None:
+    """DeepGEMM's kernels of steps of up to `most` tokens, on all processors: one after another they take minutes."""
+    if agreed.rollout.linear == "fp8_block":
+        rows, gpu, folders = range(1, most + 1), torch.cuda.get_device_properties(0), kernel_folders()
+        head = Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, rows)
+        found = samples([*layer_products(arch, rows), head], gpu.multi_processor_count)
+        missing = missing_jobs([product_job(sample, folders) for sample in found], gpu.name)
+        if missing:
+            run_jobs(missing, gpu.name, lambda done, jobs: None)
 
 
 def start(

@@ -125,7 +125,7 @@ def planned_jobs(config: RunConfig, arch: Architecture, processors: int, folders
     ends = {(*sample[:3], sample.tiling) for sample in samples(map(_ends, learned), processors)}
     jobs = {True: list[Job](), False: list[Job]()}
     for sample in found:
-        jobs[(*sample[:3], sample.tiling) in ends].append(_product_job(sample, folders))
+        jobs[(*sample[:3], sample.tiling) in ends].append(product_job(sample, folders))
     return [*_operation_jobs(config, arch, folders), *jobs[True], *_trainer_jobs(config, arch, folders), *jobs[False]]
 
 
@@ -135,7 +135,8 @@ def _ends(product: Product) -> Product:
     return replace(product, rows=range(rows[0], rows[-1] + 1, max(1, rows[-1] - rows[0])))
 
 
-def _product_job(sample: Sample, folders: KernelFolders) -> Job:
+def product_job(sample: Sample, folders: KernelFolders) -> Job:
+    """Compiles the kernel of one product."""
     operands, outputs, contraction, rows, _ = sample
     name = f"a product of {rows} x {contraction} with {outputs} x {contraction} in {operands}"
     if operands == "fp8_gradient":

@@ -34,6 +34,7 @@ def stored_rows(tmp_path, monkeypatch, pretend_engine):
     step = {"requests": 4, "context": 8, "parts_ms": {"linear": 1.0}, "idle_ms": 0.0, "step_ms": 1.0}
     monkeypatch.setattr(rollout_hopper, "decode_trace", lambda engine, requests, context: step)
     monkeypatch.setattr(rollout_hopper, "prepare", lambda *_: None)
+    monkeypatch.setattr(rollout_hopper.cases, "compile_products", lambda *_: None)
     pretend_engine(speeds={16: [100.0, 300.0, 200.0], 32: [50.0]})
     engine_of = rollout_hopper.Engine("qwen3-8b", "fp8_linear_kv", cells, forward="aligned", traced=(4, 8))
     rollout_hopper.measure(engine_of, tmp_path / "rows.json")

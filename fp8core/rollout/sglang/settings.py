@@ -21,6 +21,7 @@ imports no SGLang.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8core.config.precision import PrecisionContract
@@ -51,8 +52,12 @@ def required_environment() -> dict[str, str]:
 
 
 def suggested_environment() -> dict[str, str]:
-    """Variables that decide speed; what a user has set stays."""
-    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}
+    """Variables that decide speed; what a user has set stays.
+
+    Kernels are compiled before a run (`run.compilation`). SGLang's processes look for them in a folder of their own.
+    """
+    kept = str(Path.home() / ".cache" / "deep_gemm")
+    return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": kept, "DG_JIT_CACHE_DIR": kept}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.environment import kernel_folders
 from fp8core.alignment.bounds import contract_of
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
@@ -33,6 +34,7 @@ from fp8core.rollout.sglang.settings import (
     executed_formats,
     model_config,
     required_environment,
+    suggested_environment,
 )
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 from fp8core.rollout.slots import EngineUpdateError, fitted_slots
@@ -96,6 +98,13 @@ def _refused(found, *complaints):
 def test_every_other_version_and_machine_is_refused(platform, version, complaint):
     with pytest.raises(UserError, match=complaint):
         find_build(platform, _installed(version))
+
+
+def test_its_processes_find_the_kernels_that_are_compiled_before_a_run(monkeypatch):
+    """SGLang sets DeepGEMM's folder anew, to this one."""
+    for name, value in suggested_environment().items():
+        monkeypatch.setenv(name, value)
+    assert str(kernel_folders().deep_gemm) == suggested_environment()["SGLANG_DG_CACHE_DIR"]
 
 
 def test_the_supported_version_is_found():
