@@ -2,6 +2,8 @@
 
     python -m benchmarks.cold_start --out FOLDER --rows FILE --model qwen3-8b --layers 36
     python -m benchmarks.cold_start --out FOLDER --tiny                                  a rehearsal on a CPU
+    python -m benchmarks.cold_start --out FOLDER --cases empty kept --set rollout.engine=sglang --set \
+      'rollout.sglang={model: aligned, page_size: 64, kv_cache_gib: 14.5, mem_fraction_static: 0.3, sleep: true}'
 
 Each case is a process of its own, which does what `fp8-grpo run` does up to then: it compiles, reads the checkpoint of
 random weights, builds engine and trainer, calibrates and sends the policy. `empty` has a home folder without anything
@@ -25,6 +27,7 @@ from pathlib import Path
 from benchmarks.grpo_8gpu import REHEARSAL, SHAPES
 from benchmarks.harness import ROOT, Row, provenance, table, training_command, write_rows
 from benchmarks.large_ledger import architecture, make_model
+from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import LEDGER
@@ -32,8 +35,15 @@ from fp8core.store.run_directory import LEDGER
 RESULT = "cold_start"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 CASES = ("empty", "kept", "steps")
-_KEYS = ("model", "layers", "case", "tiny")
-_VARIABLES = ("DG_JIT_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+_KEYS = ("model", "layers", "engine", "case", "tiny")
+_VARIABLES = (
+    "DG_JIT_CACHE_DIR",
+    "SGLANG_DG_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "VLLM_CACHE_ROOT",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 _SETTINGS = {
     "data.source": "chain",
     "reward.verifier": "benchmarks.random_reward:score",
@@ -62,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in options.cases:
         row = _measured(case, model, out, options)
         row |= {"model": options.model, "layers": arch.num_layers, "case": case, "tiny": options.tiny}
-        same = [each for each in predictions if each["case"] == case and each["model"] == options.model]
+        row["engine"] = load_config(SHAPES[options.model][0], _settings(model, options)).rollout.engine
+        same = [each for each in predictions if all(each[key] == row[key] for key in ("case", "model", "engine"))]
         row["predicted"] = None if options.tiny or not same else same[0]["predicted"]
         good = good and row["kind"] == RESULT and not sum(row.get("compiled_by_step", ()))
         rows = [
@@ -126,10 +137,11 @@ def _last_step(ledger: Path) -> int:
 def cold_start_table(rows: Sequence[Row]) -> str:
     """One line a case: seconds to the first token beside the prediction, by part, and kernels."""
     return table(
-        ("model", "kernels", "first token, s", "predicted", "parts, s", "kernels", "compiled in steps"),
+        ("model", "engine", "kernels", "first token, s", "predicted", "parts, s", "kernels", "compiled in steps"),
         [
             (
                 row["model"],
+                row["engine"],
                 row["case"],
                 f"{row['first_token_seconds']:.1f}" if "first_token_seconds" in row else "",
                 "" if row["predicted"] is None else str(row["predicted"].get("first_token_seconds", "")),

@@ -9,11 +9,19 @@ from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.training.registry import trainer_grid
 
+SGLANG = [
+    *("--set", "rollout.engine=sglang"),
+    "--set",
+    "rollout.sglang={model: aligned, page_size: 64, kv_cache_gib: 14.5, mem_fraction_static: 0.3, sleep: true}",
+]
 
-@pytest.mark.parametrize("model", SHAPES)
-def test_the_measured_training_fits_its_gpu(model, tmp_path):
+
+@pytest.mark.parametrize(
+    ("model", "engine"), [*((model, []) for model in SHAPES), ("qwen3-8b", SGLANG)], ids=[*SHAPES, "sglang"]
+)
+def test_the_measured_training_fits_its_gpu(model, engine, tmp_path):
     name, arch = SHAPES[model]
-    settings = _settings(tmp_path, _options(["--out", str(tmp_path), "--model", model]))
+    settings = _settings(tmp_path, _options(["--out", str(tmp_path), "--model", model, *engine]))
     config, machine = load_config(name, settings), Machine(GPUS["h200"], None)
     refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 
