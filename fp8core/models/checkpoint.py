@@ -76,12 +76,16 @@ class StoredCheckpoint:
         return Checkpoint(self.architecture, tensors, self.tokenizer, frozenset(self.codes))
 
     def source(self) -> FileTensors:
-        """The weights in their files, of which nothing is kept. Raises UserError: the head is tied, and another one."""
+        """The weights in their files, of which nothing is kept. Raises UserError: as `check_head`."""
+        self.check_head()
         places: dict[str, StoredTensor | Dequantised] = {**self.stored, **self.codes}
-        files = FileTensors(places)
+        return FileTensors({name: places[name] for name in parameter_shapes(self.architecture)})
+
+    def check_head(self) -> None:
+        """Read a stored head that is tied to the embedding. Raises UserError: it has other values."""
+        files = FileTensors({**self.stored, **self.codes})
         if self.architecture.tie_embeddings and _HEAD in files:
             _refuse_other_head(self.stored[_HEAD], files[_HEAD], files[_EMBEDDING])
-        return FileTensors({name: places[name] for name in parameter_shapes(self.architecture)})
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:

@@ -160,9 +160,9 @@ def check_inputs(config: RunConfig) -> None:
     """Refuse a model, data, verifiers and an environment that cannot be used, before a run has a folder or a server.
 
     Raises:
-        UserError: as `build_base`, `check_teacher`, `own_demonstrations`, `build_source`, `build_verifier`,
-            `check_problems`, `check_turns`, `tool_calls_of`, `build_environment`, `check_openings` and
-            `refuse_other_data` have it.
+        UserError: as `build_base` (but for broken values of weights), `check_teacher`, `own_demonstrations`,
+            `build_source`, `build_verifier`, `check_problems`, `check_turns`, `StoredCheckpoint.check_head`,
+            `tool_calls_of`, `build_environment`, `check_openings` and `refuse_other_data` have it.
     """
     source = build_source(config.data, config.evaluation)
     if config.run is not None and (ledger := config.runs / config.run / LEDGER).exists():
@@ -183,6 +183,8 @@ def check_inputs(config: RunConfig) -> None:
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
     if config.run is None or read_description(config.runs / config.run) is None:
         check_turns(source, config, base.tokenizer)
+        if base.checkpoint is not None:
+            base.checkpoint.check_head()
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:

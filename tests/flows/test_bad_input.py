@@ -243,6 +243,11 @@ MISTAKES = {
         {},
         "tensor model.layers.0.mlp.down_proj.weight: expected shape [128, 384], found [128, 256]",
     ),
+    "other-head": (
+        change_text("config.json", '"tie_word_embeddings": false', '"tie_word_embeddings": true'),
+        {},
+        "tensor lm_head.weight: expected the values of model.embed_tokens.weight",
+    ),
     "no-answer": (change_text("data", "#### 9", "9"), {}, "problems.jsonl:3: reward.verifier=integer: the reference"),
     "no-question": (nothing, {"data.template": "Answer it."}, "data.template: the text has no {question}"),
     "placeholder": (nothing, {"data.template": "{question} is {answer}"}, "data.template: {answer} would stand in"),
