@@ -49,7 +49,7 @@ from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
 from fp8core.run.context import RunContext
-from fp8core.run.execute import StepError, TaskResult
+from fp8core.run.execute import StepError, TaskResult, carried
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
 from fp8core.run.precision_gap import gap_line
@@ -219,7 +219,8 @@ def finish(session: Session, console: Console) -> Summary:
         run=run.directory.path.name,
         mlflow_run_id=tracker.run_id,
         chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
-        weights_digest=run.ready_trainer().digest(),
+        # What is stored: the ranks are needed no more, and one may be lost.
+        weights_digest=run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
         total_seconds=sum(earlier) + time.perf_counter() - session.began,
         task_seconds={**session.stages, **view.task_seconds},
         bounds=bounds.summary,

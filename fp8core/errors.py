@@ -26,6 +26,14 @@ class MemberLost(RuntimeError):
     """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
 
 
+def lost_member(error: BaseException) -> MemberLost | None:
+    """The loss behind an error, if any: a task may run another again, whose error names that one too."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MemberLost):
+        cause = cause.__cause__
+    return cause
+
+
 def refuse(messages: Iterable[str]) -> None:
     """Raise UserError with all messages in one line; none pass."""
     if lines := list(messages):

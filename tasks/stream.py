@@ -2,7 +2,8 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
 from fp8core.rl.batch import column, pad
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Begun, Episode, Pool
+from fp8core.rollout.episodes import Begun, Episode, Key, Pool
 from fp8core.rollout.registry import continuation_of, longest_row
 from fp8core.rollout.stream import (
     DroppingStream,
@@ -406,6 +407,18 @@ class _EpisodeWriter:
         room = missing[0].room[0] if missing[0].room else None
         engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
         played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
+        # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
+        with closing(played):
+            yield from self._told(played, by_number, begun, places)
+
+    def _told(
+        self,
+        played: Iterator[list[Episode]],
+        by_number: Mapping[int, PromptGroup],
+        begun: Mapping[Key, Begun | Episode],
+        places: Sequence[GroupPlace],
+    ) -> Iterator[list[Completion]]:
+        run = self._run
         for batch in played:
             over, told = list[Row](), list[Completion]()
             for one in batch:

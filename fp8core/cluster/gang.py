@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import ray
+import torch
 from ray.exceptions import (
     ActorUnschedulableError,
     GetTimeoutError,
@@ -93,12 +94,15 @@ class Gang:
 
         Raises:
             UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
-                none is free in time; or a node has other code.
+                none is free in time; a node has other code; or a process ended before it answered.
+            MemberLost: such a process was to replace one.
         """
         self._group: Any = None
         self._all: list[Handle] = []
         self._answer_seconds = settings.answer_seconds
         self._ended_by: Exception | None = None
+        # One that replaces others is lost as they were: the caller may try once more.
+        self._unstarted = UserError if lost is None else MemberLost
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
         self._head = HeadWatch(settings.address, ray.get_runtime_context().gcs_address)
@@ -189,6 +193,8 @@ class Gang:
             files = isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError) or files:
                 raise cause from None
+            if isinstance(cause, torch.AcceleratorError):
+                raise MemberLost(f"{member.name}: {_where(member)}: the GPU failed: {first_line(cause)}") from None
             if isinstance(cause, DistBackendError | DistNetworkError):
                 raise LinkLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
             text = str(error).strip()
@@ -275,12 +281,12 @@ class Gang:
         try:
             places = ray.get([actor.place.remote() for actor in actors.values()], timeout=self._answer_seconds)
         except OutOfMemoryError as error:
-            raise UserError(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
+            raise self._unstarted(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
         except (RayActorError, ActorUnschedulableError) as error:
-            raise UserError(f"cluster: a process did not start: {_reason(error)}") from error
+            raise self._unstarted(f"cluster: a process did not start: {_reason(error)}") from error
         except GetTimeoutError as error:
             limit = f"cluster.answer_seconds={self._answer_seconds:g}"
-            raise UserError(f"cluster: a process did not start within {limit}") from error
+            raise self._unstarted(f"cluster: a process did not start within {limit}") from error
         except RayTaskError as error:
             raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
         started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}

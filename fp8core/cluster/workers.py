@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import ray
 
+from fp8core.cluster.connection import HeadLost
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import HostProcess
 from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
-from fp8core.errors import StoredFileError
+from fp8core.errors import MemberLost, StoredFileError, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.tokenizer import Tokenizer
@@ -171,9 +172,12 @@ class Cluster:
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
             self._links = Links(gang, host, port)
-        except BaseException:
+        except BaseException as error:
             gang.close()
-            raise
+            if lost is None or not isinstance(error, UserError) or isinstance(error, HeadLost):
+                raise
+            # Rank 0 ended while others looked for it.
+            raise MemberLost(str(error)) from error
 
     def _build(self, members: Sequence[Handle], part: type, uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"

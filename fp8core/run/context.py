@@ -93,6 +93,8 @@ class RunContext:
         self.engine = self.trainer = self.reference = self.teacher = None
         # They lie in the memory of what is gone.
         self.kept_policies.clear()
+        self.environment_seconds.clear()
+        self.halted.clear()
         self.cluster.replace()
         self.cluster.gang.check_shared(self.directory.path)
 

@@ -5,7 +5,7 @@ prompts to rewards.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -146,8 +146,8 @@ def play(
     pool: Pool | None,
     begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
     room: int | None = None,
-) -> Iterator[list[Episode]]:
-    """Episodes of all groups as they finish; without an environment, whole groups.
+) -> Generator[list[Episode], None, None]:
+    """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
 
     Args:
         engine: answers under its present policy.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from fp8core.alignment.bounds import Crossing, StopBounds, crossed, stop_bounds
-from fp8core.errors import MemberLost
+from fp8core.errors import MemberLost, lost_member
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.run import start
 from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_state, unsaved_step
@@ -55,7 +55,7 @@ class Execution:
         """The ledger has a new entry."""
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
-        """Iteration `index` is committed, and checkpointed where that is due."""
+        """Iteration `index` is committed, and its checkpoint written or failed where one is due."""
 
 
 _IN_PROCESS = Execution()
@@ -77,14 +77,11 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             _train(run, execution)
             return
         except (StepError, MemberLost) as error:
-            # A task of a step may run another again, whose error names that one too.
-            lost: BaseException | None = error
-            while lost is not None and not isinstance(lost, MemberLost):
-                lost = lost.__cause__
-            if lost is None:
+            # No name holds the error any longer than this block: its frames hold what the step had open.
+            if lost_member(error) is None:
                 raise
             if not left:
-                raise StepError(str(error)) from lost
+                raise StepError(str(error)) from lost_member(error)
             run.console.note(f"{error}; all processes are replaced")
 
 
@@ -100,9 +97,12 @@ def _train(run: RunContext, execution: Execution) -> None:
     for index in range(next_step(run), run.config.steps + 1):
         execution.before_step(run, index)
         results = iterate(run, index, carried(run, index), execution)
-        if checkpoint_due(run, index):
-            write_checkpoint(run, index, execution)
-        execution.step_done(run, index, results)
+        try:
+            if checkpoint_due(run, index):
+                write_checkpoint(run, index, execution)
+        finally:
+            # Whatever becomes of its checkpoint, the step is committed, and no later process of the run makes it.
+            execution.step_done(run, index, results)
         watch(run, execution)
     # Of a step beyond the last one, too.
     rewind_to(run, next_step(run) - 1)

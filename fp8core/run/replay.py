@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import MemberLost, UserError
+from fp8core.errors import MemberLost, UserError, lost_member
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
 from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, stored_metrics
@@ -246,7 +246,8 @@ def replay(
         rerun_environments: ask environments again, instead of taking their recorded answers.
 
     Raises:
-        UserError: a step is not committed, what it needs was removed or cannot be restored, or an override is wrong.
+        UserError: a step is not committed, what it needs was removed or cannot be restored, an override is wrong, or a
+            process of a cluster was lost.
     """
     for step in steps:
         original.refuse_unknown(step)
@@ -265,10 +266,17 @@ def replay(
             with scratch_run(changed, original.folder, folder, console, recorded) as run:
                 yield from _replayed(original, run, steps, overrides)
         except (RedoError, *FAILURES) as error:
+            _refuse_lost(error)
             yield _failed(original, changed, steps[0], f"on the way to this step: {error}")
         finally:
             if repaired is not None:
                 put_back(repaired, folder, steps, console)
+
+
+def _refuse_lost(error: Exception) -> None:
+    """Raises UserError: the error came of a process that was lost, which says nothing of a step."""
+    if (lost := lost_member(error)) is not None:
+        raise UserError(f"nothing was compared, as a process of the cluster was lost: {lost}") from error
 
 
 def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
@@ -300,6 +308,7 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             try:
                 iterate(run, index, carried(run, index))
             except FAILURES as error:
+                _refuse_lost(error)
                 yield _failed(original, run.config, index, f"the replay fails: {error}")
                 return
         verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
 from ray_nodes import start_cluster
 
 from fp8core.cluster import gang
@@ -157,6 +158,34 @@ def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
         with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
             gang.value(*member.send("drop", "nothing"))
     assert not any("\n" in str(each.value) for each in (asked, started, lost))
+
+
+class Ending(Member):
+    """A process that ends before it says where it is."""
+
+    def place(self) -> HostProcess:
+        os._exit(1)
+
+
+def test_a_process_that_ends_as_it_starts_is_a_mistake_at_first_and_a_loss_where_it_replaces_one(address, monkeypatch):
+    monkeypatch.setattr(gang, "Member", Ending)
+    config = load_config("tiny", {"cluster": {"address": address, "ranks": 1}})
+    lost = Gang.__new__(Gang)
+    lost.unit = "CPU"
+    for before, error in ((None, UserError), (lost, MemberLost)):
+        with pytest.raises(error, match=r"^cluster: a process did not start: "):
+            Gang(config.cluster, 1, False, Environment(), 1, before)
+
+
+def fail_on_a_gpu() -> None:
+    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+def test_a_gpu_that_fails_in_a_process_that_lives_is_a_loss(address):
+    with ranks(address, 1) as found:
+        with pytest.raises(MemberLost, match=r"^rank 0: process \d+ on \S+: the GPU failed: CUDA error: uncorrectable"):
+            found.gather([found.ranks[0].send("build", "kernel", fail_on_a_gpu, ())])
+        assert not found.alive
 
 
 def test_a_process_of_which_ray_has_no_log_wrote_nothing_that_is_known(monkeypatch):
