@@ -160,6 +160,8 @@ class _Index:
         match entry:
             case TaskEntry():
                 self.tasks.setdefault(entry.step, {})[entry.task] = entry
+                # It ran anew, from other inputs or by other code than what was redone before.
+                self.redone.get(entry.step, {}).pop(entry.task, None)
                 self._reached = entry.step
             case StepEntry():
                 self.steps[entry.step] = entry
@@ -307,7 +309,7 @@ class LedgerView:
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
-        """The redos of a step, by task, that gave another result."""
+        """The redos of a step, by task, that gave another result, and after which the task did not run anew."""
         # A redo may be anywhere after its step.
         index = self._read.tail if step >= self._read.since else self._all()
         return dict(index.redone.get(step, {}))
@@ -318,8 +320,10 @@ class LedgerView:
         return {**self.artifacts(step), **dict(redone)}
 
     def inexact_steps(self) -> list[int]:
-        """Steps whose redo gave another result, of the steps that were read."""
-        return sorted(self._read.tail.redone)
+        """Steps whose update, redone, gave another policy, of the steps that were read."""
+        redone = self._read.tail.redone.items()
+        outputs = {step: [ref for entry in tasks.values() for ref in entry.outputs.values()] for step, tasks in redone}
+        return sorted(step for step, refs in outputs.items() if any(ref.kind == "policy" for ref in refs))
 
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""

@@ -120,11 +120,13 @@ class RunView:
 
     @cached_property
     def redone(self) -> dict[int, list[RedoEntry]]:
-        """The redos by step: each gave another result than the step's tasks had stored."""
+        """The redos by step: each gave another result than the task had stored, which did not run anew later."""
         found: dict[int, list[RedoEntry]] = defaultdict(list)
         for _, entry in self.entries:
             if isinstance(entry, RedoEntry):
                 found[entry.step].append(entry)
+            elif isinstance(entry, TaskEntry):
+                found[entry.step] = [redo for redo in found[entry.step] if redo.task != entry.task]
         return dict(found)
 
     @cached_property

@@ -12,6 +12,7 @@ from fp8core.run.resume import RedoError, ensure, history
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import RedoEntry
 from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_view import RunView
 
 # Every artifact of an iteration, and a way to damage it.
 ARTIFACTS = {
@@ -286,6 +287,31 @@ def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run,
     found, expected = run_copy.ledger.artifacts(3), whole_run.ledger.artifacts(3)
     assert found == expected, "the later tasks found the update that was redone"
     assert run_copy.records[4]["weights_digest"] == whole_run.records[4]["weights_digest"]
+
+
+def test_an_update_that_runs_anew_stands_for_what_was_redone_before_it(run_copy):
+    run_copy.cut_after(3, "train")
+    earlier = {name: run_copy.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report")}
+
+    def swap(entry):
+        if entry.get("step") == 3 and entry.get("task") == "train":
+            entry["outputs"] = earlier
+
+    run_copy.rewrite(swap)
+    with run_copy.opened(**{"replay.level": "tolerant"}) as run:
+        begin(run)
+    assert run_copy.ledger.inexact_steps() == [3]
+    # An earlier update comes out otherwise, so that this one has another input.
+    for checkpoint in (run_copy.folder / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    run_copy.change_rewards(2)
+    run_copy.resume(**{"replay.level": "tolerant"})
+    assert run_copy.ledger.inexact_steps() == [2]
+    assert RunView.read(run_copy.folder).redone.get(3, []) == []
+    policy = run_copy.ledger.artifacts(3)["next_policy"]
+    assert run_copy.ledger.effective_outputs(3)["next_policy"] == policy
+    assert run_copy.records[4]["inputs"]["train"]["policy"]["digest"] == policy.digest
+    assert run_copy.records[3]["weights_digest"] == run_copy.store.get_json(policy)["weights_digest"]
 
 
 def test_a_checkpoint_of_the_line_that_was_left_is_not_loaded(run_copy):
