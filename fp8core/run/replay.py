@@ -284,7 +284,9 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
     made = ArtifactStore(scratch)
     removed = read_deletions(original.path)
     for index in range(steps.stop):
-        for name, ref in original.ledger.effective_outputs(index).items():
+        # What a redo replaced is asked for too, by `verify`.
+        stored, effective = original.ledger.artifacts(index), original.ledger.effective_outputs(index)
+        for name, ref in [*stored.items(), *(each for each in effective.items() if each not in stored.items())]:
             if ref.digest in removed and not original.store.path(ref).exists():
                 continue  # `artifacts.keep` does not keep it.
             if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:

@@ -47,11 +47,12 @@ def restore(run: RunContext) -> int:
     run.directory.ledger.refuse_gap(begun, last)
     rewind_to(run, last)
     for artifact in run.plan.carries:
-        whole(run, last + 1, artifact)
+        if not _replaced_whole(run, last, artifact):
+            whole(run, last + 1, artifact)
     if run.followed is None:
         _begin_anew(run, last)
     version = _restore_open_step(run, last + 1)
-    if version > last and run.config.pipeline.ahead_tokens != 0 and _generates(run, last + 1):
+    if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
         rewind_with_engine(run, last)
         rewind_to(run, version)
@@ -64,8 +65,19 @@ def versions_in_flight(run: RunContext, index: int) -> list[int]:
     """The policies that wrote tokens of the stream that iteration `index` starts from; none in a synchronous run."""
     if "stream" not in run.plan.carries:
         return []
-    table = run.directory.store.get_table(carried(run, index)["stream"])
-    return sorted({version for row in table["versions"].to_pylist() for version in row})
+    return _versions(run.directory.store.get_table(carried(run, index)["stream"]))
+
+
+def _versions(stream: pa.Table) -> list[int]:
+    return sorted({version for row in stream["versions"].to_pylist() for version in row})
+
+
+def _replaced_whole(run: RunContext, last: int, artifact: str) -> bool:
+    """True if completions began anew after the last step, so that nothing reads the stream it stored any more."""
+    source = run.plan.carries[artifact]
+    producer = _producer(run, source)
+    redo = run.directory.ledger.redone(last).get(producer.name)
+    return redo is not None and not producer.spec.redo and not damages(run, {source: redo.outputs[source]})
 
 
 def _is_replaced(run: RunContext, version: int) -> bool:
@@ -89,16 +101,16 @@ def hold_policies(run: RunContext, versions: Sequence[int]) -> None:
     missing, held = [version for version in versions if version not in run.kept_policies], run.ready_trainer().version
     if not missing:
         return
+    replaced = list[int]()
     try:
         for version in missing:
             # Its task may need another version to make them again.
             scales = whole(run, version + 1, "scales")
             _go_to(run, version)
             if run.followed is None and _is_replaced(run, version):
-                raise RedoError(
-                    f"policy {version} wrote tokens of this step, and was not had again bit for bit; resume the run: "
-                    "its completions in flight begin anew then"
-                )
+                # The next ones follow from it, and are had again as well to know which of them are others.
+                replaced.append(version)
+                continue
             keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
     except RedoError:
         # A tolerant run goes on. Where a process was lost, nothing is left that could go anywhere.
@@ -108,6 +120,11 @@ def hold_policies(run: RunContext, versions: Sequence[int]) -> None:
     # An update that lacks its rollouts has them generated again, by the engine with an older policy.
     rewind_with_engine(run, held)
     run.sleep_engine()
+    if replaced:
+        raise RedoError(
+            f"policy {replaced[0]} wrote tokens of this step, and was not had again bit for bit; resume the run: its "
+            "completions in flight begin anew then"
+        )
 
 
 def _go_to(run: RunContext, version: int) -> None:
@@ -125,20 +142,29 @@ def _begin_anew(run: RunContext, last: int) -> None:
     No pass would give their log-probs. A redo with another outcome replaced it, or other code made it. Of the latter,
     an older policy may come out otherwise whenever it is needed.
     """
-    lost = set(versions_in_flight(run, last + 1))
-    if code_of(run, last) == run.code_version:
-        if run.config.replay.level == "tolerant":
+    if "stream" not in run.plan.carries:
+        return
+    store, artifact = run.directory.store, run.plan.carries["stream"]
+    producer, ledger = _producer(run, artifact).name, run.directory.ledger
+    stored, makers = carried(run, last + 1)["stream"], {code_of(run, last)}
+    if damage := damages(run, {artifact: stored}).get(artifact):
+        # An earlier process let completions begin anew, and its file is lost; what it replaced was made whole.
+        makers.add(ledger.redone(last)[producer].code_version)
+        run.console.note(f"step {last}: artifact {artifact} was damaged ({damage}); completions begin anew once more")
+    table = store.get_table(ledger.artifacts(last)[artifact] if damage else stored)
+    lost = set(_versions(table))
+    if makers == {run.code_version}:
+        if run.config.replay.level == "tolerant" or any(code_of(run, each) != run.code_version for each in lost):
             with suppress(RedoError):
                 hold_policies(run, sorted(lost))
         lost = {version for version in lost if _is_replaced(run, version)}
-    if not lost:
+    if not lost and not damage:
         return
-    store, artifact = run.directory.store, run.plan.carries["stream"]
-    table = store.get_table(carried(run, last + 1)["stream"])
     rows = [Row(**row) for row in table.to_pylist()]
     begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]
     made = store.put_table("stream", pa.Table.from_pylist([asdict(row) for row in begun], schema=table.schema))
-    producer = _producer(run, artifact).name
+    if made == stored:
+        return
     entry = RedoEntry(step=last, task=producer, outputs={artifact: made}, code_version=run.code_version)
     # They go on from what begins anew.
     shards_of(run, last + 1).clear()
@@ -168,6 +194,9 @@ def _generates(run: RunContext, index: int) -> bool:
     finished = finished_steps(run, index, start)
     if any("sync_report" in each.spec.outputs.values() for each in finished):
         return False
+    if run.config.pipeline.ahead_tokens == 0:
+        # In turn, the engine sleeps beside the update.
+        finished = [*finished, _producer(run, run.plan.carries["stream"])]
     return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.plan.steps if each not in finished)
 
 
