@@ -1,6 +1,7 @@
-"""A step that reads the policy which an iteration starts from, and its scales."""
+"""A step that asks the engine, and reads the policy which an iteration starts from, and its scales."""
 
 from fp8core.config.steps import NoOptions
+from fp8core.rollout.engine import Probe
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -8,6 +9,7 @@ from tasks.step import step
 
 @step(inputs={"policy": "policy", "scales": "scales"}, outputs={"looked_at": "looked_at"})
 def look(run: RunContext, index: int, options: NoOptions, policy: Ref, scales: Ref) -> dict[str, Ref]:
-    """Note the version."""
+    """Note the version, and what the engine gives for a token."""
     version = run.directory.store.get_json(policy)["version"]
-    return {"looked_at": run.directory.store.put_json("looked_at", {"version": version})}
+    scores = run.ready_engine().score([Probe((3, 4, 5), 6)], 1.0)
+    return {"looked_at": run.directory.store.put_json("looked_at", {"version": version, "scores": scores})}

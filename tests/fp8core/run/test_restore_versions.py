@@ -112,6 +112,46 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
     (verdict,) = replay(original, range(4, 5), (), Console(io.StringIO(), 4), None)
     assert verdict.outcome == "equal", verdict
 
+    # Their stream is made again from the one that it replaced, which is not needed where theirs is whole.
+    records, lost = run.records, run.ledger.effective_outputs(3)["next_stream"]
+    replaced = run.ledger.artifacts(3)["next_stream"]
+    # Where nothing was written beside the update, an input of it is the same file.
+    for name in [lost.uri, *([] if replaced == run.ledger.artifacts(3)["left"] else [replaced.uri])]:
+        again = type(run)(shutil.copytree(run.folder, run.folder.with_name(f"without-{name[-12:-8]}")))
+        again.cut_after(4, "rollout")
+        (again.folder / name).unlink()
+        again.resume(**{"replay.level": "tolerant"})
+        assert again.records == records
+        assert again.ledger.effective_outputs(3)["next_stream"] == lost
+
+
+def test_all_older_policies_are_tried_whatever_the_first_of_them_is(loop_run, tmp_path):
+    """Both wrote tokens in flight, and the second follows from the first."""
+    settings = {**AHEAD, "pipeline.chunk_tokens": 3, "pipeline.max_staleness": 2, "steps": 6}
+    run = copy_of(loop_run("two_older", **settings, checkpoint={"every": 3, "keep": 1}), tmp_path)
+    cut_before(run, 4)
+    begun = run.store.get_table(run.ledger.artifacts(3)["next_stream"])["versions"].to_pylist()
+    assert {1, 2} <= {version for row in begun for version in row}
+    run.change_rewards(1)
+    run.resume(**{"replay.level": "tolerant"})
+    assert "completions begin anew: policy 1, 2, which wrote tokens of them" in run.said
+    assert len(run.records) == 7
+
+
+@pytest.mark.parametrize("last", ["train", "calibrate"])
+def test_in_turn_a_step_that_asks_the_engine_has_the_old_policy_after_a_kill(loop_run, tmp_path, last):
+    """It reads the old policy, and tasks that it does not come before are over."""
+    step = {"name": "look", "uses": "policy_step:look", "needs": ["policy", "scales"]}
+    settings = AHEAD | {"pipeline.ahead_tokens": 0, "training.learning_rate": 0.02}
+    whole = loop_run("in_turn", **settings, **{"pipeline.insert": [{"after": "train", "step": step}]})
+    run = copy_of(whole, tmp_path)
+    run.cut_after(3, last)
+    path = run.folder / LEDGER
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"step":3,"task":"look"' not in line))
+    run.resume()
+    assert run.records == whole.records
+
 
 def test_an_unverifiable_run_goes_on_with_a_policy_that_is_near(loop_run, tmp_path):
     """Its bounds are statistical, so nothing begins anew."""
