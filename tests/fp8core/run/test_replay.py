@@ -6,8 +6,9 @@ import tempfile
 
 import pytest
 
-from fp8core.errors import UserError
+from fp8core.errors import MemberLost, UserError
 from fp8core.report.console import Console
+from fp8core.run.execute import StepError
 from fp8core.run.replay import RunSnapshot, replay, scratch_folder
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
@@ -152,6 +153,15 @@ def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, repla
     assert mended == {(3, "rollouts"), (4, "rollouts"), (4, "metrics")}
     assert run_copy.store.damage(manifest) is None
     assert run_copy.said.count("put back") == 4
+
+
+def test_a_process_that_is_lost_is_no_verdict(whole_run, replayed, monkeypatch):
+    def lose(run, index, inputs):
+        raise StepError(f"step {index}, task train: rank 1 ended") from MemberLost("rank 1 ended: killed")
+
+    monkeypatch.setattr("fp8core.run.replay.iterate", lose)
+    with pytest.raises(UserError, match=r"^nothing was compared, as a process of the cluster was lost: rank 1 ended"):
+        replayed(whole_run, range(3, 4))
 
 
 def test_what_cannot_be_replayed_is_refused(run_copy, replayed):

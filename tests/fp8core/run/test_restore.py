@@ -7,7 +7,7 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.run.execute import carried
-from fp8core.run.loop import begin, train
+from fp8core.run.loop import Execution, begin, train
 from fp8core.run.resume import RedoError, ensure, history
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import RedoEntry
@@ -229,6 +229,25 @@ def test_no_checkpoint_goes_where_no_step_has_the_metric_of_the_best(loop_run, m
     assert len([*(run.folder / "checkpoints").glob("[0-9]*")]) == kept
     told = f"artifacts.keep.best.metric: no step has {metric} yet; all checkpoints stay"
     assert (told in run.said) == (metric == "reward/misspelt")
+
+
+def test_a_step_whose_checkpoint_fails_is_done(run_copy, monkeypatch):
+    class Noted(Execution):
+        def __init__(self):
+            self.done = []
+
+        def step_done(self, run, index, results):
+            self.done.append(index)
+
+    def save(trainer, folder):
+        raise OSError("no space left")
+
+    run_copy.cut_after(1, "record")
+    monkeypatch.setattr("fp8core.training.exact.ExactTrainer.save", save)
+    with pytest.raises(UserError, match="checkpoint cannot be written: no space left"), run_copy.opened() as run:
+        train(run, execution := Noted())
+    assert execution.done == [1, 2]
+    assert run_copy.ledger.last_step() == 2
 
 
 def test_a_redo_that_differs_is_refused_by_an_exact_run(run_copy):
