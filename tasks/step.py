@@ -9,6 +9,7 @@ and its code; the executor relies on that.
 """
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 
 from pydantic import BaseModel
 
@@ -34,9 +35,18 @@ def step(
         optional_inputs: port -> kind, which a pipeline may connect.
         options: model of the step's `with`.
         redo: the step changes the live trainer, so a restored run executes it again from its stored inputs.
+
+    Raises TypeError: the function takes other arguments.
     """
 
     def declare(function: StepFunction) -> Step:
+        takes = signature(function)
+        for ports in (inputs, {**inputs, **(optional_inputs or {})}):
+            try:
+                takes.bind(None, 0, None, **dict.fromkeys(ports))
+            except TypeError as error:
+                wanted = ", ".join(["run", "index", "options", *ports])
+                raise TypeError(f"step {function.__name__} is called with {wanted}: {error}") from None
         function.spec = StepSpec(  # type: ignore[attr-defined]
             name=function.__name__,
             inputs=dict(inputs),

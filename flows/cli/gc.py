@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_overrides
 from flows.launch import say
-from fp8core.errors import printable
+from fp8core.errors import UserError, printable
 
 if TYPE_CHECKING:
     from fp8core.config.run import KeepConfig
@@ -27,7 +27,8 @@ def collect(options: argparse.Namespace) -> int:
     """List, and remove when asked to; returns the exit code.
 
     Raises:
-        UserError: a process has the run (pid and host), or as `refuse_wrong_kinds`, `plan_removal` and `remove`.
+        UserError: a setting is none of `artifacts.keep`, a process has the run (pid and host), or as
+            `refuse_wrong_kinds`, `plan_removal` and `remove`.
     """
     from flows.run_lookup import description_of, find_run
     from flows.tracking.record import read_record
@@ -39,6 +40,9 @@ def collect(options: argparse.Namespace) -> int:
     from fp8core.store.run_directory import LEDGER, LOCK
 
     folder = find_run(options.run)
+    for setting in options.overrides:
+        if not f"{setting.partition('=')[0]}.".startswith("artifacts.keep."):
+            raise UserError(f"--set {setting}: gc takes settings of artifacts.keep alone")
     config = reload_config(description_of(folder).config, options.overrides)
     keep = config.artifacts.keep
     lock = RunLock.acquire(folder / LOCK)

@@ -53,9 +53,12 @@ def refusal(
     origin = (places or {}).get(key)
     reason = _reason(first, model)
     if first["type"] == "string_type":
-        # A shell takes one pair of quotes for itself.
-        quoted = f"write --set '{place}=\"{_shown(first['input'])}\"'" if origin == "--set" else "quote it"
+        # A shell takes one pair of quotes for itself. What was read as a mapping or a list is not what was written.
+        text = "..." if isinstance(first["input"], dict | list) else _shown(first["input"])
+        quoted = f"write --set '{place}=\"{text}\"'" if origin == "--set" else "quote it"
         reason += f"; {quoted} to make it a string"
+    if first["type"] == "missing" and place == "pipeline":
+        reason += "; a configuration has it from its base, as in `base: tiny`"
     line = (f"{place}: " if place else "") + reason
     more = len(set(keys)) - 1
     return UserError(line + (f" ({origin})" if origin else "") + (f" (and {more} more)" if more else ""))

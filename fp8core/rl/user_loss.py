@@ -67,8 +67,12 @@ class Tokens:
 LossFunction = Callable[[Tokens, Any], Tensor]
 
 
-def policy_loss(*, options: type[BaseModel] = NoOptions) -> Callable[[LossFunction], LossFunction]:
+def policy_loss(
+    *functions: LossFunction, options: type[BaseModel] = NoOptions
+) -> Callable[[LossFunction], LossFunction]:
     """Declare a policy loss: a function of tokens and options that returns terms to minimise, float [B, T]."""
+    if functions:
+        raise TypeError("write @policy_loss(), with parentheses")
 
     def declare(function: LossFunction) -> LossFunction:
         function.options = options  # type: ignore[attr-defined]

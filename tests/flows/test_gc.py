@@ -100,6 +100,7 @@ def test_a_run_that_keeps_every_step_loses_orphans_only(copy, capsys):
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no run (no run.json in "),
+        (["RUN", "--set", "steps=4"], "--set steps=4: gc takes settings of artifacts.keep alone"),
         (["RUN", "--set", "artifacts.keep.steps=2"], "artifacts.keep.steps: unknown key"),
         (["RUN", "--set", "artifacts.keep.best={metric: reward/mena}"], "no step has a metric reward/mena"),
     ],

@@ -210,6 +210,7 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
         ("loss=5", "loss: must be a mapping, got 5"),
         ("run=7", "run: must be a valid string, got 7; write --set 'run=\"7\"' to make it a string (--set)"),
+        ("reward.verifier=v.py: ", 'got {"v.py": null}; write --set \'reward.verifier="..."\' to make it a string'),
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
         ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
         ("reward.verifier=none", "reward.verifier: none is none of chain, integer, math-verify, and"),
@@ -255,7 +256,7 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
         ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
         ("", "mine.yaml: must hold a mapping of keys, not nothing"),
         ("a: \x00\n", "mine.yaml: unacceptable character"),
-        ("model: x\nname: n\n", "pipeline: missing"),
+        ("model: x\nname: n\n", "pipeline: missing; a configuration has it from its base, as in `base: tiny`"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:

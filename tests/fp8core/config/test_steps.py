@@ -227,6 +227,28 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_step_of_the_users_own_is_found(modules: Path) -> None:
     (modules / "own_steps_found.py").write_text(MODULE)
     assert import_step("own_steps_found:score")() == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("run, rows", "multiple values for argument 'rows'"),
+        ("run, index, options, rows", "got an unexpected keyword argument 'old'"),
+        ("run, index, options, rows, old", "missing a required argument: 'old'"),
+    ],
+)
+def test_a_step_function_that_takes_other_arguments_is_refused_where_it_is_declared(
+    tmp_path, monkeypatch, arguments, reason
+):
+    declared = '@step(inputs={"rows": "rows"}, outputs={}, optional_inputs={"old": "rows"})'
+    (tmp_path / "misdeclared.py").write_text(f"from tasks.step import step\n{declared}\ndef own({arguments}): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=f"misdeclared.py:2: TypeError: step own is called with run, .*: {reason}"):
+        import_step("misdeclared:own")
+    (tmp_path / "declared.py").write_text(
+        f"from tasks.step import step\n{declared}\ndef own(run, index, options, rows, old=None): ...\n"
+    )
+    assert import_step("declared:own").spec.name == "own"
     assert import_spec("own_steps_found:score").outputs == {"rewards": "rewards"}
 
 

@@ -120,6 +120,7 @@ def test_a_function_that_breaks_later_names_the_token(written):
         ("1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero"),
         ("def loss(:\n", "cannot be imported: SyntaxError: invalid syntax"),
         ("import nowhere\n", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("@policy_loss\ndef loss(tokens, options): return tokens.current\n", r"write @policy_loss\(\), with parenthe"),
         ("@policy_loss()\ndef loss(tokens): return tokens.current\n", r"TypeError: loss\(\) takes 1 positional"),
     ],
 )
