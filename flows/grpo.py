@@ -219,7 +219,7 @@ def finish(session: Session, console: Console) -> Summary:
         run=run.directory.path.name,
         mlflow_run_id=tracker.run_id,
         chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
-        # What is stored: the ranks are needed no more, and one may be lost.
+        # As stored: no rank is needed any more, and one may be lost.
         weights_digest=run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
         total_seconds=sum(earlier) + time.perf_counter() - session.began,
         task_seconds={**session.stages, **view.task_seconds},

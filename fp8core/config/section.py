@@ -53,7 +53,7 @@ def refusal(
     origin = (places or {}).get(key)
     reason = _reason(first, model)
     if first["type"] == "string_type":
-        # A shell takes one pair of quotes for itself. What was read as a mapping or a list is not what was written.
+        # A shell takes one pair of quotes for itself. The text of a mapping or a list is not known.
         text = "..." if isinstance(first["input"], dict | list) else _shown(first["input"])
         quoted = f"write --set '{place}=\"{text}\"'" if origin == "--set" else "quote it"
         reason += f"; {quoted} to make it a string"

@@ -101,7 +101,7 @@ def _train(run: RunContext, execution: Execution) -> None:
             if checkpoint_due(run, index):
                 write_checkpoint(run, index, execution)
         finally:
-            # Whatever becomes of its checkpoint, the step is committed, and no later process of the run makes it.
+            # The step is committed, with or without its checkpoint: no later process makes it.
             execution.step_done(run, index, results)
         watch(run, execution)
     # Of a step beyond the last one, too.

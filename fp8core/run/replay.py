@@ -274,7 +274,7 @@ def replay(
 
 
 def _refuse_lost(error: Exception) -> None:
-    """Raises UserError: the error came of a process that was lost, which says nothing of a step."""
+    """Raises UserError: the error came of a process that was lost; it is no result of a step."""
     if (lost := lost_member(error)) is not None:
         raise UserError(f"nothing was compared, as a process of the cluster was lost: {lost}") from error
 
@@ -284,7 +284,7 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
     made = ArtifactStore(scratch)
     removed = read_deletions(original.path)
     for index in range(steps.stop):
-        # What a redo replaced is asked for too, by `verify`.
+        # `verify` reads those that a redo replaced, too.
         stored, effective = original.ledger.artifacts(index), original.ledger.effective_outputs(index)
         for name, ref in [*stored.items(), *(each for each in effective.items() if each not in stored.items())]:
             if ref.digest in removed and not original.store.path(ref).exists():

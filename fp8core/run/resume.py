@@ -108,7 +108,7 @@ def hold_policies(run: RunContext, versions: Sequence[int]) -> None:
             scales = whole(run, version + 1, "scales")
             _go_to(run, version)
             if run.followed is None and _is_replaced(run, version):
-                # The next ones follow from it, and are had again as well to know which of them are others.
+                # The next ones follow from it: they are had again to know which of them differ.
                 replaced.append(version)
                 continue
             keep_policy(run, run.ready_trainer().export(), read_scales(run, scales))
@@ -148,7 +148,7 @@ def _begin_anew(run: RunContext, last: int) -> None:
     producer, ledger = _producer(run, artifact).name, run.directory.ledger
     stored, makers = carried(run, last + 1)["stream"], {code_of(run, last)}
     if damage := damages(run, {artifact: stored}).get(artifact):
-        # An earlier process let completions begin anew, and its file is lost; what it replaced was made whole.
+        # An earlier process let completions begin anew, and lost its file; the one that it replaced is whole.
         makers.add(ledger.redone(last)[producer].code_version)
         run.console.note(f"step {last}: artifact {artifact} was damaged ({damage}); completions begin anew once more")
     table = store.get_table(ledger.artifacts(last)[artifact] if damage else stored)

@@ -7,8 +7,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -30,7 +28,6 @@ from fp8core.store.verify import verify
 from fp8core.training.micro_batch import MicroBatchTrainer
 from tasks.stream import _Part
 
-DIGITS = Path(__file__).parents[1] / "parts" / "digits_environment.py"
 SETTINGS = {
     "pipeline.mode": "asynchronous",
     "pipeline.ahead_tokens": 3,
@@ -197,31 +194,6 @@ def test_generation_ends_where_another_task_fails(loop_run, unpaused, tmp_path, 
         ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
         with pytest.raises(StepError, match="another task of the step has failed"):
             run_step(opened, 3, planned, ports)
-
-
-def test_after_a_loss_its_episodes_are_played_anew(loop_run, tmp_path):
-    """The error of the first attempt lives on, with the frames that held the open episodes."""
-    environment = {"name": f"{shutil.copy(DIGITS, tmp_path)}:Digits", "max_turns": 12, "turn_tokens": 3}
-    small = {"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2, "steps": 3}
-    whole = loop_run("talked", **{"pipeline.mode": "one_step_off", "environment": environment}, **small)
-    shutil.copytree(whole.folder.parent, tmp_path / "loop")
-    run = type(whole)(tmp_path / "loop" / "talked")
-    run.cut_after(2, "rollout")
-    shutil.rmtree(run.folder / "shards", ignore_errors=True)
-    with run.opened() as opened:
-        begin(opened)
-        opened.halted.set()
-        planned = next(each for each in opened.plan.steps if each.name == "ahead")
-        artifacts = carried(opened, 2) | opened.directory.ledger.artifacts(2)
-        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-        with pytest.raises(StepError, match="another task of the step has failed") as failed:
-            run_step(opened, 2, planned, ports)
-        opened.cluster = SimpleNamespace(replace=lambda: None, gang=SimpleNamespace(check_shared=lambda folder: None))
-        opened.replace_members()
-        opened.cluster = None
-        train(opened)
-    assert failed.value.__cause__ is not None
-    assert run.records == whole.records
 
 
 def digests(run, kind):

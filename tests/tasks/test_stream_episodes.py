@@ -5,6 +5,7 @@ import shutil
 import signal
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from episode_life import exit_code_of_life
@@ -13,7 +14,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.run.execute import StepError, carried, run_step
-from fp8core.run.loop import begin
+from fp8core.run.loop import begin, train
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
@@ -212,3 +213,25 @@ def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, s
     run.resume()
     assert run.records == records
     assert replayed(run, 2) == ["equal"] * 2
+
+
+def test_after_a_loss_its_episodes_are_played_anew(ahead, tmp_path):
+    """The error of the first attempt lives on, with the frames that held the open episodes."""
+    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
+    run = type(ahead)(tmp_path / "loop" / ahead.folder.name)
+    run.cut_after(2, "rollout")
+    shutil.rmtree(run.folder / "shards", ignore_errors=True)
+    with run.opened() as opened:
+        begin(opened)
+        opened.halted.set()
+        planned = next(each for each in opened.plan.steps if each.name == "ahead")
+        artifacts = carried(opened, 2) | opened.directory.ledger.artifacts(2)
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        with pytest.raises(StepError, match="another task of the step has failed") as failed:
+            run_step(opened, 2, planned, ports)
+        opened.cluster = SimpleNamespace(replace=lambda: None, gang=SimpleNamespace(check_shared=lambda folder: None))
+        opened.replace_members()
+        opened.cluster = None
+        train(opened)
+    assert failed.value.__cause__ is not None
+    assert run.records == ahead.records
