@@ -32,7 +32,7 @@ from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import Policy, Scored, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import MicroBatch, packs
-from fp8core.training.ranks import Ranks
+from fp8core.training.ranks import Ranks, together
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
 
@@ -74,7 +74,7 @@ class MegatronTrainer(PolicyTrainer):
         """
         super().__init__(training, objective)
         self.arch = arch
-        self._contract, self._rollout_formats = contract, rollout_formats
+        self._contract, self._rollout_formats, self._ranks = contract, rollout_formats, ranks
         parallel.join(training.megatron, ranks.count, device)
         self._policy = Policy(arch, contract, training.megatron, device, deterministic)
         if contract.training.linear == "fp8_block":
@@ -226,7 +226,8 @@ class MegatronTrainer(PolicyTrainer):
 
         Raises StoredFileError: the counters are damaged, or of other weights.
         """
-        state = read_state(folder)
+        # Before the first collective: a process that cannot read it would leave the others waiting.
+        state = together(self._ranks, partial(read_state, folder))[0]
         self._optimiser.load(folder / SHARDS, self._policy.sharded(), state.updates)
         self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.

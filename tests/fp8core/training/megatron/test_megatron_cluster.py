@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Timer
 
 import pytest
@@ -17,7 +18,7 @@ from stored_weights import masters_of, stored
 from fp8core.cluster.workers import Cluster
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
-from fp8core.errors import MemberLost
+from fp8core.errors import MemberLost, StoredFileError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import parallel
@@ -115,6 +116,17 @@ def test_checkpoints_are_read_on_the_same_grid_and_on_others(together, alone, ra
     together.load(tmp_path / "one")
     assert together.version == 2
     assert largest(masters_of(together, tmp_path / "again"), one.masters) == 0
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_refused_at_once(cluster_of_two, together, ragged_batch, tmp_path):
+    """The other rank would wait for it in a collective. A path below /proc/self is there for one process alone."""
+    together.save(tmp_path)
+    first = cluster_of_two[1].places()["rank 0"]["pid"]
+    with pytest.raises(StoredFileError, match=r"trainer\.json"):
+        together.load(Path(f"/proc/self/task/{first}/root{tmp_path}"))
+    assert cluster_of_two[1].gang.alive
+    together.load(tmp_path)
+    assert together.step(ragged_batch, 0.9, None).version == 1
 
 
 def test_an_update_that_is_not_finite_leaves_all_ranks_as_they_were(together, ragged_batch):
