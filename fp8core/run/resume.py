@@ -47,8 +47,7 @@ def restore(run: RunContext) -> int:
     run.directory.ledger.refuse_gap(begun, last)
     rewind_to(run, last)
     for artifact in run.plan.carries:
-        if not _replaced_whole(run, last, artifact):
-            whole(run, last + 1, artifact)
+        whole(run, last + 1, artifact)
     if run.followed is None:
         _begin_anew(run, last)
     version = _restore_open_step(run, last + 1)
@@ -340,7 +339,8 @@ def _whole_inputs(run: RunContext, index: int, planned: PlannedStep) -> dict[str
 def whole(run: RunContext, index: int, artifact: str) -> Ref:
     """An artifact that step `index` reads; when it is damaged, its task makes it again first."""
     if artifact in run.plan.carries:
-        if index > START + 1:  # What step 0 stored was made whole when the process began.
+        # Those of step 0 were recomputed when the process began.
+        if index > START + 1 and not _replaced_whole(run, index - 1, artifact):
             _recompute(run, index - 1, _producer(run, run.plan.carries[artifact]))
         return carried(run, index)[artifact]
     _recompute(run, index, _producer(run, artifact))
