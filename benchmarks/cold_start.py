@@ -68,11 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_model(model, arch, "cpu" if options.tiny else "cuda")
     rows = json.loads(options.rows.read_text()) if options.rows.exists() else []
     predictions = json.loads(options.predict.read_text()) if options.predict.exists() else []
-    good = True
+    engine, good = load_config(SHAPES[options.model][0], _settings(model, options)).rollout.engine, True
     for case in options.cases:
         row = _measured(case, model, out, options)
-        row |= {"model": options.model, "layers": arch.num_layers, "case": case, "tiny": options.tiny}
-        row["engine"] = load_config(SHAPES[options.model][0], _settings(model, options)).rollout.engine
+        row |= {"model": options.model, "layers": arch.num_layers, "engine": engine, "case": case, "tiny": options.tiny}
         same = [each for each in predictions if all(each[key] == row[key] for key in ("case", "model", "engine"))]
         row["predicted"] = None if options.tiny or not same else same[0]["predicted"]
         good = good and row["kind"] == RESULT and not sum(row.get("compiled_by_step", ()))

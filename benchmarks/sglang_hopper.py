@@ -6,10 +6,10 @@
 
 `aligned` is the last precision with our model. The cell is 256 x (512 + 512), with --headline the two of vLLM's table.
 Each case is a process of its own and writes FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until
-the engine was ready (`start`), a sync that is proved, and the rollout, as rollout_hopper.py has it for vLLM. Weights
-are random, prompts are all different, every request generates its full length. With --surroundings,
-FOLDER/exactness-CASE-sglang.json says what of a request's tokens and log-probs depends on what is beside it, as
-vllm_hopper has it for vLLM: a small model, 64 tokens.
+the engine was ready (`start`), with DeepGEMM's kernels compiled before, a sync that is proved, and the rollout, as
+rollout_hopper.py has it for vLLM. Weights are random, prompts are all different, every request generates its full
+length. With --surroundings, FOLDER/exactness-CASE-sglang.json says what of a request's tokens and log-probs depends on
+what is beside it, as vllm_hopper has it for vLLM: a small model, 64 tokens.
 
 Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen3-8B's shape on an H200:
 

@@ -93,6 +93,7 @@ class RunContext:
         self.engine = self.trainer = self.reference = self.teacher = None
         # They lie in the memory of what is gone.
         self.kept_policies.clear()
+        # The step begins again, as after a kill.
         self.environment_seconds.clear()
         self.halted.clear()
         self.cluster.replace()

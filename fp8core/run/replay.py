@@ -266,17 +266,10 @@ def replay(
             with scratch_run(changed, original.folder, folder, console, recorded) as run:
                 yield from _replayed(original, run, steps, overrides)
         except (RedoError, *FAILURES) as error:
-            _refuse_lost(error)
-            yield _failed(original, changed, steps[0], f"on the way to this step: {error}")
+            yield _failed(original, changed, steps[0], "on the way to this step", error)
         finally:
             if repaired is not None:
                 put_back(repaired, folder, steps, console)
-
-
-def _refuse_lost(error: Exception) -> None:
-    """Raises UserError: the error came of a process that was lost; it is no result of a step."""
-    if (lost := lost_member(error)) is not None:
-        raise UserError(f"nothing was compared, as a process of the cluster was lost: {lost}") from error
 
 
 def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
@@ -284,9 +277,7 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
     made = ArtifactStore(scratch)
     removed = read_deletions(original.path)
     for index in range(steps.stop):
-        # `verify` reads those that a redo replaced, too.
-        stored, effective = original.ledger.artifacts(index), original.ledger.effective_outputs(index)
-        for name, ref in [*stored.items(), *(each for each in effective.items() if each not in stored.items())]:
+        for name, ref in original.ledger.outputs(index):
             if ref.digest in removed and not original.store.path(ref).exists():
                 continue  # `artifacts.keep` does not keep it.
             if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:
@@ -310,8 +301,7 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             try:
                 iterate(run, index, carried(run, index))
             except FAILURES as error:
-                _refuse_lost(error)
-                yield _failed(original, run.config, index, f"the replay fails: {error}")
+                yield _failed(original, run.config, index, "the replay fails", error)
                 return
         verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))
         if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
@@ -382,8 +372,10 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
     return {ref.digest: ref for ref in (*before.values(), *ledger.artifacts(index).values())}
 
 
-def _failed(original: RunSnapshot, config: RunConfig, step: int, how: str) -> Verdict:
-    """Of a step that no record came of."""
+def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> Verdict:
+    """Of a step that no record came of. Raises UserError: a process was lost, which is no result of a step."""
+    if (lost := lost_member(error)) is not None:
+        raise UserError(f"nothing was compared, as a process of the cluster was lost: {lost}") from error
     stored = original.manifest(step)
     now = stored.record.model_copy(
         update={
@@ -394,7 +386,7 @@ def _failed(original: RunSnapshot, config: RunConfig, step: int, how: str) -> Ve
         }
     )
     why = (*_causes(original, config, stored.record, now), *_other_hardware(stored))
-    return Verdict(step, "different", config.replay.level, 0, 0.0, why, (how,))
+    return Verdict(step, "different", config.replay.level, 0, 0.0, why, (f"{where}: {error}",))
 
 
 def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: StepRecord) -> Iterator[str]:

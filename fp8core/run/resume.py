@@ -76,7 +76,7 @@ def _replaced_whole(run: RunContext, last: int, artifact: str) -> bool:
     source = run.plan.carries[artifact]
     producer = _producer(run, source)
     redo = run.directory.ledger.redone(last).get(producer.name)
-    return redo is not None and not producer.spec.redo and not damages(run, {source: redo.outputs[source]})
+    return redo is not None and not producer.spec.redo and run.directory.store.damage(redo.outputs[source]) is None
 
 
 def _is_replaced(run: RunContext, version: int) -> bool:
@@ -146,18 +146,18 @@ def _begin_anew(run: RunContext, last: int) -> None:
     store, artifact = run.directory.store, run.plan.carries["stream"]
     producer, ledger = _producer(run, artifact).name, run.directory.ledger
     stored, makers = carried(run, last + 1)["stream"], {code_of(run, last)}
-    if damage := damages(run, {artifact: stored}).get(artifact):
+    if (damage := store.damage(stored)) is not None:
         # An earlier process let completions begin anew, and lost its file; the one that it replaced is whole.
         makers.add(ledger.redone(last)[producer].code_version)
         run.console.note(f"step {last}: artifact {artifact} was damaged ({damage}); completions begin anew once more")
-    table = store.get_table(ledger.artifacts(last)[artifact] if damage else stored)
+    table = store.get_table(stored if damage is None else ledger.artifacts(last)[artifact])
     lost = set(_versions(table))
     if makers == {run.code_version}:
         if run.config.replay.level == "tolerant" or any(code_of(run, each) != run.code_version for each in lost):
             with suppress(RedoError):
                 hold_policies(run, sorted(lost))
         lost = {version for version in lost if _is_replaced(run, version)}
-    if not lost and not damage:
+    if not lost and damage is None:
         return
     rows = [Row(**row) for row in table.to_pylist()]
     begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]

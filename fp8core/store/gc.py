@@ -84,7 +84,7 @@ def plan_removal(
     going = {
         ref.digest: Deletion(**ref.model_dump(), step=step, reason=_reason(step), when=when)
         for step in sorted(dropped)
-        for ref in _refs(ledger, step)
+        for _, ref in ledger.outputs(step)
     }
     staying = _staying(ledger, store, kept)
     deletions = [
@@ -149,18 +149,12 @@ def is_intact(checkpoint: Path, digest: str) -> bool:
 def _staying(ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
     """The digests of all artifacts that stay."""
     steps = ledger.steps()
-    finished = [ref for step in steps for ref in _refs(ledger, step) if step in kept or ref.kind in _STAYS]
-    unfinished = _refs(ledger, START if (last := ledger.last_step()) is None else last + 1)
+    finished = [ref for step in steps for _, ref in ledger.outputs(step) if step in kept or ref.kind in _STAYS]
+    last = ledger.last_step()
+    unfinished = [ref for _, ref in ledger.outputs(START if last is None else last + 1)]
     manifests = [entry.manifest for entry in steps.values()]
     contents = {digest for step in kept for digest in _contents(store, steps[step].manifest)}
     return contents | {ref.digest for ref in [*finished, *unfinished, *manifests]}
-
-
-def _refs(ledger: LedgerView, step: int) -> Iterator[Ref]:
-    """The outputs of a step's tasks and of their redos."""
-    yield from ledger.artifacts(step).values()
-    for redo in ledger.redone(step).values():
-        yield from redo.outputs.values()
 
 
 def _contents(store: ArtifactStore, manifest: Ref) -> Iterator[str]:

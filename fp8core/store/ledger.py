@@ -115,6 +115,11 @@ class RedoEntry(_Entry):
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
     code_version: Digest = Field(description="Of the process that redid it.")
 
+    @property
+    def gave_policy(self) -> bool:
+        """True for an update; of any other task, completions began anew."""
+        return any(ref.kind == "policy" for ref in self.outputs.values())
+
 
 class BoundEntry(_Entry):
     """A bound of `alignment.stop` that was crossed, and what was done about it: counting begins anew after the step."""
@@ -314,6 +319,11 @@ class LedgerView:
         index = self._read.tail if step >= self._read.since else self._all()
         return dict(index.redone.get(step, {}))
 
+    def outputs(self, step: int) -> list[tuple[str, Ref]]:
+        """All artifacts by name that the finished tasks of a step stored, and that their redos gave."""
+        made: list[TaskEntry | RedoEntry] = [*self.tasks(step).values(), *self.redone(step).values()]
+        return [named for entry in made for named in entry.outputs.items()]
+
     def effective_outputs(self, step: int) -> dict[str, Ref]:
         """`artifacts` as the next step reads them: a redo that gave another result replaces the task's."""
         redone = [ref for entry in self.redone(step).values() for ref in entry.outputs.items()]
@@ -321,9 +331,8 @@ class LedgerView:
 
     def inexact_steps(self) -> list[int]:
         """Steps whose update, redone, gave another policy, of the steps that were read."""
-        redone = self._read.tail.redone.items()
-        outputs = {step: [ref for entry in tasks.values() for ref in entry.outputs.values()] for step, tasks in redone}
-        return sorted(step for step, refs in outputs.items() if any(ref.kind == "policy" for ref in refs))
+        redone = [entry for tasks in self._read.tail.redone.values() for entry in tasks.values()]
+        return sorted({entry.step for entry in redone if entry.gave_policy})
 
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""

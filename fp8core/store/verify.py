@@ -90,7 +90,7 @@ def _order(view: RunView) -> Iterator[Finding]:
             problem = f"an entry of step {entry.step}, which was committed before"
         elif isinstance(entry, RedoEntry):
             text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
-            if not any(ref.kind == "policy" for ref in entry.outputs.values()):
+            if not entry.gave_policy:
                 text = "completions in flight begin anew: a policy that wrote tokens of them was replaced"
             yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
         if problem is not None:

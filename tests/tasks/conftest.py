@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from fp8core.run.execute import StepError, carried, run_step
+
 
 @pytest.fixture
 def copy_of(tmp_path):
@@ -14,3 +16,19 @@ def copy_of(tmp_path):
         return type(run)(tmp_path / "loop" / run.folder.name)
 
     return copy
+
+
+@pytest.fixture
+def halted_ahead():
+    """Generation beside the update of a step in a live run, where another task has failed: halted_ahead(live, step)."""
+
+    def fails(live, index):
+        live.halted.set()
+        planned = next(each for each in live.plan.steps if each.name == "ahead")
+        artifacts = carried(live, index) | live.directory.ledger.artifacts(index)
+        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+        with pytest.raises(StepError, match="another task of the step has failed") as failed:
+            run_step(live, index, planned, ports)
+        return failed.value
+
+    return fails

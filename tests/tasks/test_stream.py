@@ -17,7 +17,7 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.episodes import answers, stored_endings
-from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
@@ -176,7 +176,7 @@ def test_what_was_written_beside_an_update_is_kept_where_a_kill_leaves_no_schedu
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "asynchronous in chunks", "one_step_off"])
-def test_generation_ends_where_another_task_fails(loop_run, unpaused, tmp_path, mode):
+def test_generation_ends_where_another_task_fails(loop_run, unpaused, halted_ahead, tmp_path, mode):
     if mode == "asynchronous":
         whole = unpaused
     else:
@@ -188,12 +188,7 @@ def test_generation_ends_where_another_task_fails(loop_run, unpaused, tmp_path, 
     shutil.rmtree(run.folder / "shards", ignore_errors=True)
     with run.opened() as opened:
         begin(opened)
-        opened.halted.set()
-        planned = next(each for each in opened.plan.steps if each.name == "ahead")
-        artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
-        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-        with pytest.raises(StepError, match="another task of the step has failed"):
-            run_step(opened, 3, planned, ports)
+        halted_ahead(opened, 3)
 
 
 def digests(run, kind):

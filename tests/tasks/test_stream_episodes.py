@@ -215,7 +215,7 @@ def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, s
     assert replayed(run, 2) == ["equal"] * 2
 
 
-def test_after_a_loss_its_episodes_are_played_anew(ahead, tmp_path):
+def test_after_a_loss_its_episodes_are_played_anew(ahead, halted_ahead, tmp_path):
     """The error of the first attempt lives on, with the frames that held the open episodes."""
     shutil.copytree(ahead.folder.parent, tmp_path / "loop")
     run = type(ahead)(tmp_path / "loop" / ahead.folder.name)
@@ -223,15 +223,10 @@ def test_after_a_loss_its_episodes_are_played_anew(ahead, tmp_path):
     shutil.rmtree(run.folder / "shards", ignore_errors=True)
     with run.opened() as opened:
         begin(opened)
-        opened.halted.set()
-        planned = next(each for each in opened.plan.steps if each.name == "ahead")
-        artifacts = carried(opened, 2) | opened.directory.ledger.artifacts(2)
-        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-        with pytest.raises(StepError, match="another task of the step has failed") as failed:
-            run_step(opened, 2, planned, ports)
+        failed = halted_ahead(opened, 2)
         opened.cluster = SimpleNamespace(replace=lambda: None, gang=SimpleNamespace(check_shared=lambda folder: None))
         opened.replace_members()
         opened.cluster = None
         train(opened)
-    assert failed.value.__cause__ is not None
+    assert failed.__cause__ is not None
     assert run.records == ahead.records

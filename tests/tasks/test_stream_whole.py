@@ -11,7 +11,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.execute import StepError, carried, run_step
+from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
 from fp8core.run.open import plan_of
 from fp8core.run.replay import RunSnapshot, replay
@@ -125,18 +125,13 @@ def test_what_was_ended_before_a_kill_lets_no_other_prompt_enter(loop_run, copy_
     assert killed.records == run.records
 
 
-def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, monkeypatch):
+def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, halted_ahead, monkeypatch):
     run = copy_of(whole)
     run.cut_after(3, "rollout")
     with run.opened() as opened:
         begin(opened)
-        opened.halted.set()
         monkeypatch.setattr(stream, "_chunks", lambda *asked: [1])
-        planned = next(each for each in opened.plan.steps if each.name == "ahead")
-        artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
-        ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
-        with pytest.raises(StepError, match="another task of the step has failed"):
-            run_step(opened, 3, planned, ports)
+        halted_ahead(opened, 3)
 
 
 def test_a_replay_is_equal_and_verify_finds_nothing(whole):

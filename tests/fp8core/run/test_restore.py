@@ -294,13 +294,7 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
 
 def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run, run_copy):
     run_copy.cut_after(3, "evaluate")
-    earlier = {name: run_copy.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report")}
-
-    def swap(entry):
-        if entry.get("step") == 3 and entry.get("task") == "train":
-            entry["outputs"] = earlier
-
-    run_copy.rewrite(swap)
+    run_copy.forge_update(3)
     run_copy.resume(**{"replay.level": "tolerant"})
     assert run_copy.ledger.inexact_steps() == [3]
     found, expected = run_copy.ledger.artifacts(3), whole_run.ledger.artifacts(3)
@@ -310,13 +304,7 @@ def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run,
 
 def test_an_update_that_runs_anew_stands_for_what_was_redone_before_it(run_copy):
     run_copy.cut_after(3, "train")
-    earlier = {name: run_copy.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report")}
-
-    def swap(entry):
-        if entry.get("step") == 3 and entry.get("task") == "train":
-            entry["outputs"] = earlier
-
-    run_copy.rewrite(swap)
+    run_copy.forge_update(3)
     with run_copy.opened(**{"replay.level": "tolerant"}) as run:
         begin(run)
     assert run_copy.ledger.inexact_steps() == [3]
