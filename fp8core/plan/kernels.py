@@ -76,10 +76,10 @@ class Sample(NamedTuple):
     tiling: Tiling
 
 
-def linear_shapes(arch: Architecture) -> list[tuple[int, int]]:
-    """Outputs and contraction of a layer's fused linears, without experts."""
-    query, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    hidden, width = arch.hidden_size, arch.intermediate_size
+def linear_shapes(arch: Architecture, unit: int = 1) -> list[tuple[int, int]]:
+    """Outputs and contraction of a layer's fused linears, without experts; each part is padded to multiples of `unit`."""
+    sizes = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size, arch.intermediate_size
+    query, keys, hidden, width = (round_up(size, unit) for size in sizes)
     attention = [(query + 2 * keys, hidden), (hidden, query)]
     dense = len(arch.sparse_layers) < arch.num_layers
     return attention + ([(2 * width, hidden), (hidden, width)] if dense else [])
@@ -205,9 +205,9 @@ def _cycles(product: Product, rows: Tensor, tiling: Tiling, processors: int) -> 
     return cycles
 
 
-def layer_products(arch: Architecture, rows: range) -> Iterator[Product]:
-    """Forward products of a layer's linears in block FP8."""
-    for outputs, contraction in linear_shapes(arch):
+def layer_products(arch: Architecture, rows: range, unit: int = 1) -> Iterator[Product]:
+    """Forward products of a layer's linears in block FP8; `unit` as `linear_shapes` takes it."""
+    for outputs, contraction in linear_shapes(arch, unit):
         yield Product("fp8_block", outputs, contraction, rows)
 
 

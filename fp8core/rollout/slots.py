@@ -5,8 +5,9 @@ fused ones alone: q, k and v, gate and up, and experts are rows of one parameter
 multiple. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
 Their rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
 
-The aligned model in vLLM has heads and columns of zeros where a part is not made of whole tiles
-(`architecture.with_whole_tiles`). They are not shipped: the worker writes them.
+Where a part is not made of whole tiles of block FP8, vLLM has zeros beside it. The aligned model has heads and columns of
+zeros (`architecture.with_whole_tiles`), vLLM's own models have linears that are padded one by one (`vllm.padded`). The
+zeros are not shipped: the worker writes them.
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
 vocabulary. Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a
@@ -23,10 +24,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
-from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.packed import round_up
 from fp8core.rollout.engine import TensorSpec
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -157,7 +160,7 @@ def find_shares(
 
     Args:
         shipped: types and shapes.
-        filled: `filled_shapes` of an aligned model.
+        filled: shapes of what has zeros beside it (`filled_shapes`, `padded_shapes`).
         parameters: of one GPU.
         ranks: number of GPUs.
         last: as the GPUs cut o_proj and down_proj.
@@ -198,6 +201,16 @@ def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 
 
+def padded_shapes(arch: Architecture, contract: PrecisionContract) -> dict[str, tuple[int, ...]]:
+    """Shapes of the linears in block FP8 that vLLM's own models have zeros in, by name."""
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    return {
+        name: tuple(round_up(size, TILE) for size in shape)
+        for name, shape in parameter_shapes(arch).items()
+        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape)
+    }
+
+
 def fitted_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:
     """The place of every shipped tensor, by name, where nothing is cut and nothing filled up.
 
@@ -214,7 +227,7 @@ def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int
 
     Args:
         shipped: types and shapes.
-        filled: `filled_shapes` of an aligned model.
+        filled: as `find_shares` takes it.
 
     Raises:
         EngineUpdateError: a part of a fused parameter is missing.

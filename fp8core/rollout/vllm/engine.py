@@ -54,6 +54,7 @@ from fp8core.rollout.slots import (
     Shares,
     filled_shapes,
     find_shares,
+    padded_shapes,
     written_scales,
 )
 from fp8core.rollout.vllm.config import VllmConfig
@@ -119,6 +120,9 @@ class VllmEngine:
         if build.platform == "cpu":
             # Registers the quantisation method that `engine_arguments` names.
             import fp8core.rollout.vllm.in_place  # noqa: F401
+        elif options.model == "stock" and padded_shapes(arch, contract):
+            # The one that `model_config` names.
+            import fp8core.rollout.vllm.padded  # noqa: F401
         register_aligned_models()
         self._arch, self._contract, self._build = arch, contract, build
         self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
@@ -177,8 +181,8 @@ class VllmEngine:
         """`update` begins: refuse what does not fit; nothing is written."""
         self._check_scales(scales, version)
         if sent != self._sent:
-            filled, ranks = filled_shapes(self._arch) if self._aligned else {}, self._ranks
-            shares = find_shares(sent, filled, self._parameters, ranks, 0 if self._aligned else 1)
+            filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
+            shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
             self._shares = [_fields(share) for share in shares]
             self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
             self._sent = dict(sent)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
+from fp8core.numerics.e4m3 import TILE
 from fp8core.plan.kernels import Product, layer_products
 from fp8core.plan.memory import (
     GIB,
@@ -162,7 +163,7 @@ def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
             yield Product("bf16", padded_vocabulary(arch.vocab_size) // shared, arch.hidden_size, rows)
             return
         part = {name: getattr(arch, name) // shared for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-        yield from layer_products(replace(arch, **part), rows)
+        yield from layer_products(replace(arch, **part), rows, TILE)
 
 
 ENGINE = EngineEntry(

@@ -27,11 +27,11 @@ from fp8core.models.architecture import (
     parameter_shapes,
     with_whole_tiles,
 )
-from fp8core.models.weights import rollout_formats
 from fp8core.numerics.e4m3 import TILE
 from fp8core.plan.memory import gib
 from fp8core.rollout.aligned import contract_refusals as contract_needs
 from fp8core.rollout.aligned import shape_refusals
+from fp8core.rollout.slots import padded_shapes
 from fp8core.rollout.vllm.config import VllmConfig
 
 _Release = tuple[int, int]
@@ -172,12 +172,11 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
         return
     yield from expert_refusals(arch, contract, options)
     yield from shared_refusals(arch, contract, options)
-    formats = rollout_formats(contract, arch.num_layers).stored_names()
-    for name, shape in parameter_shapes(arch).items():
-        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+    for name in padded_shapes(arch, contract):
+        if ".experts." in name:
             yield (
-                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; vLLM fuses linears, so "
-                f"both sides of each must be multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
+                f"precision.rollout.linear=fp8_block: {name} is {list(parameter_shapes(arch)[name])}; vLLM's experts "
+                f"have whole tiles, multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
             )
             return
 
@@ -206,6 +205,11 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
         )
     elif options.model == "aligned" and arch.hidden_size % (ranks * TILE):
         yield f"{setting}: does not divide the model's hidden size, {arch.hidden_size}, into whole tiles of {TILE}"
+    elif contract.rollout.linear == "fp8_block" and arch.hidden_size % TILE:
+        yield (
+            f"{setting}: the model's hidden size is {arch.hidden_size}, and linears in block FP8 that are no multiples "
+            f"of {TILE} are not shared; set it to 1"
+        )
 
 
 def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:

@@ -33,6 +33,7 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, SCALE_RULE, aligned_config, is_aligned
+from fp8core.rollout.slots import padded_shapes
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import VllmBuild
 
@@ -71,7 +72,8 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
 
 
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
-IN_PLACE = "fp8_grpo_in_place"
+# Methods of quantisation that vLLM's registry is given (`in_place`, `padded`).
+IN_PLACE, PADDED = "fp8_grpo_in_place", "fp8_grpo_padded"
 
 # FlashAttention 3, ours for decode steps (`decode`), and ours for all steps (`aligned`).
 _FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl", "AlignedImpl")
@@ -252,7 +254,11 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: VllmC
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     if contract.rollout.linear == "fp8_block":
         config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
-    return aligned_config(config, arch) if options.model == "aligned" else config
+    if options.model == "aligned":
+        return aligned_config(config, arch)
+    if padded_shapes(arch, contract):
+        config["quantization_config"]["quant_method"] = PADDED
+    return config
 
 
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
