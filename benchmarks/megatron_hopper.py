@@ -8,6 +8,9 @@ same rows come from small shapes in FP32, to try the script.
 
 Rows of kind `training` have the median of three steps of 64 sequences of 1,024 tokens after one that is not counted.
 Rows of kind `trainer_parity` compare log-probs, loss and gradients on equal weights and tokens.
+
+Predicted for `smollm2` and `qwen2` in block FP8, whose linears are padded: zeros change nothing. So log-probs are as
+far from FP32 as those of Llama in whole tiles, 0.025 nats in the mean (0.02 to 0.04), and gradients 0.07 of their norm.
 """
 
 import argparse
@@ -85,27 +88,49 @@ _SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "qk_norm": True},
     "llama": {"family": "llama", "qk_norm": False},
     "qwen3-moe": {"family": "qwen3_moe", "qk_norm": True, "experts": _EXPERTS},
+    # Widths of SmolLM2-135M, and one that is no multiple of 64: the linears are padded.
+    "smollm2": {
+        "family": "llama",
+        "qk_norm": False,
+        "hidden_size": 576,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1500,
+        "tie_embeddings": True,
+    },
+    # Biases beside padding.
+    "qwen2": {
+        "family": "qwen2",
+        "qk_norm": False,
+        "qkv_bias": True,
+        "hidden_size": 192,
+        "num_heads": 3,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "intermediate_size": 384,
+    },
 }
 PARITY = tuple(_SMALL)
 
 
 def small(family: str) -> Architecture:
-    """A policy with true tiles that the exact trainer still computes on a CPU."""
-    return Architecture(
-        **_SMALL[family],
-        vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_layers=2,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        max_positions=4096,
-        rope_scaling=None,
-        tie_embeddings=False,
-    )
+    """A policy that the exact trainer still computes on a CPU, with true tiles where the family has no sizes."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_positions": 4096,
+        "rope_scaling": None,
+        "tie_embeddings": False,
+    }
+    return Architecture(**{**sizes, **_SMALL[family]})
 
 
 def configuration(precision: str, *changes: str) -> RunConfig:

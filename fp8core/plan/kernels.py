@@ -77,7 +77,7 @@ class Sample(NamedTuple):
 
 
 def linear_shapes(arch: Architecture, unit: int = 1) -> list[tuple[int, int]]:
-    """Outputs and contraction of a layer's fused linears, without experts; each part is padded to multiples of `unit`."""
+    """Outputs and contraction of a layer's fused linears, without experts; parts are padded to multiples of `unit`."""
     sizes = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size, arch.intermediate_size
     query, keys, hidden, width = (round_up(size, unit) for size in sizes)
     attention = [(query + 2 * keys, hidden), (hidden, query)]

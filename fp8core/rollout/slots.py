@@ -5,9 +5,9 @@ fused ones alone: q, k and v, gate and up, and experts are rows of one parameter
 multiple. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
 Their rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
 
-Where a part is not made of whole tiles of block FP8, vLLM has zeros beside it. The aligned model has heads and columns of
-zeros (`architecture.with_whole_tiles`), vLLM's own models have linears that are padded one by one (`vllm.padded`). The
-zeros are not shipped: the worker writes them.
+Where a part is not made of whole tiles of block FP8, vLLM has zeros beside it. The aligned model has heads and columns
+of zeros (`architecture.with_whole_tiles`), vLLM's own models have linears that are padded one by one (`vllm.padded`).
+The zeros are not shipped: the worker writes them.
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
 vocabulary. Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a

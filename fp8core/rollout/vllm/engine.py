@@ -119,7 +119,7 @@ class VllmEngine:
         _check_environment(required_environment(contract, options, build))
         if build.platform == "cpu":
             # Registers the quantisation method that `engine_arguments` names.
-            import fp8core.rollout.vllm.in_place  # noqa: F401
+            import fp8core.rollout.vllm.in_place
         elif options.model == "stock" and padded_shapes(arch, contract):
             # The one that `model_config` names.
             import fp8core.rollout.vllm.padded  # noqa: F401

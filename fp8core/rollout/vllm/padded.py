@@ -25,7 +25,7 @@ class PaddedLinear(Fp8LinearMethod):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -45,7 +45,7 @@ class PaddedLinear(Fp8LinearMethod):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """BF16 [..., out]; a bias is added to the rounded product, as vLLM's own method adds it."""
-        product = super().apply(layer, nn.functional.pad(x, (0, self._columns)) if self._columns else x)
+        product: Tensor = super().apply(layer, nn.functional.pad(x, (0, self._columns)) if self._columns else x)
         if self._rows != self._sizes:
             parts = zip(product.split(self._rows, dim=-1), self._sizes, strict=True)
             product = torch.cat([part[..., :size] for part, size in parts], dim=-1)

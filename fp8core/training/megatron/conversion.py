@@ -11,6 +11,9 @@
 
 Transformer Engine's layers hold the norm before a linear in that linear, and all experts of a GPU in one module. Those
 of Megatron itself hold them apart (`Style`). Experts are cut over expert parallel alone, layers over pipeline parallel.
+
+Padded linears end in rows and columns of zeros, so that both sides of a GPU's share are multiples of 128. They stay
+zeros: what is multiplied with them is zero, and so are their gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +26,9 @@ from torch import Tensor
 from torch.distributed import all_gather_object, broadcast, get_rank, get_world_size
 
 from fp8core.config.training import MegatronConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.packed import round_up
 from fp8core.training.megatron.requirements import padded_vocabulary
 
 Join = Literal["copy", "rows_padded", "by_kv_group", "one_after_another"]
@@ -36,10 +41,13 @@ class Style:
 
     norms_in_linears: bool
     experts_together: bool
+    padded: bool
 
 
-TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True)
-LOCAL = Style(norms_in_linears=False, experts_together=False)
+TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True, padded=False)
+# A norm must not see the zeros.
+PADDED_TRANSFORMER_ENGINE = Style(norms_in_linears=False, experts_together=True, padded=True)
+LOCAL = Style(norms_in_linears=False, experts_together=False, padded=False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,11 @@ class Parameter:
     sources: tuple[str, ...]
     join: Join = "copy"
     cut: Cut = "no"
+
+    @property
+    def of_linear(self) -> bool:
+        """True for weight and bias of a decoder layer's linear."""
+        return ".linear_" in self.name and not self.name.endswith(".layer_norm_weight")
 
 
 @dataclass(frozen=True, order=True)
@@ -156,10 +169,15 @@ def share(
         rank: of the GPU in the grid.
         policy: tensors by Hugging Face name, any type and device.
     """
-    return {
-        parameter.name: _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, rank)
-        for parameter in parameters(arch, megatron, style, rank)
-    }
+    found = {}
+    for parameter in parameters(arch, megatron, style, rank):
+        own = _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, rank)
+        if style.padded and parameter.of_linear:
+            whole = own.new_zeros([round_up(size, TILE) for size in own.shape])
+            whole[tuple(map(slice, own.shape))] = own
+            own = whole
+        found[parameter.name] = own
+    return found
 
 
 def policy_of(
@@ -176,8 +194,24 @@ def policy_of(
         for parameter in parameters(arch, megatron, style, ParallelRank(0, pipeline, expert)):
             if not policy.keys() >= set(parameter.sources):
                 held = [shares[rank][parameter.name] for rank in _holders(parameter, shares, pipeline, expert)]
+                if style.padded and parameter.of_linear:
+                    own = _share_shape(arch, parameter, megatron.tensor_parallel)
+                    held = [tensor[tuple(map(slice, own))] for tensor in held]
                 policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(held, parameter)), strict=True)
     return policy
+
+
+def _share_shape(arch: Architecture, parameter: Parameter, count: int) -> tuple[int, ...]:
+    """Of a linear, without padding."""
+    shapes = parameter_shapes(arch)
+    rows, *columns = sum(shapes[name][0] for name in parameter.sources), *shapes[parameter.sources[0]][1:]
+    match parameter.cut:
+        case "no":
+            return rows, *columns
+        case "columns":
+            return rows, columns[0] // count
+        case "rows" | "rows_of_each":
+            return rows // count, *columns
 
 
 def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], pipeline: int, expert: int) -> list[ParallelRank]:

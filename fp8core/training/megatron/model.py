@@ -7,6 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,11 +23,12 @@ from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
+from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
-from fp8core.numerics.packed import copied
+from fp8core.numerics.packed import copied, round_up
 from fp8core.training.megatron.arguments import model_arguments
-from fp8core.training.megatron.conversion import LOCAL, TRANSFORMER_ENGINE, Style
+from fp8core.training.megatron.conversion import Style
 from fp8core.training.packing import Pack
 
 
@@ -38,11 +41,12 @@ class PolicyModel(GPTModel):
         megatron: MegatronConfig,
         config: TransformerConfig,
         device: torch.device,
+        style: Style,
         first: bool,
         last: bool,
     ) -> None:
         arguments = model_arguments(arch, megatron)
-        super().__init__(config, layers(config), pre_process=first, post_process=last, **arguments)
+        super().__init__(config, layers(config, style), pre_process=first, post_process=last, **arguments)
         self.rotary_pos_emb = RotaryAngles(arch, device)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -79,12 +83,7 @@ def packed_call(pack: Pack) -> dict[str, Any]:
     }
 
 
-def style_of(config: TransformerConfig) -> Style:
-    """The names that the layers of `layers` give their parameters."""
-    return TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else LOCAL
-
-
-def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
+def layers(config: TransformerConfig, style: Style) -> TransformerBlockSubmodules:
     """The layers of this process's pipeline stage, whose rank exists once process groups do."""
     fused = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
@@ -93,6 +92,8 @@ def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
             layer.submodules.mlp.submodules.router = PolicyRouter
     if not fused:
         _for_cpu(block, config.qk_layernorm)
+    if style.padded:
+        _pad(block, TESpecProvider() if fused else LocalSpecProvider(), config.tensor_model_parallel_size)
     return block
 
 
@@ -104,6 +105,43 @@ def _for_cpu(block: TransformerBlockSubmodules, qk_norm: bool) -> None:
         attention.core_attention = PackedAttention
         if qk_norm:
             attention.q_layernorm = attention.k_layernorm = LocalNorm
+
+
+def _pad(block: TransformerBlockSubmodules, own: BackendSpecProvider, ranks: int) -> None:
+    """Padded linears in all layers, behind norms of their own."""
+    column, row = padded(own.column_parallel_linear(), 1, ranks), padded(own.row_parallel_linear(), ranks, 1)
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = block.layer_norm
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention.linear_qkv, attention.linear_proj = column, row
+        mlp.linear_fc1, mlp.linear_fc2 = column, row
+
+
+def padded(linear: Any, inputs: int, outputs: int) -> type:
+    """A linear of Megatron both of whose sides are multiples of 128 on each GPU.
+
+    It takes and gives tensors without padding. Transformer Engine quantises whole tiles alone; zeros change no amax and
+    no sum.
+
+    Args:
+        linear: its class.
+        inputs, outputs: numbers of GPUs that share its columns and its rows.
+    """
+
+    class Padded(linear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
+            self._own = input_size // inputs, output_size // outputs
+            columns, rows = (round_up(size, TILE) for size in self._own)
+            super().__init__(inputs * columns, outputs * rows, config=config, **others)
+            self._missing = columns - self._own[0]
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            """[T, 1, in] to [T, 1, out]."""
+            product, bias = super().forward(torch.nn.functional.pad(x, (0, self._missing)))
+            assert bias is None, "Megatron adds no bias after these linears"
+            return product[..., : self._own[1]], None
+
+    return Padded
 
 
 class PackedAttention(torch.nn.Module):

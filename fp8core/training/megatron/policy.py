@@ -17,17 +17,26 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
-from fp8core.training.megatron.conversion import gathered, layers_of, parallel_ranks, policy_of, share
+from fp8core.training.megatron.conversion import (
+    LOCAL,
+    PADDED_TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINE,
+    Style,
+    gathered,
+    layers_of,
+    parallel_ranks,
+    policy_of,
+    share,
+)
 from fp8core.training.megatron.model import (
     PolicyModel,
     PolicyRouter,
     VocabularyShare,
     packed_call,
-    style_of,
     written_logprobs,
 )
 from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
-from fp8core.training.megatron.requirements import padded_vocabulary
+from fp8core.training.megatron.requirements import needs_padding, padded_vocabulary
 from fp8core.training.packing import MicroBatch
 
 
@@ -45,10 +54,10 @@ class Policy:
         kind: Kind = "cuda" if device.type == "cuda" else "cpu"
         config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
         self.arch, self.device = arch, device
-        self.style, self.rank = style_of(config), own_rank()
+        self.style, self.rank = _style(arch, contract, megatron, kind), own_rank()
         self._megatron = megatron
         first, last = self.rank.pipeline == 0, self.rank.pipeline == megatron.pipeline_parallel - 1
-        self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
+        self.model = PolicyModel(arch, megatron, config, device, self.style, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
@@ -163,6 +172,13 @@ class Policy:
             self._observing = False
             for handle in handles:
                 handle.remove()
+
+
+def _style(arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, kind: Kind) -> Style:
+    """Whose layers compute: Transformer Engine's do on a GPU, padded where block FP8 needs it."""
+    if kind == "cpu":
+        return LOCAL
+    return PADDED_TRANSFORMER_ENGINE if needs_padding(arch, contract, megatron.tensor_parallel) else TRANSFORMER_ENGINE
 
 
 Scored = Callable[[MicroBatch, Tensor, Tensor], None]

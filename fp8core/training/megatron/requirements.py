@@ -95,7 +95,7 @@ def check_grid(arch: Architecture, megatron: MegatronConfig, contract: Precision
     Args:
         arch: the model.
         megatron: how it is spread.
-        contract: formats; block FP8 needs multiples of 128 in every dimension of a GPU's share.
+        contract: formats; block FP8 needs experts of whole tiles.
         longest: tokens of the longest sequence.
 
     Raises:
@@ -116,29 +116,24 @@ def check_grid(arch: Architecture, megatron: MegatronConfig, contract: Precision
         raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"is no multiple of {multiple}")
     if longest > megatron.micro_batch_tokens:
         raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"the longest sequence has {longest} tokens")
-    if contract.training.linear == "fp8_block":
-        _check_tiles(arch, tensor)
+    if arch.experts is not None and needs_padding(arch, contract, tensor):
+        raise UserError(
+            "precision.training.linear=fp8_block: the model has experts, whose linears Megatron does not pad, and on "
+            f"each GPU sides of linears that are no multiples of {TILE}; set it to bf16"
+        )
 
 
-def _check_tiles(arch: Architecture, tensor: int) -> None:
+def needs_padding(arch: Architecture, contract: PrecisionContract, tensor: int) -> bool:
     """Transformer Engine quantises a linear in blocks only where both sides of a GPU's share are multiples of 128."""
-    sides = {
-        "hidden size": arch.hidden_size,
-        "Q, K and V": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor,
-        "attention": arch.num_heads * arch.head_dim // tensor,
-        "MLP": arch.intermediate_size // tensor,
-    }
+    if contract.training.linear != "fp8_block":
+        return False
+    query, keys = arch.num_heads * arch.head_dim // tensor, arch.num_kv_heads * arch.head_dim // tensor
+    sides = [arch.hidden_size, query, query + 2 * keys]
+    if len(arch.sparse_layers) < arch.num_layers:
+        sides.append(arch.intermediate_size // tensor)
     if arch.experts is not None:
-        sides["expert"] = arch.experts.intermediate_size
-        if len(arch.sparse_layers) == arch.num_layers:
-            del sides["MLP"]
-    lower = "lower training.megatron.tensor_parallel or " if tensor > 1 else ""
-    for name, side in sides.items():
-        if side % TILE:
-            raise UserError(
-                f"precision.training.linear=fp8_block: {name} has {side} columns on each GPU, and Megatron's block FP8 "
-                f"needs a multiple of {TILE}; {lower}set it to bf16"
-            )
+        sides.append(arch.experts.intermediate_size)
+    return any(side % TILE for side in sides)
 
 
 def _divides(name: str, group: int, count: int, what: str) -> None:

@@ -17,6 +17,7 @@ from fp8core.rollout.slots import (
     filled_shapes,
     find_cuts,
     find_slots,
+    padded_shapes,
     whole_parameters,
 )
 
@@ -87,25 +88,42 @@ def test_everything_else_keeps_its_name(shipped):
         assert find_slots(shipped, {})[name] == Slot(name, 0, rows, rows, *2 * (columns or [0]))
 
 
-def test_parts_that_are_not_whole_tiles_have_zeros_after_them(architecture, masters_of):
+HEADS, LINEARS = "heads and columns of the aligned model", "vLLM's linears, one by one"
+# Shapes of parameters whose parts are no whole tiles, by what is padded.
+FILLED = {
+    HEADS: {
+        "self_attn.qkv_proj.weight": (768 + 2 * 256, 192),
+        "self_attn.qkv_proj.weight_scale_inv": (6 + 2 * 2, 2),
+        "self_attn.o_proj.weight": (192, 768),
+        "mlp.gate_up_proj.weight": (2 * 384, 192),
+        "mlp.down_proj.weight_scale_inv": (2, 3),
+    },
+    LINEARS: {
+        "self_attn.qkv_proj.weight": (640 + 2 * 256, 256),
+        "self_attn.qkv_proj.weight_scale_inv": (5 + 2 * 2, 2),
+        "self_attn.o_proj.weight": (256, 640),
+        "mlp.gate_up_proj.weight": (2 * 384, 256),
+        "mlp.down_proj.weight_scale_inv": (2, 3),
+    },
+}
+
+
+@pytest.mark.parametrize("padded", [HEADS, LINEARS])
+def test_parts_that_are_not_whole_tiles_have_zeros_after_them(architecture, masters_of, padded):
     """What is written lies where a decoder with the zeros has it, and reads back as it was shipped."""
     partial = architecture(
         hidden_size=192, intermediate_size=336, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=64
     )
+    filled = filled_shapes(partial) if padded == HEADS else padded_shapes(partial, PrecisionContract())
     names = rollout_formats(PrecisionContract(), partial.num_layers).stored_names()
     sent = stored_weights(masters_of(partial), names, "pow2")
-    slots = find_slots(specs_of(sent), filled_shapes(partial))
+    slots = find_slots(specs_of(sent), filled)
     held = {}
     for name, slot in slots.items():
         rows = max(each.end for each in slots.values() if each.parameter == slot.parameter)
         held[slot.parameter] = torch.zeros(rows, *[slot.width] * (slot.width > 0), dtype=sent[name].dtype)
-    attention, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
-    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    assert shapes[f"{attention}.qkv_proj.weight"] == (768 + 2 * 256, 192)
-    assert shapes[f"{attention}.qkv_proj.weight_scale_inv"] == (6 + 2 * 2, 2)
-    assert shapes[f"{attention}.o_proj.weight"] == (192, 768)
-    assert shapes[f"{mlp}.gate_up_proj.weight"] == (2 * 384, 192)
-    assert shapes[f"{mlp}.down_proj.weight_scale_inv"] == (2, 3)
+    for name, shape in FILLED[padded].items():
+        assert tuple(held[f"{LAYER}.{name}"].shape) == shape
     check_fit(specs_of(sent), slots, specs_of(held))
     for name, tensor in sent.items():
         slots[name].of(held[slots[name].parameter]).copy_(tensor)

@@ -17,6 +17,7 @@ from fp8core.rollout.vllm.requirements import (
     VllmBuild,
 )
 from fp8core.rollout.vllm.settings import (
+    PADDED,
     Launch,
     attention_backend,
     captured_sizes,
@@ -128,6 +129,19 @@ def test_config_json_says_which_modules_stay_in_bf16(architecture):
     assert {name.split(".")[2] for name in kept[1:]} == {"0"}
     assert len(kept) == 8
     assert "quantization_config" not in model_config(architecture(), BF16, VllmConfig())
+
+
+def test_config_json_asks_for_padded_linears_where_a_tile_is_partial(architecture):
+    narrow = architecture(**{**TRUE_TILES, "hidden_size": 320})
+
+    def method(arch, contract=FP8, **options):
+        return model_config(arch, contract, VllmConfig(**options))["quantization_config"]["quant_method"]
+
+    assert method(narrow) == PADDED
+    assert method(narrow, _rounding(FP8, "kernels"), model="aligned") == "fp8"
+    assert method(architecture(**TRUE_TILES)) == "fp8"
+    kept = FP8.model_copy(update={"bf16_first_layers": narrow.num_layers})
+    assert method(narrow, kept) == "fp8", "none of its linears is in FP8"
 
 
 def test_config_json_keeps_routers_and_experts_apart(architecture):

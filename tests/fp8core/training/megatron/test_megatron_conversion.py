@@ -13,6 +13,7 @@ from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.training.megatron.conversion import (
     LOCAL,
+    PADDED_TRANSFORMER_ENGINE,
     TRANSFORMER_ENGINE,
     ParallelRank,
     parallel_ranks,
@@ -36,7 +37,9 @@ def shares_of(arch, megatron, style, policy):
 
 
 @pytest.mark.parametrize("parts", GRIDS.values(), ids=GRIDS)
-@pytest.mark.parametrize("style", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "transformer_engine"])
+@pytest.mark.parametrize(
+    "style", [LOCAL, TRANSFORMER_ENGINE, PADDED_TRANSFORMER_ENGINE], ids=["local", "transformer_engine", "padded"]
+)
 def test_a_round_trip_gives_the_same_bytes(family, masters_of, style, parts):
     policy = masters_of(family)
     megatron = MegatronConfig(**parts, **({"expert_parallel": 2} if family.experts else {}))
@@ -108,6 +111,20 @@ def test_tied_embeddings_have_a_copy_in_the_last_stage_alone(architecture):
     assert "output_layer.weight" in names[ParallelRank(pipeline=1)]
     assert "embedding.word_embeddings.weight" in names[ParallelRank(pipeline=0)]
     assert "embedding.word_embeddings.weight" not in names[ParallelRank(pipeline=1)]
+
+
+def test_padded_shares_end_in_zeros_on_each_gpu(architecture, masters_of):
+    arch, megatron = architecture(), MegatronConfig(tensor_parallel=2)
+    shares = shares_of(arch, megatron, PADDED_TRANSFORMER_ENGINE, masters_of(arch))
+    own, width = arch.hidden_size, arch.intermediate_size // 2
+    for held in shares.values():
+        fc1, fc2 = (held[f"decoder.layers.0.mlp.linear_fc{i}.weight"] for i in (1, 2))
+        assert (fc1.shape, fc2.shape) == ((256, 128), (128, 128))
+        assert not fc1[2 * width :].any()
+        assert not fc1[:, own:].any()
+        assert not fc2[own:].any()
+        assert not fc2[:, width:].any()
+        assert held["decoder.layers.0.input_layernorm.weight"].shape == (own,)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

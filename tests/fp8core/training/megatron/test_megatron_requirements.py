@@ -1,5 +1,7 @@
 """What the Megatron trainer cannot do on a machine is refused before anything is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.requirements import check_grid, token_multiple
+from fp8core.training.megatron.requirements import check_grid, needs_padding, token_multiple
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}"]
@@ -137,13 +139,18 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism():
     check_grid(moe, MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096)
 
 
-def test_block_fp8_wants_multiples_of_128_on_each_gpu():
+def test_linears_of_partial_tiles_are_padded_and_experts_refused():
     llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
-    check_grid(llama, MegatronConfig(tensor_parallel=8, sequence_parallel=True), BF16, 2048)
-    check_grid(llama, MegatronConfig(tensor_parallel=8, sequence_parallel=True), FP8, 2048)
-    narrow = {**vars(llama), "intermediate_size": 14_464}
-    with pytest.raises(UserError, match=r"linear=fp8_block: MLP has 7232 columns on each GPU.*tensor_parallel"):
-        check_grid(type(llama)(**narrow), MegatronConfig(tensor_parallel=2), FP8, 2048)
+    assert not needs_padding(llama, FP8, 8)
+    narrow = replace(llama, intermediate_size=14_464)
+    assert not needs_padding(narrow, FP8, 1)
+    assert needs_padding(narrow, FP8, 2)
+    assert not needs_padding(narrow, BF16, 2)
+    check_grid(narrow, MegatronConfig(tensor_parallel=2), FP8, 2048)
+    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+    sparse = replace(moe, experts=replace(moe.experts, intermediate_size=800))
+    with pytest.raises(UserError, match=r"linear=fp8_block: the model has experts, .* set it to bf16"):
+        check_grid(sparse, MegatronConfig(), FP8, 2048)
 
 
 def test_tokens_are_padded_so_that_each_gpu_of_a_sequence_group_has_whole_tiles():

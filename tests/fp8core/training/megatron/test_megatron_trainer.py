@@ -19,7 +19,8 @@ from fp8core.models.experts import top_k
 from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
-from fp8core.training.megatron import parallel
+from fp8core.training.megatron import parallel, policy
+from fp8core.training.megatron.conversion import LOCAL, ParallelRank, share
 from fp8core.training.megatron.model import packed_call
 from fp8core.training.megatron.optimiser import LocalOptimiser, MegatronOptimiser
 from fp8core.training.megatron.trainer import MegatronTrainer
@@ -125,6 +126,30 @@ def test_updates_equal_the_torch_trainers(family, masters_of, ragged_batch, opti
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-6), name
     # Adam turns the rounding of a gradient that is nearly zero into an update.
     assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_padded_linears_compute_and_learn_the_same(
+    name, architecture, masters_of, ragged_batch, optimise, monkeypatch, tmp_path
+):
+    """As Transformer Engine's linears are padded on a GPU: the zeros stay zeros, and nothing outside sees them."""
+    monkeypatch.setattr(policy, "_style", lambda *_: replace(LOCAL, padded=True))
+    arch = architecture(**FAMILIES[name])
+    masters = masters_of(arch)
+    ours, theirs = megatron_trainer(arch, masters, optimise), torch_trainer(arch, masters)
+    for trainer in (ours, theirs):
+        for _ in range(2):
+            trainer.step(ragged_batch, TEMPERATURE, None)
+    ours.save(tmp_path)
+    again = megatron_trainer(arch, masters, optimise)
+    again.load(tmp_path)
+    for trainer in (ours, again):
+        assert largest(trainer.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
+        for weight, held in _named(trainer).items():
+            if ".linear_" in weight:
+                assert all(size % 128 == 0 for size in held.shape), weight
+    whole = share(arch, TRAINING.megatron, ours._policy.style, ParallelRank(), ours.masters)
+    assert all(torch.equal(held, whole[weight]) for weight, held in _named(ours).items())
 
 
 def test_minibatches_are_updates_of_their_own(architecture, masters_of, ragged_batch):
