@@ -34,7 +34,8 @@ episode waits 0.45 s). So turns enter at every step, and the choice is gone. The
 
 Each measurement of episodes made a tokenizer of 151,936 tokens, 0.25 s on a processor, which a training makes once.
 Predicted without it: 0.91 of equal work at once, and 0.89 with late answers. It gave 0.86 and 0.81, on an H200: there
-single turns are 1.20 times as fast as on the H100 before, and a step that reads prompts is not.
+single turns are 1.20 times as fast as on the H100 before, and a step that reads prompts is not. Once more, on an H200
+whose host has a second engine: 0.84 and 0.86.
 
 Predicted for the trace, on an H200: of the 24 ms of a step that reads 640 tokens beside 240 requests that decode, 14
 are linears, 7 attention, and in 1 nothing runs. Of the 11 ms of others, 5 are linears and 4 attention.

@@ -261,7 +261,8 @@ def transformers(config: RunConfig, arch: Architecture, weights: Mapping[str, Te
     described = AutoConfig.for_model(**settings)
     dtype = torch.float32 if config.precision.training.linear == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa").to(DEVICE)
-    model.load_state_dict(hugging_face_names(model, weights))
+    # A tied head is no weight of its own.
+    model.load_state_dict(hugging_face_names(model, weights), strict=not arch.tie_embeddings)
     sequences, tokens = batch.sequences, batch.sequences.tokens.to(DEVICE)
     logits = model(input_ids=tokens, attention_mask=sequences.valid.long().to(DEVICE)).logits[:, :-1].float()
     chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1).cpu()
