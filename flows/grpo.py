@@ -7,6 +7,7 @@ prefect deployment run fp8-grpo/tiny          this function, from a worker
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Annotated, Any, TextIO, cast
 
 from prefect import flow, runtime
@@ -157,7 +158,8 @@ class FlowExecution(PrefectExecution):
             self._intervals[name] = began, time.perf_counter()
             return result
 
-        return super().call(run, name, index, timed)
+        with self._stop.without_wait() if name == "warm_start" else nullcontext():
+            return super().call(run, name, index, timed)
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
         self._session.stage(name, result)

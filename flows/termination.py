@@ -17,6 +17,18 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.keeps_nothing = False
+
+    @contextmanager
+    def without_wait(self) -> Iterator[None]:
+        """While the block lasts, a request is carried out at once: what the block makes is kept at its end alone."""
+        self.keeps_nothing = True
+        if self.requested:
+            self.carry_out()
+        try:
+            yield
+        finally:
+            self.keeps_nothing = False
 
     def carry_out(self) -> None:
         """Stop now, through the previous handler of SIGTERM. Prefect raises, reports the flow run and passes it on."""
@@ -68,7 +80,7 @@ def keep_interrupt() -> Iterator[Interrupt]:
 def stop_on_sigterm() -> Iterator[StopRequest]:
     """While the block lasts, the first SIGTERM is a request; a second one has the same effect as without the block.
 
-    A line on stderr reports it, because a step may take minutes.
+    A line on stderr reports it, because a step may take minutes. Within `StopRequest.without_wait` the first one acts.
     Only a process's main thread may handle signals: in any other one SIGTERM keeps its effect.
     """
     request = StopRequest()
@@ -79,6 +91,8 @@ def stop_on_sigterm() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         request.requested = True
         signal.signal(number, before)
+        if request.keeps_nothing:
+            request.carry_out()
         with suppress(OSError):  # Nobody may be there to read it.
             # A handler may come into a write of Python's own stream, which cannot be entered twice.
             os.write(_STDERR, TOLD.encode())

@@ -66,6 +66,17 @@ def test_where_sigterm_was_ignored_the_request_still_ends_the_process(before: An
     assert left.value.code == 128 + signal.SIGTERM
 
 
+def test_where_nothing_is_kept_the_first_signal_acts(before: Any) -> None:
+    with stop_on_sigterm() as stop:
+        with pytest.raises(Reached), stop.without_wait():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.keeps_nothing
+    with stop_on_sigterm() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Reached), stop.without_wait():
+            pytest.fail("the request came before")
+
+
 def test_nothing_stays_when_nothing_came(before: Any) -> None:
     with stop_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -229,6 +240,27 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     never_stopped = whole_run.ledger.steps()[4].weights_digest
     assert json.loads((workplace / "once.json").read_text())["weights_digest"] == never_stopped
     assert status(folder) == "FINISHED"
+
+
+def test_a_warm_start_is_left_at_once(command: Any, workplace: Path) -> None:
+    folder = workplace / "runs" / "long"
+
+    def stop() -> None:
+        until = time.monotonic() + 60
+        while not (folder / LEDGER).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    code, out, err = command("run", "small.yaml", "--set", "run=long", "--set", "warm_start.steps=1000000")
+    thread.join()
+    assert code == 128 + signal.SIGTERM
+    assert err == "fp8-grpo: terminated; fp8-grpo resume long --trust continues the run\n"
+    assert "step 1 " not in out
+    assert LedgerView.read(folder / LEDGER).last_step() is None
+    assert status(folder) == "KILLED"
 
 
 def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) -> None:
