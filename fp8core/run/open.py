@@ -385,13 +385,19 @@ def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
         yield warning
 
 
-def _try_environment(
-    environment: EnvironmentPool, config: RunConfig, base: BaseModel, problems: Sequence[Problem], console: Console
-) -> None:
-    """Begin an episode of each of these problems, and play one (errors: `check_openings`)."""
+def _enter_environment(
+    parts: ExitStack, config: RunConfig, base: BaseModel, problems: Sequence[Problem], console: Console
+) -> EnvironmentPool:
+    """An environment in which each of these problems has begun an episode, and one was played; it closes with `parts`.
+
+    Errors: as of `build_environment` and `check_openings`.
+    """
+    assert config.environment is not None
+    environment = parts.enter_context(closing(build_environment(config.environment)))
     check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment)
     if (failure := failed_trial(problems[0], config, environment)) is not None:
         console.note(failure)
+    return environment
 
 
 @contextmanager
@@ -432,22 +438,14 @@ def open_run(
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
         if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
             check_turns(source, config, base.tokenizer)
+        environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)
-        environment = None
-        if config.environment is not None and recorded is None:
-            environment = parts.enter_context(closing(build_environment(config.environment)))
-            _try_environment(environment, config, base, list(source.to_check()), console)
-        version = current_code()
+            if recorded is None:
+                environment = _enter_environment(parts, config, base, list(source.to_check()), console)
+        version, pid, host = current_code(), os.getpid(), socket.gethostname()
         directory.ledger.append(
-            SegmentEntry(
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                code_version=version,
-                started=time.time(),
-                steps=config.steps,
-                data=data,
-            )
+            SegmentEntry(pid=pid, host=host, code_version=version, started=time.time(), steps=config.steps, data=data)
         )
         run = RunContext(
             config=config,
