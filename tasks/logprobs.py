@@ -70,19 +70,23 @@ def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: Sco
     }
 
 
-def compared_rows(config: RunConfig, index: int, rows: int) -> Tensor:
+def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
     """bool [rows]: completions of a step whose log-probs under both policies are compared.
 
-    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw.
+    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw. Episodes in
+    which the policy never spoke hold nothing to compare, so none of them is drawn.
+
+    `written`: bool [rows, longest], True where the policy wrote a token.
     """
     if config.logprobs.source != "rollout":
-        return torch.ones(rows, dtype=torch.bool)
+        return torch.ones(len(written), dtype=torch.bool)
 
     def drawn(row: int) -> bytes:
         return hashlib.sha256(f"audit/{config.seed}/{index}/{row}".encode()).digest()
 
-    compared = torch.zeros(rows, dtype=torch.bool)
-    compared[sorted(range(rows), key=drawn)[: math.ceil(config.logprobs.audit_share * rows)]] = True
+    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
+    compared = torch.zeros(len(written), dtype=torch.bool)
+    compared[sorted(spoken, key=drawn)[: math.ceil(config.logprobs.audit_share * len(spoken))]] = True
     return compared
 
 

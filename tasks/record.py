@@ -86,7 +86,8 @@ def record(
     versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
     completions = store.get_table(rollouts, ["group", "sample", "logprobs", "written", "finish", *versions])
     rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
-    compared, against = compared_rows(run.config, index, len(completions)), scored
+    written = padded(completions["written"], torch.bool, False)
+    compared, against = compared_rows(run.config, index, written), scored
     if behaviour is not None:
         compared, against = behind(scored, store.get_table(behaviour))
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a

@@ -12,7 +12,7 @@ import torch
 
 from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
-from fp8core.rl.batch import column, pad
+from fp8core.rl.batch import column, pad, padded
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Key, Pool
 from fp8core.rollout.registry import continuation_of, longest_row
@@ -80,9 +80,7 @@ def finish_episodes(
     Raises UserError: every episode ended before the policy's first turn, or by a failure of the environment.
     """
     outputs, rows = _finished(run, index, stream)
-    turns = _turns_of(rows)
-    check_episodes(run, index, turns)
-    return {"turns": run.directory.store.put_table("turns", turns), **outputs}
+    return {"turns": run.directory.store.put_table("turns", _turns_of(rows)), **outputs}
 
 
 def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref], list[Row]]:
@@ -101,6 +99,8 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
         together = together and run.config.environment is None
         rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
     written.attach_turns([*rows, *opened.rows])
+    # Before the log-probs are verified: some episode must have a token for that.
+    check_episodes(run, index, _turns_of(rows))
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = _rollouts(run, rows)
@@ -566,7 +566,7 @@ def _behaviour(run: RunContext, index: int, rollouts: pa.Table, rows: Sequence[R
 
     Raises LogprobError: the loss takes the rollout's log-probs as they are, and one of these is not equal.
     """
-    chosen = verified_rows(run, index, len(rows))
+    chosen = verified_rows(run, index, padded(rollouts["written"], torch.bool, False))
     versions = pad([rows[i].versions for i in chosen], torch.int64, -1)
     taken = rollouts.take(chosen)
     scored = behaviour_logprobs(run, token_batch(taken), versions)

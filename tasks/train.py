@@ -104,7 +104,7 @@ def train_scoring(
     batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher, turns)
     if sampled is not None:
         names = enumerate(zip(*(table[name].to_pylist() for name in ORDERED), strict=True))
-        compared = compared_rows(config, index, len(table)).tolist()
+        compared = compared_rows(config, index, batch.mask).tolist()
         audited = {row: f"group {group}, sample {sample}" for row, (group, sample) in names if compared[row]}
         batch = replace(batch, audited=audited)
         if versions and (older := padded(table["versions"], torch.int64, version) < version).any():

@@ -47,10 +47,14 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     return found
 
 
-def verified_rows(run: RunContext, index: int, rows: int) -> list[int]:
-    """Completions of a step that are scored again: `pipeline.verified_share` of them, drawn from the run's seed."""
+def verified_rows(run: RunContext, index: int, written: Tensor) -> list[int]:
+    """Completions of a step that are scored again: `pipeline.verified_share` of them, drawn from the run's seed.
+
+    Only those in which the policy wrote a token: others hold nothing to verify. `written`: bool [rows, longest].
+    """
 
     def drawn(row: int) -> bytes:
         return hashlib.sha256(f"behaviour/{run.config.seed}/{index}/{row}".encode()).digest()
 
-    return sorted(sorted(range(rows), key=drawn)[: math.ceil(run.config.pipeline.verified_share * rows)])
+    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
+    return sorted(sorted(spoken, key=drawn)[: math.ceil(run.config.pipeline.verified_share * len(spoken))])

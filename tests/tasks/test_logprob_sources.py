@@ -6,6 +6,7 @@ import shutil
 from functools import cache
 
 import pytest
+import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
@@ -21,7 +22,7 @@ from fp8core.training.trainer import LogprobError
 from tasks.logprobs import compared_rows
 
 STEPS = range(1, 5)
-ROWS = 16
+WRITTEN = torch.ones(16, 1, dtype=torch.bool)
 KINDS = {
     "training": {"logprobs.source": "training"},
     "rollout": {"logprobs.source": "rollout"},
@@ -82,7 +83,7 @@ def test_metrics_are_those_of_the_tokens_that_were_compared(scored, whole_run):
         if source_of(scored) == "training":
             assert found == expected
             continue
-        rows = compared_rows(SAMPLED, index, ROWS).nonzero().flatten().tolist()
+        rows = compared_rows(SAMPLED, index, WRITTEN).nonzero().flatten().tolist()
         drawn.update(rows)
         assert len(rows) == 1
         assert found["alignment/tokens"] == tokens_of(whole_run, index, rows) < expected["alignment/tokens"]
@@ -145,7 +146,7 @@ class LyingEngine:
 
 @pytest.mark.parametrize("audited", [True, False])
 def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled, copy_of, audited):
-    run, rows = copy_of(sampled), compared_rows(SAMPLED, 3, ROWS).tolist()
+    run, rows = copy_of(sampled), compared_rows(SAMPLED, 3, WRITTEN).tolist()
     group, sample = divmod(rows.index(audited), 4)
     run.cut_after(3, "prompts")
     with run.opened() as live:
@@ -172,14 +173,14 @@ def test_an_audited_token_that_differs_fails_the_step_before_the_update(sampled,
 def test_the_share_is_a_function_of_seed_and_step():
     def drawn(index, **settings):
         config = load_config("tiny", {"logprobs.source": "rollout", **settings})
-        return compared_rows(config, index, 100).nonzero().flatten().tolist()
+        return compared_rows(config, index, WRITTEN[:1].expand(100, -1)).nonzero().flatten().tolist()
 
     assert len(drawn(1)) == 7, "a sixteenth, rounded up"
     assert drawn(1) == drawn(1, steps=3) != drawn(2)
     assert drawn(1, seed=1) != drawn(1)
     assert len(drawn(1, **{"logprobs.audit_share": 1.0})) == 100
     assert len(drawn(1, **{"logprobs.audit_share": 1e-9})) == 1
-    assert compared_rows(load_config("tiny"), 1, 3).tolist() == [True] * 3
+    assert compared_rows(load_config("tiny"), 1, WRITTEN[:3]).tolist() == [True] * 3
 
 
 FILTER = {"name": "token_k1", "low": 0.5, "high": 2.0}

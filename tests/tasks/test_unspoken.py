@@ -1,0 +1,62 @@
+"""Steps in which most episodes end before the policy speaks: what is drawn for a comparison has a token to compare."""
+
+import pytest
+import torch
+
+from fp8core.config.load import load_config
+from tasks.logprobs import compared_rows
+
+SHORT = """
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+class Short:
+    def start(self, task):
+        if task.seed % 4:
+            return Outcome("wrong", detail="nothing to do")
+        return Turn((Said("user", task.question),))
+
+    def step(self, action):
+        return Outcome("judge")
+
+    def close(self):
+        pass
+"""
+MODES = {
+    "ahead": {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 12, "pipeline.chunk_tokens": 4},
+    "audited": {"logprobs.source": "rollout"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_comparison_draws_episodes_in_which_the_policy_spoke(loop_run, tmp_path, mode):
+    place = tmp_path / "short.py"
+    place.write_text(SHORT)
+    run = loop_run(
+        f"unspoken-{mode}",
+        **{"environment": {"name": f"{place}:Short", "max_turns": 2, "turn_tokens": 3}, "steps": 4},
+        **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 4},
+        **MODES[mode],
+    )
+    unspoken = 0
+    for index in range(1, 5):
+        artifacts = run.ledger.artifacts(index)
+        rollouts = run.store.get_table(artifacts["rollouts"]).to_pylist()
+        silent = {(row["group"], row["sample"]) for row in rollouts if not any(row["written"])}
+        unspoken += len(silent)
+        assert run.store.get_json(artifacts["metrics"])["alignment/tokens"] > 0
+        if mode == "ahead":
+            verified = run.store.get_table(artifacts["behaviour"]).to_pylist()
+            assert not silent & {(row["group"], row["sample"]) for row in verified}
+    assert unspoken > 32, "most of the 64 episodes are of this kind"
+
+
+def test_without_such_episodes_the_draw_is_that_of_all_rows():
+    config = load_config("tiny", {"logprobs.source": "rollout", "logprobs.audit_share": 0.25})
+    everyone = torch.ones(16, 3, dtype=torch.bool)
+    drawn = compared_rows(config, 1, everyone).nonzero()[:, 0].tolist()
+    assert drawn == [2, 9, 11, 13], "as in stored runs"
+    some = everyone.clone()
+    some[drawn[0]] = False
+    others = compared_rows(config, 1, some).nonzero()[:, 0].tolist()
+    assert drawn[0] not in others
+    assert set(drawn[1:]) <= set(others)
