@@ -128,9 +128,10 @@ class Weighting:
         if not 0 <= self.low <= self.high or self.high == 0:
             raise UserError(f"importance weight bounds low={self.low}, high={self.high}: 0 <= low <= high, high > 0")
 
-    def raw(self, d: Tensor, mask: Tensor) -> Tensor:
-        """Weights of log-ratios `d` before the action."""
-        return torch.where(mask, clamp_exponent(LEVELS[self.level](d, mask)).exp(), 0.0)
+    def raw(self, d: Tensor, mask: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Weights of log-ratios `d` before the action; a row's is that of its tokens in `seen`, or None: in `mask`."""
+        logarithms = LEVELS[self.level](d, mask if seen is None else seen)
+        return torch.where(mask, clamp_exponent(logarithms).exp(), 0.0)
 
     def apply(self, raw: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Weights after the action, and the mask of the tokens that still count."""
@@ -324,8 +325,9 @@ def correct(rule: CorrectionRule, training: Tensor, rollout: Tensor, mask: Tenso
     for test in rule.filters:
         kept = kept & test.passes(d, kept if rule.order == "in_turn" else mask)
     seen = kept if rule.order == "in_turn" else mask
-    raw = rule.weighting.raw(d, seen)
-    weights, inside = rule.weighting.apply(raw, seen)
+    # Rejected tokens have the weight here that they would have if they were kept: a mean over all takes it.
+    raw = rule.weighting.raw(d, mask, seen)
+    weights, inside = rule.weighting.apply(raw, mask)
     kept = kept & inside
     factor = float(NORMALISATIONS[rule.normalise](weights, kept if rule.normalise_over == "kept" else mask))
     # Weights whose mean is practically 0 are left as they are (verl's bound).

@@ -25,7 +25,11 @@ def test_every_preset_agrees_with_the_answers(name):
     assert golden.wrong == ()
 
 
-@pytest.mark.parametrize("settings", [{}, {"correction.method": "none"}, CUSTOM], ids=["token_tis", "none", "custom"])
+IN_TURN = CUSTOM | {"correction.order": "in_turn", "correction.normalise_over": "all"}
+CORRECTIONS = {"token_tis": {}, "none": {"correction.method": "none"}, "custom": CUSTOM, "in_turn": IN_TURN}
+
+
+@pytest.mark.parametrize("settings", CORRECTIONS.values(), ids=CORRECTIONS.keys())
 def test_configured_corrections_agree_with_the_answers(settings):
     assert preflight(load_config("tiny", settings)).wrong == ()
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -396,8 +397,8 @@ def test_a_rule_in_turn_looks_at_what_is_left():
 def test_weights_can_average_one_before_rejection():
     training, rollout, mask = batch(8)
     veto = Veto(low=0.8)
-    for over in ("kept", "all"):
-        rule = CorrectionRule(weighting=TIS, veto=veto, normalise="token", normalise_over=over)
+    for over, order in itertools.product(("kept", "all"), ("joint", "in_turn")):
+        rule = CorrectionRule(weighting=TIS, veto=veto, normalise="token", normalise_over=over, order=order)
         result = correct(rule, training, rollout, mask)
         truncated = torch.where(mask, (training - rollout).exp().clamp(max=2.0), 0.0)
         chosen = result.mask if over == "kept" else mask
