@@ -28,7 +28,7 @@ from fp8core.run.episodes import episode_means
 from fp8core.run.policy import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS, SCORE
-from fp8core.training.trainer import REPORTED, shares
+from fp8core.training.trainer import REPORTED, minibatches
 from tasks.calibrate import lag_error
 from tasks.logprobs import compared_rows
 from tasks.step import step
@@ -244,7 +244,8 @@ def age_metrics(
     learnt = written & torch.tensor(rewards["keep"].to_pylist())[:, None]
     if config.logprobs.source == "rollout":
         # Later updates begin with another policy, and their forwards gave these log-probs.
-        learnt[shares(len(learnt), config.training.minibatches)[0].stop :] = False
+        for later in minibatches(learnt, config.training.minibatches)[1:]:
+            learnt[later] = False
     if (threshold := config.correction.seq_logprob_error_threshold) is not None:
         learnt = learnt & (row_errors(log_ratio(old, sampled, learnt), learnt) <= threshold)[:, None]
     clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)

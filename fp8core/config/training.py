@@ -96,7 +96,9 @@ class TrainingConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
-    minibatches: int = Field(1, ge=1, le=1024, description="Optimiser updates per rollout batch.")
+    minibatches: int = Field(
+        1, ge=1, le=1024, description="Optimiser updates per rollout batch, at most one for each row in the loss."
+    )
     micro_batch: int = Field(
         256, ge=1, le=65536, description="Sequences in one forward and backward pass that are not packed."
     )

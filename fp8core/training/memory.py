@@ -249,7 +249,7 @@ def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
 
 
 def _update_rows(config: RunConfig) -> int:
-    """Completions of an update."""
+    """Completions of an update, where no row has left the loss."""
     return math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / config.training.minibatches)
 
 

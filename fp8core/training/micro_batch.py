@@ -27,7 +27,7 @@ from fp8core.training.trainer import (
     TrainReport,
     first_differing,
     left_aligned,
-    shares,
+    minibatches,
 )
 
 Weights = TypeVar("Weights")
@@ -101,16 +101,40 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         A forward goes over all rows of its update, also over those that no loss reads, under the policy that this
         update begins with. With one update and no stored old log-probs, the forward's log-probs are the old ones.
         A pass before the first update scores the audited rows of later ones, and those with stale tokens. With these,
-        the correction's metrics are of the forwards.
+        the correction's metrics are of the forwards. Where no row is left for an update, a pass scores all.
 
         Raises:
             NotFiniteError: as `step`.
             LogprobError: the first audited token that differs, or as `logprobs`; no update is applied.
         """
         corrected, correction = self._objective.corrected(batch)
-        first, *_ = updates = shares(len(batch.keep), self._config.minibatches)
-        assert batch.old_logprobs is not None or len(updates) == 1, "the configuration was checked"
-        passed = self._pass_scores(batch, first, temperature, scales)
+        updates = minibatches(corrected.mask, self._config.minibatches)
+        assert batch.old_logprobs is not None or len(updates) <= 1, "the configuration was checked"
+        passed = self._pass_scores(batch, updates[0].stop if updates else 0, temperature, scales)
+        reports = list[dict[str, float]]()
+        if updates:
+            reports, scored = self._scored_updates(batch, corrected, updates, passed, temperature, scales)
+        else:
+            scored = self.logprobs(batch.sequences, temperature, scales)
+        if batch.old_logprobs is None:
+            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
+        elif batch.stale is not None:
+            _, correction = self._objective.corrected(replace(batch, old_logprobs=scored.logprobs))
+        return self._reported(batch, corrected, correction, reports), scored
+
+    def _scored_updates(
+        self,
+        batch: RolloutBatch,
+        corrected: RolloutBatch,
+        updates: Sequence[slice],
+        passed: Mapping[int, Tensor],
+        temperature: float,
+        scales: Sequence[LayerScales] | None,
+    ) -> tuple[list[dict[str, float]], ScoredBatch]:
+        """Make the updates; their statistics, and scores of all rows by their forwards.
+
+        `passed`: log-probs that `_pass_scores` gave. Errors: `scored_step`.
+        """
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = self._selected(corrected.rows(rows), update, temperature, scales)
@@ -118,28 +142,26 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 totals, scores = self._accumulate_and_score(part, temperature, scales, statistics)
                 if update == 0:
                     self._refuse_differing(
-                        batch, {row: scores[0][row] for row in batch.audited if row < first.stop}, passed
+                        batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
                     )
                 totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
             reports.append(totals)
             found.append(scores)
         self._ranks.combine_counts(statistics.combine)
         logprobs, entropy = (_concatenated(parts) for parts in zip(*found, strict=True))
-        if batch.old_logprobs is None:
-            corrected, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
-        elif batch.stale is not None:
-            _, correction = self._objective.corrected(replace(batch, old_logprobs=logprobs))
-        return self._reported(batch, corrected, correction, reports), ScoredBatch(logprobs, entropy, statistics)
+        return reports, ScoredBatch(logprobs, entropy, statistics)
 
     def _pass_scores(
-        self, batch: RolloutBatch, first: slice, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, first: int, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[int, Tensor]:
-        """Log-probs under this policy of audited rows beyond the first update's, or with stale tokens: row -> FP32 [C].
+        """Log-probs under this policy of audited rows beyond the `first`, or with stale tokens: row -> FP32 [C].
+
+        `first`: rows of the first update.
 
         Raises LogprobError: one of a token of this policy has not the bits of the rollout.
         """
         stale = [row for row in batch.audited if batch.stale is not None and batch.stale[row].any()]
-        rows = sorted({*stale, *(row for row in batch.audited if row >= first.stop)})
+        rows = sorted({*stale, *(row for row in batch.audited if row >= first)})
         if not rows:
             return {}
         passed = dict(zip(rows, self.logprobs(batch.sequences.part(rows), temperature, scales).logprobs, strict=True))

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,6 +37,8 @@ AVERAGED = (
     "teacher_kl",
 )
 """Fields of a report that are means over its updates."""
+_OF_FIRST = ("ratio_bias", "ratio_deviation", "clip_fraction", "reward_slope")
+"""Statistics of the first update that a report has."""
 REPORTED = (
     "first_ratio_bias",
     "first_ratio_deviation",
@@ -78,7 +81,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """One call of `Trainer.step`: means over its optimiser updates.
+    """One call of `Trainer.step`: means over its optimiser updates, or 0 where no row was left for one.
 
     Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
     holds. The importance ratio of every token is 1 there, but for rounding and stale tokens. `mask_differing` counts
@@ -233,7 +236,7 @@ class PolicyTrainer(ABC):
         self._updates = 0
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
-        """One update per minibatch, in row order; gradients are clipped by their global norm.
+        """One update per minibatch (`minibatches`), in row order; gradients are clipped by their global norm.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
@@ -241,7 +244,7 @@ class PolicyTrainer(ABC):
         corrected, correction = self._objective.corrected(batch)
         reports = [
             self._update(self._selected(corrected.rows(rows), update, temperature, scales), temperature, scales)
-            for update, rows in enumerate(shares(len(batch.keep), self._config.minibatches))
+            for update, rows in enumerate(minibatches(corrected.mask, self._config.minibatches))
         ]
         return self._reported(batch, corrected, correction, reports)
 
@@ -256,7 +259,7 @@ class PolicyTrainer(ABC):
         written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
         if batch.observed is not None:
             written = written & ~batch.observed
-        first = reports[0]
+        first = reports[0] if reports else dict.fromkeys(_OF_FIRST, 0.0)
         self.version += 1
         return TrainReport(
             version=self.version,
@@ -270,7 +273,7 @@ class PolicyTrainer(ABC):
             first_clip_fraction=first["clip_fraction"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.mask != written).sum()),
-            **{key: sum(report[key] for report in reports) / len(reports) for key in AVERAGED},
+            **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},
         )
 
     @abstractmethod
@@ -318,7 +321,7 @@ class PolicyTrainer(ABC):
         """Of an update, from 1: a function of its number and the configuration alone.
 
         It rises to its peak at the last update of the warm-up, or is there at the first, and falls from there. After
-        `over_steps` steps it has fallen to the final share, and stays there.
+        `over_steps` steps of `minibatches` updates it has fallen to the final share, and stays there.
         """
         config, schedule = self._config, self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
@@ -398,6 +401,18 @@ def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "t
 def shares(rows: int, count: int) -> list[slice]:
     """`count` shares of the rows, in order, that differ by one row at most."""
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def minibatches(mask: Tensor, count: int) -> list[slice]:
+    """The consecutive rows of each update of a step: all rows, cut so that each has as many kept ones, but for one.
+
+    A kept row has a token in the corrected `mask`, bool [B, C]. Others go with the kept row before them, or with the
+    first one. Fewer kept rows than `count` make fewer updates. One without a token would have no gradient: the
+    optimiser would move the policy by its moments alone.
+    """
+    kept = mask.any(dim=1).nonzero()[:, 0].tolist()
+    firsts = [kept[share.start] for share in shares(len(kept), min(count, len(kept)))]
+    return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(mask)])] if kept else []
 
 
 def left_aligned(completion: Tensor, columns: int) -> Tensor:

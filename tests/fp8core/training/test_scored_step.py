@@ -90,7 +90,8 @@ def test_each_of_several_updates_scores_its_rows_as_a_pass_before_it(trainers, o
     case = trainers(FP8, Objective(*OBJECTIVES[objective]), minibatches=3)
     single, plain, scoring = trainers(FP8, Objective(*OBJECTIVES[objective])).build(), case.build(), case.build()
     passes = []
-    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+    updates = slice(0, 2), slice(2, 3), slice(3, 6)
+    for rows in updates:
         passes.append(single.logprobs(case.batch.sequences.part(rows), 0.9, case.scales))
         single.step(case.batch.rows(rows), 0.9, case.scales)
     expected = plain.step(case.batch, 0.9, case.scales)
@@ -99,8 +100,8 @@ def test_each_of_several_updates_scores_its_rows_as_a_pass_before_it(trainers, o
     assert scoring.digest() == plain.digest() == single.digest()
     for name in ("logprobs", "entropy"):
         values = getattr(scored, name)
-        for update, wanted in enumerate(getattr(each, name) for each in passes):
-            rows, columns = values[2 * update : 2 * update + 2], wanted.shape[1]
+        for taken, wanted in zip(updates, (getattr(each, name) for each in passes), strict=True):
+            rows, columns = values[taken], wanted.shape[1]
             assert torch.equal(rows[:, :columns].nan_to_num(), wanted.nan_to_num())
             assert rows[:, columns:].isnan().all()
     of_passes = [[layer.k for layer in each.statistics.amax()] for each in passes]
@@ -120,3 +121,37 @@ def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, lia
     assert (trainer.version, trainer.digest()) == (0, policy)
     report, _ = trainer.scored_step(replace(batch, audited={3: "row 3"}), 1.0, case.scales)
     assert report.version == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "updates"),
+    [
+        ([True] * 6, [slice(0, 1), slice(1, 3), slice(3, 4), slice(4, 6)]),
+        ([False, False, False, True, True, True], [slice(0, 4), slice(4, 5), slice(5, 6)]),
+        ([False, True, False, False, False, False], [slice(0, 6)]),
+        ([False] * 6, []),
+    ],
+    ids=["all", "three", "one", "none"],
+)
+def test_each_update_has_rows_that_are_in_the_loss(trainers, keep, updates) -> None:
+    """A share of them; no update is of dropped rows alone."""
+    objective = Objective(*OBJECTIVES["token_tis"])
+    case = trainers(FP8, objective, minibatches=4)
+    batch = replace(case.batch, keep=torch.tensor(keep))
+    single, plain, scoring = trainers(FP8, objective).build(), case.build(), case.build()
+    alone = [single.step(batch.rows(rows), 0.9, case.scales) for rows in updates]
+    expected = plain.logprobs(batch.sequences, 0.9, case.scales)
+    report = plain.step(batch, 0.9, case.scales)
+    learnt, scored = scoring.scored_step(batch, 0.9, case.scales)
+    assert asdict(learnt) == asdict(report)
+    assert scoring.digest() == plain.digest() == single.digest()
+    assert (report.version, report.rows) == (1, sum(keep))
+    for name in ("loss", "grad_norm", "ratio_mean", "weight_mean"):
+        values = [getattr(each, name) for each in alone]
+        assert getattr(report, name) == pytest.approx(sum(values) / max(len(values), 1)), name
+    assert report.learning_rate == (alone[-1].learning_rate if alone else 0.0)
+    assert report.first_ratio_bias == (alone[0].first_ratio_bias if alone else 0.0)
+    assert scored.logprobs.shape == expected.logprobs.shape
+    if not updates:
+        assert torch.equal(scored.logprobs.nan_to_num(), expected.logprobs.nan_to_num())
+        assert report.digest == case.build().digest(), "nothing moves the policy"
