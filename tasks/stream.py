@@ -126,8 +126,10 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     store, opened, source = run.directory.store, _opened(run, left, index), _Prompts(run)
     written = _writer(run, index, source, opened.rows)
     in_flight = run.config.pipeline.in_flight_weight_updates
-    # `drain` gives what a killed process wrote, too; with a further chunk more prompts would enter.
-    schedule = _chunks(run, index, lambda: in_flight and written.has_more(opened.rows))
+    # `drain` gives what a killed process wrote of what has begun; with a further chunk more prompts would enter.
+    schedule = _chunks(
+        run, index, lambda: written.has_more(opened.rows) if in_flight else opened.has_unbegun(written.durable)
+    )
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
     if not in_flight:
         drain(opened, index - 1, _until_halted(run), written)
@@ -316,6 +318,11 @@ class _SegmentWriter:
             yield finished
             _refuse_halted(self._run)
 
+    @property
+    def durable(self) -> Iterable[_Sample]:
+        """Completions of which something is stored."""
+        return self._kept.keys()
+
     def attach_turns(self, rows: Sequence[Row]) -> None:
         """Nothing: completions have no turns."""
 
@@ -445,6 +452,11 @@ class _EpisodeWriter:
         rows = [{**asdict(row), "parts": ends} for row, ends in zip(over, parts, strict=True)]
         self._shards.append(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES))
         self._over |= {_sample(row): (row, ends) for row, ends in zip(over, parts, strict=True)}
+
+    @property
+    def durable(self) -> Iterable[_Sample]:
+        """Episodes that are stored: those that are over."""
+        return self._over.keys()
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""

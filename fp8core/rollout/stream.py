@@ -136,6 +136,15 @@ class Stream:
         """Prompts in flight with a completion of which a policy has written something."""
         return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
 
+    def has_unbegun(self, samples: Iterable[tuple[int, int, int]]) -> bool:
+        """True if one of these completions (batch, group, sample) is yet to enter, or nothing of it is written here."""
+        rows = (row for row in self.rows if not (row.finish or row.tokens or row.turns))
+        unbegun = {(row.batch, row.group, row.sample) for row in rows}
+        return any(
+            (batch, group, sample) in unbegun or (batch - 1) * self.pace.prompts + group >= self._next
+            for batch, group, sample in samples
+        )
+
     def admit(self, version: int, enter: Enter) -> None:
         """Let as many prompts in as staleness and `max_inflight_prompts` allow under a policy."""
         most, last = self.pace.in_flight, self._last(version)

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from fp8core.config.load import load_config
@@ -94,17 +95,21 @@ def test_a_kill_beside_the_update_changes_nothing(whole, copy_of, monkeypatch, c
     assert run.records == whole.records
 
 
-@pytest.mark.parametrize("where", ["alone", "environment"])
-def test_what_was_ended_before_a_kill_lets_no_other_prompt_enter(loop_run, copy_of, monkeypatch, tmp_path, where):
-    """All of it is durable and nothing tells how many chunks there were; the update is over."""
+@pytest.fixture(params=["alone", "environment"])
+def clocked(loop_run, request, tmp_path):
+    """A run of which the clock decides how many chunks there are beside an update."""
     clock = {"pipeline.ahead_tokens": None, "pipeline.chunk_tokens": 2, "pipeline.max_inflight_prompts": 3}
     environment = {
         "environment": {"name": f"{shutil.copy(DIGITS, tmp_path)}:Digits", "max_turns": 12, "turn_tokens": 3},
         **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 2},
+        "pipeline.max_inflight_prompts": 1,
     }
-    run = loop_run("clocked", **SETTINGS | clock | (environment if where == "environment" else {}))
-    killed = copy_of(run)
-    killed.cut_after(3, "train")
+    return loop_run("clocked", **SETTINGS | clock | (environment if request.param == "environment" else {}))
+
+
+@pytest.fixture
+def killed_when_all_had_ended(monkeypatch):
+    """Continue a run, and kill it where the stream beside step 3's update has ended and is not stored."""
 
     class Killed(BaseException):
         pass
@@ -114,15 +119,46 @@ def test_what_was_ended_before_a_kill_lets_no_other_prompt_enter(loop_run, copy_
             raise Killed
         return put(store, kind, content)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(ArtifactStore, "put_json", put_json)
-        with pytest.raises(Killed):
-            killed.resume()
-    assert list((killed.folder / "shards" / "00003").glob("*.parquet"))
+    def kill(run):
+        with monkeypatch.context() as patched:
+            patched.setattr(ArtifactStore, "put_json", put_json)
+            with pytest.raises(Killed):
+                run.resume()
+        return list((run.folder / "shards" / "00003").glob("*.parquet"))
+
+    return kill
+
+
+def test_what_was_ended_before_a_kill_lets_no_other_prompt_enter(clocked, copy_of, killed_when_all_had_ended):
+    """All of it is durable and nothing tells how many chunks there were; the update is over."""
+    run, killed = clocked, copy_of(clocked)
+    killed.cut_after(3, "train")
+    assert killed_when_all_had_ended(killed)
     killed.resume()
     schedules = [killed.store.get_json(killed.ledger.artifacts(step)["schedule"])["chunks"] for step in range(1, 5)]
     assert schedules == [[2]] * 4
     assert killed.records == run.records
+
+
+def test_what_was_ended_beside_a_long_update_is_kept(clocked, copy_of, killed_when_all_had_ended, monkeypatch):
+    """Prompts had entered that a single chunk does not let in."""
+    run = copy_of(clocked)
+    run.cut_after(3, "train")
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "_chunks", lambda *asked: [2] * 11)
+        shards = killed_when_all_had_ended(run)
+
+    def ended(rows):
+        return {(row["batch"], row["group"], row["sample"]) for row in rows if row["finish"]}
+
+    durable = ended(row for path in shards for row in pq.read_table(path).to_pylist())
+    run.resume()
+    artifacts = run.ledger.artifacts(3)
+    after = run.store.get_table(artifacts["next_stream"]).to_pylist()
+    assert durable <= ended(after)
+    assert 1 < len(run.store.get_json(artifacts["schedule"])["chunks"]) <= 11
+    assert not any(row["tokens"] for row in after if not row["finish"])
+    assert [*verify(RunView.read(run.folder))] == []
 
 
 def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, halted_ahead, monkeypatch):
