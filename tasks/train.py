@@ -233,12 +233,16 @@ def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
 def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
     """FP64 [B]: rewards minus the mean reward of `rows` in the group of their prompt.
 
-    Written apart from the advantages, which it judges (`rl.objective.reward_slope`).
+    Written apart from the advantages, which it judges (`rl.objective.reward_slope`). Both are relative to
+    the smallest reward of the group: what rounding leaves of a reward at the mean has the same sign.
     """
     found, place = groups.unique(return_inverse=True)
-    sums = torch.bincount(place[rows], rewards[rows].double(), len(found))
     counts = torch.bincount(place[rows], minlength=len(found))
-    return rewards - (sums / counts.clamp_min(1))[place]
+    lowest = torch.full((len(found),), torch.inf, dtype=torch.float64)
+    lowest = lowest.scatter_reduce(0, place[rows], rewards[rows].double(), "amin").where(counts > 0, 0.0)
+    above = rewards - lowest[place]
+    sums = torch.bincount(place[rows], above[rows], len(found))
+    return above - (sums / counts.clamp_min(1))[place]
 
 
 def without_large_errors(

@@ -1,5 +1,6 @@
 """What the steps compute from their tables, without a run around them."""
 
+import itertools
 import math
 from statistics import fmean, stdev
 
@@ -12,7 +13,7 @@ from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import keep_informative
 from tasks.record import mismatch, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
-from tasks.train import rollout_batch
+from tasks.train import centred, rollout_batch
 
 
 def rewards_table(*rows):
@@ -173,6 +174,28 @@ def test_rows_of_large_error_leave_the_loss_and_are_counted_as_nemo_rl_does():
     config = load_config("tiny", {"correction.seq_logprob_error_threshold": 1.0})
     batch, metrics = rollout_batch(rollouts, rewards, equal, None, config)
     assert (batch.keep.tolist(), metrics["max_seq_mult_prob_error_after_mask"]) == ([True] * 4 + [False], 1.0)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "leave_one_out"])
+def test_a_reward_at_the_mean_pushes_against_no_reward(advantage):
+    """Rounding leaves something of it, which has the same sign in the advantage and in what judges that."""
+    config = load_config("tiny", {"loss.advantage": advantage})
+    tenths = [[a / 10, b / 10, c / 10] for a, b, c in itertools.product(range(11), repeat=3)]
+    rows = [(group, reward, True) for group, rewards in enumerate(tenths) for reward in rewards]
+    rollouts = rollouts_table(*[([5], [-0.5], [True], "stop")] * len(rows))
+    batch, _ = rollout_batch(
+        rollouts, rewards_table(*rows), logprobs_table(*[([-0.5], [0.1])] * len(rows)), None, config
+    )
+    assert float((batch.advantages * batch.centred_rewards).min()) == 0
+    means = torch.tensor(tenths, dtype=torch.float64).mean(dim=1, keepdim=True)
+    expected = (torch.tensor(tenths, dtype=torch.float64) - means).flatten()
+    assert torch.allclose(batch.centred_rewards.double(), expected, atol=1e-7)
+
+
+def test_rows_that_make_no_baseline_are_centred_too():
+    rewards, groups = torch.tensor([0.5, 0.75, 3.0, 2.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
+    found = centred(rewards, groups, torch.tensor([True, True, False, False]))
+    assert found.tolist() == [-0.125, 0.125, 2.375, 2.0]
 
 
 def test_the_divergence_is_taken_off_the_rewards_before_advantages():
