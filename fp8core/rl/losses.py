@@ -335,12 +335,13 @@ def masked_inputs(inputs: LossInputs) -> MaskedInputs:
 
 def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:
     unclipped, clipped = -x.advantages * ratio, -x.advantages * clip.clip(ratio)
-    terms = torch.maximum(unclipped, clipped)
+    terms, constant = torch.maximum(unclipped, clipped), clipped > unclipped
     if clip.dual is not None:
         ceiling = -clip.dual * x.advantages
-        terms = torch.where((x.advantages < 0) & (terms > ceiling), ceiling, terms)
+        above = (x.advantages < 0) & (terms > ceiling)
+        terms, constant = torch.where(above, ceiling, terms), constant | above
     loss = aggregate(x.weights * terms, inputs.mask, inputs.denominator)
-    return loss_output(inputs, loss, ratio, clipped > unclipped)
+    return loss_output(inputs, loss, ratio, constant)
 
 
 def loss_output(inputs: LossInputs, loss: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:

@@ -241,6 +241,17 @@ def test_clipped_surrogate_by_hand(advantage, ratio, loss, clipped):
     assert inputs.current.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "clipped"),
+    [(-1.0, 5.0, 1), (-1.0, 2.5, 0), (-1.0, 0.5, 1), (1.0, 5.0, 1), (1.0, 0.01, 0)],
+)
+def test_tokens_that_the_dual_clip_holds_are_clipped(advantage, ratio, clipped):
+    inputs = single(advantage, math.log(ratio))
+    result = clipped_surrogate(inputs, DUAL)
+    result.loss.backward()
+    assert result.clip_fraction.item() == clipped == (inputs.current.grad.item() == 0)
+
+
 def test_dual_clip_bounds_negative_advantages_only():
     assert clipped_surrogate(single(-1.0, math.log(5.0)), DUAL).loss.item() == 3.0
     assert clipped_surrogate(single(-1.0, math.log(5.0)), CLIP).loss.item() == pytest.approx(5.0)
