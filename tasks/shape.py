@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
 from fp8core.rl.advantages import overlong_penalty
+from fp8core.rl.batch import padded
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
@@ -32,14 +33,17 @@ class ShapeOptions(Section):
     options=ShapeOptions,
 )
 def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
-    """Rewards less the overlong penalty; completions that were cut off may leave the loss, never the baseline."""
+    """Rewards less the overlong penalty; completions that were cut off may leave the loss, never the baseline.
+
+    Lengths are of what the policy wrote: what an environment answers is no choice of the policy.
+    """
     store = run.directory.store
     return {"shaped": store.put_table("rewards", shaped(store.get_table(rollouts), store.get_table(rewards), options))}
 
 
 def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
     """A table of kind `rewards`, in the order of the rollouts."""
-    lengths = torch.tensor([len(tokens) for tokens in rollouts["tokens"].to_pylist()])
+    lengths = padded(rollouts["written"], torch.bool, False).sum(dim=1)
     penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
     dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
     rows = [

@@ -78,6 +78,13 @@ def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
     assert kept(table) == [True, True, False]
 
 
+def test_shape_measures_what_the_policy_wrote():
+    written = [True, True, False, False, False, False, False, True]
+    rollouts = rollouts_table(([5] * 8, [-1.0] * 8, written, "stop"), ([5] * 8, [-1.0] * 8, [True] * 8, "stop"))
+    rewards = rewards_table((0, 1.0, True), (0, 1.0, True))
+    assert shaped(rollouts, rewards, ShapeOptions(max_length=8, buffer=4))["reward"].to_pylist() == [1.0, 0.0]
+
+
 def test_shape_refuses_a_buffer_above_the_length():
     with pytest.raises(ValueError, match="above max_length"):
         ShapeOptions(max_length=4, buffer=5)
