@@ -102,6 +102,11 @@ class Completion:
     experts: Tensor | None = field(default=None, compare=False)
     written: list[bool] | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens that the policy wrote."""
+        return len(self.tokens) if self.written is None else sum(self.written)
+
 
 @dataclass(frozen=True)
 class Probe:

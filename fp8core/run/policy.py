@@ -351,4 +351,4 @@ def _measured(questions: Questions, completions: list[Completion], verdicts: lis
         score_prompt(problem.prompt_id, by_prompt[index], questions.counting.k)
         for index, problem in enumerate(questions.problems)
     ]
-    return measure(scores, [len(done.tokens) for done in completions], questions.counting)
+    return measure(scores, [done.length for done in completions], questions.counting)

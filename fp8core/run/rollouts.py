@@ -242,6 +242,8 @@ def heldout_accuracy(
 ) -> tuple[dict[str, Any], list[Episode]]:
     """Of the first held-out prompts: accuracy, count, mean length, each one's score by its prompt_id, and a few texts.
 
+    Lengths are of what the policy wrote, as those of rollouts are.
+
     Args:
         run: its tokenizer, verifier and held-out prompts are used.
         engine: answers, greedily.
@@ -277,7 +279,7 @@ def heldout_accuracy(
     content = {
         "accuracy": sum(verdict.score for verdict in verdicts) / len(verdicts),
         "prompts": len(verdicts),
-        "length_mean": sum(len(done.tokens) for done in completions) / len(completions),
+        "length_mean": sum(done.length for done in completions) / len(completions),
         "outcomes": {name: outcomes[name] for name in OUTCOMES},
         "scores": {
             groups[done.group].prompt_id: verdict.score for done, verdict in zip(completions, verdicts, strict=True)

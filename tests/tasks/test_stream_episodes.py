@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,16 @@ def test_an_update_lands_within_a_turn_and_between_two(ahead, mode):
             whole = len({*wrote[: turn["end"] - turn["begin"]]}) == 1
             landed["between" if whole else "within"] += len({*wrote}) > 1
     assert min(landed.values()) > 0, landed
+
+
+def test_held_out_lengths_are_of_what_the_policy_wrote(ahead):
+    step = max(step for step in range(4) if "heldout_turns" in ahead.ledger.artifacts(step))
+    written, ends = Counter(), dict[int, int]()
+    for turn in artifact(ahead, step, "heldout_turns").to_pylist():
+        written[turn["group"]] += turn["end"] - turn["begin"]
+        ends[turn["group"]] = turn["observation_end"]
+    found = ahead.store.get_json(ahead.ledger.artifacts(step)["evaluation"])
+    assert found["length_mean"] == sum(written.values()) / len(ends) < sum(ends.values()) / len(ends)
 
 
 def test_fewer_processes_than_episodes_change_nothing(ahead, loop_run, settings, mode):
