@@ -53,6 +53,7 @@ from tasks.step import step
         "schedule": "schedule",
         "evictions": "evictions",
         "turns": "turns",
+        "learnt": "rewards",
     },
     outputs={"metrics": "metrics"},
 )
@@ -75,17 +76,20 @@ def record(
     schedule: Ref | None = None,
     evictions: Ref | None = None,
     turns: Ref | None = None,
+    learnt: Ref | None = None,
 ) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
     With `behaviour` both policies are compared where these log-probs are: of the versions that wrote the tokens. The
-    distance of the policy before the update from these versions is measured too, by age of token.
+    distance of the policy before the update from these versions is measured too, by age of token. That is over the rows
+    that the update looks at: `learnt` has the rewards as it read them, where a step has changed them.
     """
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
     completions = store.get_table(rollouts, ["group", "sample", "logprobs", "written", "finish", *versions])
     rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
+    learning = rewarded if learnt is None else store.get_table(learnt)
     written = padded(completions["written"], torch.bool, False)
     compared, against = compared_rows(run.config, index, written), scored
     if behaviour is not None:
@@ -98,7 +102,7 @@ def record(
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
             **train_metrics(store.get_json(train_report)),
-            **({} if behaviour is None else age_metrics(completions, rewarded, scored, index - 1, run.config)),
+            **({} if behaviour is None else age_metrics(completions, learning, scored, index - 1, run.config)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }

@@ -118,6 +118,8 @@ _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
 )
 _EPISODES, _FINISH_EPISODES = "tasks.rollout:episodes", "tasks.stream:finish_episodes"
 _SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
+_PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"
+_UPDATES = (_UPDATE, _SCORING_UPDATE)
 
 
 def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
@@ -152,6 +154,7 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     provides = prompts.provides | rollout.provides
     finish = StepConfig(name=rollout.name, uses=_FINISH, needs={"stream": "stream", **both}, provides=provides)
     ahead = StepConfig(name="ahead", uses=_AHEAD, needs={"left": "left", **both})
+    learnt = next((step.inputs().get("rewards") for step in pipeline.steps if step.uses in _UPDATES), None)
     steps = list[StepConfig]()
     for step in pipeline.steps:
         if step is prompts:
@@ -163,15 +166,15 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
         if step.uses == _RECORD:
             added = {name: name for name in ("behaviour", "schedule", "evictions", "left", "next_stream")}
+            # Metrics by age are of the rows that the update looks at, which a filter may have chosen.
+            if learnt is not None and learnt != step.inputs().get("rewards"):
+                added["learnt"] = learnt
             step = step.model_copy(update={"needs": step.inputs() | added})
         steps.append(finish if step is rollout else step)
     if ahead not in steps:
         steps.append(ahead)
     carries = pipeline.carries | {"stream": "next_stream"}
     return pipeline.model_copy(update={"steps": steps, "carries": carries})
-
-
-_PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"
 
 
 def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
@@ -213,7 +216,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
 
 
 _EVALUATE, _EVALUATE_EPISODES = "tasks.evaluate:evaluate", "tasks.evaluate:evaluate_episodes"
-_READ_TURNS = ("tasks.reward:reward", _UPDATE, _SCORING_UPDATE, _RECORD)
+_READ_TURNS = ("tasks.reward:reward", *_UPDATES, _RECORD)
 
 
 def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:

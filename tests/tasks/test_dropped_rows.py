@@ -1,9 +1,12 @@
 """A run whose filters drop rows: its updates share out what is left, and its metrics are of that."""
 
 import io
+import math
+from statistics import fmean
 
 import pytest
 
+from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
@@ -40,3 +43,29 @@ def test_the_run_is_replayed_and_goes_on_equal(filtered, copy_of):
     run.cut_after(3, "train")
     run.resume()
     assert run.records == filtered.records
+
+
+def test_metrics_by_age_are_of_what_the_update_looks_at(filtered):
+    for step in range(1, 5):
+        artifacts = filtered.ledger.artifacts(step)
+        rollouts, scored, rewards = (
+            filtered.store.get_table(artifacts[name]).to_pylist() for name in ("rollouts", "logprobs", "filtered")
+        )
+        ratios = [
+            math.exp(new - old)
+            for row, other, kept in zip(rollouts, scored, rewards, strict=True)
+            for new, old in zip(other["logprobs"], row["logprobs"], strict=True)
+            if kept["keep"]
+        ]
+        found = filtered.store.get_json(artifacts["metrics"])
+        name = "correction/sampling_importance_ratio"
+        assert (name in found) == bool(ratios)
+        assert not ratios or found[name] == pytest.approx(fmean(ratios), rel=1e-5)
+
+
+@pytest.mark.parametrize(("shipped", "learnt"), [("tiny", None), ("dapo", "filtered"), ("careful", "filtered")])
+@pytest.mark.parametrize("source", ["pass", "training"])
+def test_a_record_reads_other_rewards_only_where_the_update_does(shipped, learnt, source):
+    config = load_config(shipped, {"pipeline.mode": "asynchronous", "logprobs.source": source})
+    (step,) = (step for step in config.pipeline.steps if step.name == "record")
+    assert (step.inputs()["rewards"], step.inputs().get("learnt")) == ("rewards", learnt)
