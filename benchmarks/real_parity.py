@@ -32,7 +32,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row, ended, provenance, start, training_command, write_rows
 from benchmarks.small_hopper import alignment_row, draw_variants, step_ledger_row
-from flows.parity_training import ParityRequest, Plan, Training, committed, refuse
+from flows.parity_plan import ParityRequest, Plan, Training, committed, refuse
 from fp8core.report.run_data import read_run
 
 CONFIG, RESULT = "real-h200", "real_parity"

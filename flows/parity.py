@@ -7,7 +7,7 @@ prefect deployment run fp8-parity/nightly           this function, from a worker
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
@@ -18,7 +18,8 @@ from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
 from flows.parameters import ConfigName, FlowOverrides
-from flows.parity_training import ParityRequest, Plan, committed, read_memory, record_of, refuse, train_one
+from flows.parity_plan import USUAL_VARIANTS, ParityRequest, Plan, VariantName, committed, record_of, refuse
+from flows.parity_training import read_memory, train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
@@ -32,17 +33,6 @@ from fp8core.report.pages import parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 from fp8core.store.durable import PRIVATE, make_folder, write_file
 
-VariantName = Literal[
-    "bf16",
-    "fp8-rollout",
-    "fp8-rollout-corrected",
-    "fp8-rollout-kv",
-    "fp8-rollout-kv-corrected",
-    "fp8-end-to-end",
-    "fp8-end-to-end-kv",
-    "stress",
-    "asynchronous",
-]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "report.md"
 
@@ -54,14 +44,7 @@ def parity(
     name: Annotated[str | None, Field(max_length=80, pattern=RUN_NAME)] = None,
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
-    variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = (
-        "bf16",
-        "fp8-rollout",
-        "fp8-rollout-corrected",
-        "fp8-end-to-end",
-        "fp8-end-to-end-kv",
-        "stress",
-    ),
+    variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = USUAL_VARIANTS,
     overrides: FlowOverrides = None,
 ) -> Any:
     """Train in BF16 and in FP8, and judge whether FP8 learns the same; returns the verdict.

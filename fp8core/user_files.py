@@ -106,11 +106,13 @@ class Kind:
         name: in words.
         is_ours: whether this program wrote a file of such content.
         kept_as: the file in a run's own folder that is of this kind; None: there is none.
+        suffix: ending of the file's name; None: any.
     """
 
     name: str
     is_ours: Callable[[bytes], bool]
     kept_as: str | None = None
+    suffix: str | None = None
 
 
 def json_output(*keys: str, kept_as: str | None = None) -> Kind:
@@ -127,7 +129,7 @@ def json_output(*keys: str, kept_as: str | None = None) -> Kind:
 
 
 PAGE = Kind(f"a page of {_MARK}", lambda content: _PAGE.match(content) is not None, "report.html")
-PICTURE = Kind(f"a picture of {_MARK}", lambda content: _PICTURE.match(content) is not None)
+PICTURE = Kind(f"a picture of {_MARK}", lambda content: _PICTURE.match(content) is not None, suffix=".png")
 SUMMARY = json_output("run", "mlflow_run_id", kept_as="summary.json")
 EVALUATION = json_output("target", "step", "weights_digest")
 
@@ -138,7 +140,7 @@ class Output:
     def __init__(self, option: str, path: str, kind: Kind) -> None:
         """`option` names the file in errors. `path` is relative to the present working directory."""
         self.shown = Path(path)
-        self._named = f"{option} {path}"
+        self.named = f"{option} {path}"
         self._kind = kind
         folder = self.shown.absolute().parent
         # The folder itself may be reached through links; what it is counts, not how it is called.
@@ -147,13 +149,17 @@ class Output:
     def refuse_place(self) -> None:
         """Raises UserError: nothing can be written there, or nothing may be."""
         if self.target.is_symlink():
-            raise UserError(f"{self._named}: is a symbolic link; name the file itself")
+            raise UserError(f"{self.named}: is a symbolic link; name the file itself")
         folder = self.target.parent
-        usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-        if not usable or (self.target.exists() and not self.target.is_file()):
-            raise UserError(f"{self._named}: cannot be written; name a file in a folder that exists")
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise UserError(f"{self.named}: cannot be written; name a file in a folder that exists")
+        if self.target.exists() and not self.target.is_file():
+            found = _KINDS[stat.S_IFMT(self.target.stat().st_mode)]
+            raise UserError(f"{self.named}: cannot be written, because it is {found}; name a file")
+        if self._kind.suffix is not None and self.target.suffix.lower() != self._kind.suffix:
+            raise UserError(f"{self.named}: is written as {self._kind.suffix}; give the file this ending")
         if self._kind.kept_as != self.target.name or enclosing_run(folder.parent) is not None:
-            refuse_in_run(self._named, self.target)
+            refuse_in_run(self.named, self.target)
 
     def refuse_other(self) -> None:
         """Raises UserError: a file is there that this program did not write."""
@@ -162,10 +168,10 @@ class Output:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise UserError(f"{self._named}: cannot be read: {error.strerror}") from error
+            raise UserError(f"{self.named}: cannot be read: {error.strerror}") from error
         if content and not self._kind.is_ours(content):
             raise UserError(
-                f"{self._named}: the file there is not {self._kind.name}; name another, or replace it with --force"
+                f"{self.named}: the file there is not {self._kind.name}; name another, or replace it with --force"
             )
 
     def write(self, content: bytes) -> None:

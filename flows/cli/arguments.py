@@ -3,8 +3,10 @@
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
+from fp8core.errors import UserError
 from fp8core.user_files import Kind, Output, refuse_in_run
 
 
@@ -30,10 +32,15 @@ def add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_other_files(options: argparse.Namespace) -> None:
-    """Raises UserError: an output would replace a file that this program did not write, and `--force` is not given."""
-    for value in vars(options).values():
-        if isinstance(value, Output) and not options.force:
-            value.refuse_other()
+    """Raises UserError: two outputs are one file, or one would replace a file that this program did not write, and
+    `--force` is not given."""
+    outputs = [value for value in vars(options).values() if isinstance(value, Output)]
+    for first, second in combinations(outputs, 2):
+        if first.target == second.target:
+            raise UserError(f"{first.named} and {second.named} are one file; name another for one of both")
+    for output in outputs:
+        if not options.force:
+            output.refuse_other()
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +66,19 @@ def at_least(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
     return count
 
 
-def numbers(text: str) -> list[int]:
-    """The type of an argument of natural numbers with commas between them."""
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
-    return [int(part) for part in text.split(",")]
+def numbers(least: int, most: int, count: int) -> Callable[[str], list[int]]:
+    """The type of an argument of up to `count` numbers with commas between them, each within bounds."""
+    each = at_least(least, most)
+
+    def several(text: str) -> list[int]:
+        parts = text.split(",")
+        if not all(part.isdecimal() for part in parts):
+            raise argparse.ArgumentTypeError(f"expected numbers with commas between them, found {text!r}")
+        if len(parts) > count:
+            raise argparse.ArgumentTypeError(f"expected up to {count} numbers, found {len(parts)}")
+        return [each(part) for part in parts]
+
+    return several
 
 
 def _output(option: str, kind: Kind, text: str) -> Output:

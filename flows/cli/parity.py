@@ -1,17 +1,18 @@
 """`fp8-grpo parity`: run the parity flow in this process, with a Prefect server of its own where none is set."""
 
 import argparse
+import re
 import signal
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import numbers
+from flows.cli.arguments import at_least, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect, say, stopped
 from flows.termination import keep_interrupt
-from fp8core.config.load import load_config
-from fp8core.errors import UserError
+from fp8core.config.run import RUN_NAME
 
 UNDECIDED = 4
 """Exit code of NOT ENOUGH DATA: neither a pass nor an error."""
@@ -23,11 +24,19 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"
     )
-    parser.add_argument("--name", help="name of the parity run; an existing one is continued")
+    parser.add_argument("--name", type=_name, help="name of the parity run; an existing one is continued")
     parser.add_argument(
-        "--seeds", type=numbers, metavar="N[,N]", help="seeds of every variant (default: as configured)"
+        "--seeds",
+        type=numbers(0, 2**31 - 1, 100),
+        metavar="N[,N]",
+        help="seeds of every variant (default: as configured)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="GRPO steps of each training (default: as configured)")
+    parser.add_argument(
+        "--steps",
+        type=at_least(1, 10_000_000),
+        metavar="N",
+        help="GRPO steps of each training (default: as configured)",
+    )
     parser.add_argument(
         "--variant",
         action="append",
@@ -42,11 +51,13 @@ def add_command(commands: Any) -> None:
 
 def run_parity(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code: 0 for PASS, 1 for FAIL, 4 for NOT ENOUGH DATA. Raises UserError."""
+    from flows.parity_plan import ParityRequest, refuse  # Imports torch.
+
     search_last(Path.cwd())
     names = ("config", "name", "seeds", "steps", "variants", "overrides")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    # Prefect stores the overrides: one that has a password is refused before.
-    load_config(given.get("config", "tiny-nightly"), given.get("overrides", ()))
+    # The flow does so too. Here no server, folder or verdict comes of a mistake, and Prefect stores no password.
+    refuse(ParityRequest(**given), datetime.now(UTC).date().isoformat())
     prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped("terminated", 128 + number)))
@@ -55,15 +66,9 @@ def run_parity(options: argparse.Namespace) -> int:
 
 def _run(parameters: dict[str, Any]) -> int:
     """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
-    from prefect.exceptions import ParameterTypeError
-
     from flows.parity import parity
     from fp8core.parity.verdict import NOT_ENOUGH
 
-    try:
-        parity.validate_parameters(parameters)
-    except ParameterTypeError as error:
-        raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
     with keep_interrupt() as interrupt:
         state: Any = parity(**parameters, return_state=True)
         if not state.is_completed():
@@ -73,6 +78,12 @@ def _run(parameters: dict[str, Any]) -> int:
         return 0 if state.is_completed() else UNDECIDED
     explain(state)
     return 1
+
+
+def _name(text: str) -> str:
+    if len(text) > 80 or not re.fullmatch(RUN_NAME, text):
+        raise argparse.ArgumentTypeError(f"expected up to 80 letters, digits, '.', '_' and '-', found {text!r}")
+    return text
 
 
 def _variant(text: str) -> str:

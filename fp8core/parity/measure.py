@@ -82,7 +82,7 @@ VARIANTS = {
         ),
     )
 }
-"""By name, the baseline first; `flows.parity` says which are trained where none is named."""
+"""By name, the baseline first; `flows.parity_plan` says which are trained where none is named."""
 
 
 def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str, Any]:

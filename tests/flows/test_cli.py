@@ -216,6 +216,8 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
         (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
         (["doctor", "--address", "ray://h:1"], r"fp8-grpo doctor: .* expected auto or HOST:PORT, found 'ray://h:1'"),
         (["parity", "--seeds", "a,b"], r"fp8-grpo parity: argument --seeds: expected numbers .*"),
+        (["parity", "--steps", "0"], r"fp8-grpo parity: argument --steps: expected a number from 1, found '0'"),
+        (["parity", "--name", "a/b"], r"fp8-grpo parity: argument --name: expected up to 80 letters, .* found 'a/b'"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys, arguments, said):
@@ -283,6 +285,14 @@ def test_a_string_for_the_shell_is_shown_as_the_shell_wants_it(refused, capsys):
 def test_json_is_refused_before_the_training(refused, tmp_path):
     for file in (tmp_path / "absent" / "summary.json", tmp_path):
         assert f"--json {file}: cannot be written" in refused("run", "small.yaml", "--json", str(file))
+
+
+@pytest.mark.parametrize("variants", [["bf16"], ["bf16", "fp8-rollout"]])
+def test_a_parity_run_of_other_data_or_of_a_seed_twice_is_refused_before_it_has_a_server(refused, variants):
+    chosen = ["parity", "small.yaml", "--steps", "1", *(word for name in variants for word in ("--variant", name))]
+    other = flags("data.source=absent.jsonl", "warm_start=null", "reward.verifier=integer")
+    assert "absent.jsonl: no such file" in refused(*chosen, *other)
+    assert "seeds: one is named twice in 1, 1" in refused(*chosen, "--seeds", "1,1")
 
 
 def test_an_address_without_a_cluster_is_refused_before_a_run_has_a_folder(refused):

@@ -70,13 +70,13 @@ def test_no_output_goes_into_a_run(name, run_copy, refused, tmp_path):
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_no_output_replaces_what_another_program_wrote_or_goes_through_a_link(name, whole_run, refused, tmp_path):
-    other = tmp_path / "other"
+    other = tmp_path / "other.png"
     other.write_bytes(OTHERS[name.rpartition("--")[2]])
     refused(OUTPUTS[name], whole_run.folder, other, tmp_path)
-    (tmp_path / "link").symlink_to(other)
-    refused([*OUTPUTS[name], "--force"], whole_run.folder, tmp_path / "link", tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    refused([*OUTPUTS[name], "--force"], whole_run.folder, tmp_path / "pipe", tmp_path)
+    (tmp_path / "link.png").symlink_to(other)
+    refused([*OUTPUTS[name], "--force"], whole_run.folder, tmp_path / "link.png", tmp_path)
+    os.mkfifo(tmp_path / "pipe.png")
+    refused([*OUTPUTS[name], "--force"], whole_run.folder, tmp_path / "pipe.png", tmp_path)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -87,7 +87,7 @@ def test_no_folder_is_made_in_a_run(name, run_copy, refused):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_output_replaces_one_of_its_own_kind_and_with_force_any(name, whole_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "file"
+    file = tmp_path / "file.png"
     command = words(OUTPUTS[name], whole_run.folder, file)
     for before, flags in ((b"", []), (None, []), (OTHERS["json"], ["--force"])):
         if before is not None:
@@ -99,7 +99,25 @@ def test_an_output_replaces_one_of_its_own_kind_and_with_force_any(name, whole_r
     second = (tmp_path / "second").stat().st_ino
     assert main(command) == 0
     assert file.stat().st_ino != second
-    assert sorted(path.name for path in tmp_path.glob("*file*")) == ["file"]
+    assert sorted(path.name for path in tmp_path.glob("*file*")) == ["file.png"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["report", "RUN", "--out", "FILE.png", "--png", "./FILE.png"], "--png ./FILE.png are one file"),
+        (["bisect", "RUN", "--png", "FILE.png", "--json", "FILE.png"], "--png FILE.png and --json FILE.png are one"),
+        (["report", "RUN", "--png", "FILE.jpg"], "--png FILE.jpg: is written as .png; give the file this ending"),
+        (["plan", "tiny", "--json", "."], "--json .: cannot be written, because it is a folder; name a file"),
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_no_output_can_have_is_refused(command, said, whole_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words(command, whole_run.folder, Path("one"))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said.replace("FILE", "one") in line
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_report_in_the_folder_of_its_run_is_the_page_that_the_run_keeps(run_copy, monkeypatch):

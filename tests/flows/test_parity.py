@@ -19,7 +19,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 from flows.cli import main
 from flows.parity import parity
-from flows.parity_training import ParityRequest, refuse
+from flows.parity_plan import ParityRequest, refuse
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
@@ -145,13 +145,6 @@ def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], s
     assert (twice.is_failed(), twice.message) == (True, "seeds: one is named twice in 0, 0")
     unknown = judge_small({"warmstart": 1}, name="twice")
     assert "warmstart" in unknown.message
+    absent = judge_small({"reward.verifier": "nowhere:score"}, name="twice", seeds=[0])
+    assert "nowhere" in absent.message
     assert not (shelf / "parity" / "twice").exists()
-
-
-def test_the_command_names_its_mistakes(prefect_server: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["parity", "tiny", "--steps", "0"]) == 2
-    assert "steps" in capsys.readouterr().err
-    for option, value, said in (("--variant", "fp4", "fp4 is none of bf16"), ("--seeds", "one", "numbers with commas")):
-        with pytest.raises(SystemExit):
-            main(["parity", "tiny", option, value])
-        assert said in capsys.readouterr().err
