@@ -211,6 +211,9 @@ def finish(session: Session, console: Console) -> Summary:
     """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
     metrics, bounds, view = history(run), stop_bounds(run.config), RunView.read(run.directory.path)
+    crossed = run.directory.ledger.bounds(START + 1)
+    # A run that was continued may have crossed other bounds than those that it has now.
+    named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
     *earlier, _ = view.process_seconds
     picture = run.directory.path / CURVES
     name = run.directory.path.name
@@ -225,8 +228,8 @@ def finish(session: Session, console: Console) -> Summary:
         weights_digest=run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
         total_seconds=sum(earlier) + time.perf_counter() - session.began,
         task_seconds={**session.stages, **view.task_seconds},
-        bounds=bounds.summary,
-        bounds_crossed=len(run.directory.ledger.bounds(START + 1)) if bounds.judges else None,
+        bounds=f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
+        bounds_crossed=len(crossed) if crossed or bounds.judges else None,
     )
     run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
     write_report(run)

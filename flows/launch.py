@@ -58,6 +58,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     check_memory(config, node)
     check_inputs(config)
     check_cluster(config, node)
+    _refuse_silent_store(config)
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.
         keep_freed_memory()
@@ -79,6 +80,17 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         if answers(f"{api}/health", _SILENCE_SECONDS):
             # It heard of the end. A caller in this process may stop its server later.
             over.set()
+
+
+def _refuse_silent_store(config: "RunConfig") -> None:
+    """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
+    named = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named is None or read_record(config.runs / str(config.run)) is not None:
+        return
+    # MLflow takes seconds to import, which otherwise pass while Prefect starts.
+    from flows.tracking.store import refuse_silence
+
+    refuse_silence(named)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_config, add_force, add_output, at_least
 from flows.environment import search_last
 from flows.launch import say
+from fp8core.errors import UserError
 from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
@@ -45,13 +46,20 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
+    from fp8core.run.build import check_shape, wants_gpus
     from fp8core.run.open import plan_on
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
     if options.gpus:
         config = spread_over(config, options.gpus)
+        if not wants_gpus(config):
+            raise UserError(
+                f"--gpus {options.gpus}: nothing of {config.name} computes on a GPU: training.device="
+                f"{config.training.device}, rollout.engine={config.rollout.engine}; set one of them, or leave --gpus"
+            )
     arch = model_shape(config)
+    check_shape(config, arch)
     machine = _machine(options, config)
     plan_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine, _parallel(options, config, machine))
@@ -65,7 +73,6 @@ def plan_config(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     """This machine, or one with the named GPU and an unknown host, as often as there are hosts."""
-    from fp8core.errors import UserError
     from fp8core.plan.memory import GPUS, Machine, named_gpu, this_machine
     from fp8core.rollout.registry import engine_entry
     from fp8core.training.registry import trainer_of
@@ -82,16 +89,13 @@ def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
 
 
 def _parallel(options: argparse.Namespace, config: "RunConfig", machine: "Machine") -> "Parallel | None":
-    from fp8core.errors import UserError
-    from fp8core.training.memory import Parallel
     from fp8core.training.registry import trainer_grid
 
     shares = options.tensor, options.pipeline, options.expert
     if any(shares) and not options.gpus:
         raise UserError("--tensor, --pipeline and --expert divide the GPUs of --gpus N")
     found = trainer_grid(config, machine)
-    if not options.gpus:
+    if not options.gpus or found is None:
         return found
-    configured = found or Parallel(config.cluster.ranks)
     names = ("tensor", "pipeline", "expert")
-    return replace(configured, **{name: share for name, share in zip(names, shares, strict=True) if share})
+    return replace(found, **{name: share for name, share in zip(names, shares, strict=True) if share})

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
+from fp8core.errors import without_passwords
 from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--tracking-uri",
+        type=_store,
         metavar="URI",
         help="ask this MLflow for the head of the chain, not the one that the folder names; `none` asks nobody",
     )
@@ -103,6 +105,20 @@ def verify_run(options: argparse.Namespace) -> int:
         }
         options.json.write_json(content)
     return 1 if counts["errors"] else 0
+
+
+def _store(text: str) -> str:
+    """`none`, or one that `tracking.uri` takes."""
+    from pydantic import ValidationError
+
+    from fp8core.config.run import TrackingConfig
+
+    try:
+        TrackingConfig(uri=None if text == "none" else text)
+    except ValidationError:
+        expected = "none, http(s)://HOST or a database, as sqlite:///FILE"
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {without_passwords(text)!r}") from None
+    return text
 
 
 def _anchors(

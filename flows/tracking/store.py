@@ -314,6 +314,19 @@ def _ask_for_life(server: str) -> None:
         urllib.request.urlopen(address, timeout=SERVER_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
         return  # Something answers; the first request shows if it is MLflow and admits us.
+    except urllib.error.URLError as error:
+        why = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
+        raise ConnectionError(f"no server answers there ({why})") from error
+
+
+def refuse_silence(uri: str) -> None:
+    """Raises UserError: a server is named, and none answers. Nothing is made of a store that is missing."""
+    try:
+        with store_errors(uri):
+            if is_server(uri):
+                _ask_for_life(uri)
+    except Outage as error:
+        raise UserError(str(error)) from error
 
 
 def artifact_root(runs: Path) -> str:

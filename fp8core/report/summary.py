@@ -173,8 +173,8 @@ def summarise(
         weights_digest: digest of the last policy.
         total_seconds: wall time of the run, in all its processes.
         task_seconds: of it, what each task took over all steps, and what ran before them (warm start).
-        bounds: what the run was held to, in a line.
-        bounds_crossed: how often it was beyond that for as long as `alignment.stop.patience`; None: nothing was judged.
+        bounds: what the run was held to, in a line; before it the bounds that it crossed.
+        bounds_crossed: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing was judged.
     """
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)

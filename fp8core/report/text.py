@@ -40,7 +40,7 @@ def evaluation_markdown(result: EvaluationResult) -> tuple[str, str]:
 def _evaluated(result: EvaluationResult) -> str:
     of = result.target if result.step is None else f"{result.target}, step {result.step}"
     drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
-    return f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {result.confidence:.0%} intervals"
+    return f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {100 * result.confidence:g}% intervals"
 
 
 def _evaluation_rows(result: EvaluationResult) -> tuple[list[Sequence[str]], list[Sequence[str]]]:

@@ -90,16 +90,31 @@ class _FoundModel(NamedTuple):
 def _find_base(config: RunConfig) -> _FoundModel:
     """The model of a configuration, which fits it. Raises UserError as `build_base` does, whatever the weights are."""
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
-    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
-    if kept > base.arch.num_layers:
-        raise UserError(
-            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {base.arch.num_layers} layers"
-        )
-    if config.rollout.router_replay and not base.arch.sparse_layers:
-        raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
-    trainer_of(config.training).check_model(config, base.arch)
-    refuse(engine_entry(config).check_model(config, base.arch))
+    check_shape(config, base.arch)
     return base
+
+
+def check_shape(config: RunConfig, arch: Architecture) -> None:
+    """Refuse a model that does not fit its configuration, whatever its weights are.
+
+    Raises:
+        UserError: the contract keeps more BF16 layers than there are, a dense model was to replay its choice of
+            experts, no prompt has room beside the longest completion, or trainer or engine cannot hold the model.
+    """
+    kept = config.precision.bf16_first_layers + config.precision.bf16_last_layers
+    if kept > arch.num_layers:
+        raise UserError(
+            f"precision.bf16_first_layers + bf16_last_layers = {kept}, but the model has {arch.num_layers} layers"
+        )
+    if config.rollout.router_replay and not arch.sparse_layers:
+        raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
+    trainer_of(config.training).check_model(config, arch)
+    refuse(engine_entry(config).check_model(config, arch))
+    if (asked := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):
+        raise UserError(
+            f"rollout.max_new_tokens={asked}: no prompt fits beside it into the {positions} positions of model and "
+            "engine; lower it"
+        )
 
 
 def members_node(config: RunConfig) -> Node:

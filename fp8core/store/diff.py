@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from fp8core.config.load import NON_NUMERIC_KEYS, leaves
+from fp8core.config.load import NON_NUMERIC_KEYS, leaves, numeric_differences
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.steps import with_mode
 from fp8core.errors import StoredFileError, UserError
@@ -178,6 +178,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
     settings = _settings(ours, theirs)
     configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]
+    # Equal settings that are written differently have another digest.
+    explained = bool(configuration) or _written_differently(ours, theirs)
     notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
     first_step, first_metric = None, None
@@ -187,7 +189,7 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
         for found in causes(*records):
             if found.path in _NOTED:
                 notes.setdefault(found.path, found)
-            elif found.path != "config_digest" or not configuration:
+            elif found.path != "config_digest" or not explained:
                 kind = found.path if _section(found) in _IN_FULL else _section(found)
                 circumstances.setdefault(kind, (step, found))
         difference = first_difference(*records, order)
@@ -214,12 +216,30 @@ def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
     runs = (ours, theirs)
     configs = with_equal_steps([run.config for run in runs])
     left, right = (
-        leaves(run.description.config if config is None else public_dump(config))
+        leaves(run.description.config if config is None else _with_mappings(config))
         for run, config in zip(runs, configs, strict=True)
     )
-    return [
+    found = [
         Difference(key, left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)
     ]
+    # An empty list or mapping differs by the items that the other one has, which are named.
+    filled = {key[:at] for key in {**left, **right} for at, letter in enumerate(key) if letter == "."}
+    empty: tuple[JsonValue, ...] = (None, [], {})
+    return [one for one in found if not (one.path in filled and one.ours in empty and one.theirs in empty)]
+
+
+def _with_mappings(config: RunConfig) -> dict[str, Any]:
+    """A dumped configuration in which every step has its inputs as a mapping, however they were written."""
+    dump = public_dump(config)
+    for step, written in zip(dump["pipeline"]["steps"], config.pipeline.steps, strict=True):
+        step["needs"] = written.inputs()
+    return dump
+
+
+def _written_differently(ours: RunView, theirs: RunView) -> bool:
+    if ours.config is None or theirs.config is None:
+        return False
+    return bool(numeric_differences(ours.description.config, theirs.description.config))
 
 
 def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:

@@ -10,7 +10,6 @@ All functions are for the holder of the run's lock. Nothing is removed through a
 """
 
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +86,8 @@ def plan_removal(
         for _, ref in ledger.outputs(step)
     }
     staying = _staying(ledger, store, kept)
-    deletions = [
+    deletions = [_partial_deletion(folder, path, when) for path in sorted((folder / "checkpoints").glob(".*.partial"))]
+    deletions += [
         going.get(path.stem) or _orphan(path, when)
         for path in sorted((folder / "artifacts").glob("??/*"))
         if _CONTENT.fullmatch(path.name) and path.stem not in staying and not path.is_dir()
@@ -111,9 +111,6 @@ def remove(folder: Path, deletions: Collection[Deletion]) -> None:
     After a kill in between, `plan_removal` finds the remaining files again.
     """
     try:
-        refuse_link(folder / "checkpoints")
-        for partial in (folder / "checkpoints").glob(".*.partial"):
-            shutil.rmtree(partial)
         log_deletions(folder, deletions)
         for deletion in deletions:
             path = folder / deletion.uri
@@ -173,13 +170,27 @@ def _orphan(path: Path, when: str) -> Deletion:
     return Deletion(digest=path.stem, uri=uri, kind="orphan", size=size, step=None, reason="orphan", when=when)
 
 
+def _partial_deletion(folder: Path, path: Path, when: str) -> Deletion:
+    """Of the rest of a checkpoint. It comes first: a checkpoint of that step becomes such a rest while it goes."""
+    refuse_link(path)
+    uri, reason = path.relative_to(folder).as_posix(), "the rest of a checkpoint that was cut short"
+    try:
+        digest = folder_digest(path)
+    except OSError as error:
+        raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return Deletion(digest=digest, uri=uri, kind="checkpoint", size=_size(path), step=None, reason=reason, when=when)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _checkpoint_deletion(folder: Path, entry: CheckpointEntry, when: str) -> Deletion:
-    size = sum(path.stat().st_size for path in (folder / entry.uri).rglob("*") if path.is_file())
     return Deletion(
         digest=entry.digest,
         uri=entry.uri,
         kind="checkpoint",
-        size=size,
+        size=_size(folder / entry.uri),
         step=entry.step,
         reason=_reason(entry.step),
         when=when,

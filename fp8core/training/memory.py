@@ -245,6 +245,8 @@ def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
     shapes, lora = parameter_shapes(arch), config.training.lora
     learnt = count(shapes if lora is None else adapter_shapes(shapes, lora)) * _FP32
     parts = math.ceil(math.ceil(_update_rows(config) / config.training.micro_batch) / config.cluster.ranks)
+    if parts == 1:
+        return one
     return Need("gradients", one.bytes + (parts - 1) * learnt, f"FP32, of each of {parts} parts")
 
 

@@ -264,7 +264,11 @@ MISTAKES = {
     "no-path": (nothing, {"data.source": "a\0.jsonl"}, "data.source: not valid text: character 1 is '\\x00'"),
     "no-heldout": (nothing, {"evaluation.source": ""}, "evaluation.source: is empty; null leaves it unset"),
     "lone-completions": (nothing, {"rollout.group_size": 1}, "rollout.group_size=1: loss.advantage=grpo compares"),
-    "no-room": (nothing, {"rollout.max_new_tokens": 512}, "none fit (data.max_prompt_tokens=512, 512 positions of"),
+    "no-room": (
+        nothing,
+        {"rollout.max_new_tokens": 512},
+        "rollout.max_new_tokens=512: no prompt fits beside it into the 512 positions of model",
+    ),
     "few-rows": (nothing, {"rollout.prompts_per_step": 24}, "a step takes 24 prompts, but there are only"),
     "blocked": (nothing, {"runs": "problems.jsonl/runs"}, "problems.jsonl: File exists"),
     "signature": (

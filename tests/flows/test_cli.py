@@ -197,6 +197,10 @@ def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings,
         ("run=../outside", "run: must match pattern"),
         ("model=somewhere", "exactly one of `model`"),
         ("loss.reference_kl=0.1", "loss.reference_kl=0.1 needs"),
+        (
+            "rollout.oversample=2",
+            "rollout.oversample=2: no step chooses among the prompts, and all would be learnt from",
+        ),
         ("training.minibatches=1024", "training.minibatches=1024 exceeds 16 rollouts a step"),
         (REWARD.replace("USES", "no_such_module:score"), "step reward: uses no_such_module:score: there is no module"),
         ("pipeline.remove=[rewrd]", "pipeline.remove: there is no step rewrd; did you mean reward?"),
@@ -216,6 +220,7 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
         (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
         (["doctor", "--address", "ray://h:1"], r"fp8-grpo doctor: .* expected auto or HOST:PORT, found 'ray://h:1'"),
         (["parity", "--seeds", "a,b"], r"fp8-grpo parity: argument --seeds: expected numbers .*"),
+        (["verify", "RUN", "--tracking-uri", "foo"], r"fp8-grpo verify: .* expected none, http.*, found 'foo'"),
         (["parity", "--steps", "0"], r"fp8-grpo parity: argument --steps: expected a number from 1, found '0'"),
         (["parity", "--name", "a/b"], r"fp8-grpo parity: argument --name: expected up to 80 letters, .* found 'a/b'"),
     ],
@@ -299,6 +304,11 @@ def test_an_address_without_a_cluster_is_refused_before_a_run_has_a_folder(refus
     silent = "cluster.address=127.0.0.1:1: nothing answers there ("
     assert silent in refused("run", "small.yaml", *flags("cluster.address=127.0.0.1:1"))
     assert silent in refused("doctor", "--address", "127.0.0.1:1")
+
+
+def test_an_mlflow_server_that_does_not_answer_is_refused_before_a_run_has_a_folder(refused):
+    said = refused("run", "small.yaml", *flags("tracking.uri=http://127.0.0.1:1"))
+    assert said == "fp8-grpo: tracking.uri http://127.0.0.1:1: no server answers there (Connection refused)"
 
 
 def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, monkeypatch):

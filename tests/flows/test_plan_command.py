@@ -164,6 +164,9 @@ def test_generation_ahead_keeps_policies_in_main_memory(plan, tmp_path):
             ["tiny", "--gpu", "h100", "--set", "logprobs.source=rollout", "--set", "training.packed=true"],
             "not promised",
         ),
+        (["tiny", "--set", "training.lora={rank: 1024}"], "training.lora.rank=1024: "),
+        (["tiny", "--set", "rollout.max_new_tokens=1000"], "rollout.max_new_tokens=1000: no prompt fits beside it"),
+        (["tiny", "--gpus", "2"], "--gpus 2: nothing of tiny computes on a GPU: training.device=cpu"),
     ],
 )
 def test_what_no_machine_runs_does_not_fit(plan, asked, reason):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8core.config.precision import PrecisionContract
+from fp8core.config.steps import StepConfig
 from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.diff import (
@@ -290,6 +291,22 @@ def test_a_run_equals_its_copy(small_run: Path, copy: Path) -> None:
     assert found.equal
     assert found.common == [0, 1, 2, 3]
     assert (found.notes, found.first_step, found.first_metric, found.last) == ([], None, None, (3, 3))
+
+
+def test_settings_that_are_written_in_two_ways_are_equal(small_run: Path, copy: Path) -> None:
+    pipeline = json.loads((copy / "run.json").read_text())["config"]["pipeline"]
+    for step in pipeline["steps"]:
+        step["needs"] = StepConfig.model_validate(step).inputs()
+    change_setting(copy, "pipeline", pipeline)
+    for step in range(4):
+        change_record(copy, step, config_digest="f" * 64)
+    assert compared(small_run, copy).equal
+
+
+def test_an_item_that_one_side_lacks_is_named_and_its_list_is_not(small_run: Path, copy: Path) -> None:
+    change_setting(copy, "reward", {"others": [{"name": "unit", "verifier": "integer"}]})
+    found = compared(small_run, copy).configuration
+    assert {one.path.rpartition(".")[0] for one in found} == {"reward.others.unit"}
 
 
 def test_settings_that_make_no_numbers_are_notes(small_run: Path, copy: Path) -> None:
