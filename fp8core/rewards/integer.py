@@ -136,9 +136,7 @@ def reference_integer(reference: str, prompt: str) -> int:
         if decimals:
             raise Unreadable("no integer")
     except Unreadable as reason:
-        raise UserError(
-            f"reward.verifier=integer: the reference of {prompt[:60]!r} ends in {reference[-40:]!r} ({reason})"
-        ) from reason
+        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r} ({reason})") from reason
     return int(whole)
 
 

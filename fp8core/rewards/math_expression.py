@@ -366,10 +366,7 @@ def _expected(reference: str, prompt: str) -> Reference:
     # The data is trusted with what an answer is not: the library reads it as it can.
     parsed = parsed or [item for item in math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)]
     if all(isinstance(item, str) for item in parsed):
-        raise UserError(
-            f"reward.verifier=math-verify: the reference of {prompt[:60]!r} ends in {reference[-40:]!r}, "
-            "which is no expression"
-        )
+        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r}, which is no expression")
     return Reference(text, number, words_of(text), shape, parsed)
 
 

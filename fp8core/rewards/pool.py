@@ -75,14 +75,16 @@ class VerifierPool:
     """A resident pool of processes that serve one scorer; see Verifier. Safe for threads, which wait in turn."""
 
     def __init__(
-        self, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int, columns: bool
+        self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int, columns: bool
     ) -> None:
-        """Start `workers` processes, and wait until they have loaded the scorer; `columns` as of `load_scorer`.
+        """Start `workers` processes, and wait until they have loaded the scorer.
+
+        `key` is the setting that names it; `columns` as of `load_scorer`.
 
         Raises:
             UserError: they cannot.
         """
-        self._name = name
+        self._setting = f"{key}={name}"
         self._limits = limits
         self._task = {"name": name, "options": dict(options), "columns": columns, **limits._asdict()}
         self._lock = threading.Lock()
@@ -117,7 +119,7 @@ class VerifierPool:
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
         verdicts = self._wait_for(references)
-        return [None if verdict.outcome == "right" else verdict.detail for verdict in verdicts]
+        return [None if verdict.outcome == "right" else f"{self._setting}: {verdict.detail}" for verdict in verdicts]
 
     def describe(self) -> dict[str, JsonValue]:
         assert self._description is not None, "every process was ready once"
@@ -263,7 +265,7 @@ class VerifierPool:
         return max(0.0, min(ends, default=now) - now)
 
     def _unusable(self, reason: str) -> UserError:
-        return UserError(f"reward.verifier={self._name}: {reason}")
+        return UserError(f"{self._setting}: {reason}")
 
 
 def _verdict(line: bytes) -> Verdict | None:

@@ -34,8 +34,7 @@ class ChainVerifier:
 
     def check(self, prompt: str, reference: str) -> None:
         if not _NUMBER.fullmatch(reference):
-            place = f"the reference of {prompt[:60]!r} is {reference[:60]!r}"
-            raise UserError(f"reward.verifier=chain: {place}, not one to three digits")
+            raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
 
 
 def _spelt(reference: str) -> str:
@@ -83,6 +82,8 @@ class InProcess:
 
     name: str
     scorer: Scorer
+    key: str = "reward.verifier"
+    """The setting that names it."""
 
     @property
     def main(self) -> "InProcess":
@@ -92,7 +93,10 @@ class InProcess:
         return
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
-        return [self.scorer.score(*answer) for answer in answers]
+        try:
+            return [self.scorer.score(*answer) for answer in answers]
+        except UserError as error:
+            raise UserError(f"{self.key}={self.name}: {error}") from error
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
         return [self._fault(prompt, reference) for prompt, reference in references]
@@ -101,7 +105,7 @@ class InProcess:
         try:
             self.scorer.check(prompt, reference)
         except UserError as error:
-            return str(error)
+            return f"{self.key}={self.name}: {error}"
         return None
 
     def describe(self) -> dict[str, JsonValue]:
@@ -206,7 +210,7 @@ def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifie
         UserError: what one needs is not installed, or a function cannot be imported, or be called with such answers.
     """
     with ExitStack() as started:
-        main = _one_verifier(config, bool(columns))
+        main = _one_verifier(config, "reward.verifier", bool(columns))
         started.callback(main.close)
         others: list[tuple[str, float, Verifier]] = []
         if config.length is not None:
@@ -215,18 +219,18 @@ def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifie
             others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
         for other in config.others:
             named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-            verifier = _one_verifier(named, bool(columns))
+            verifier = _one_verifier(named, f"reward.others.{other.name}.verifier", bool(columns))
             started.callback(verifier.close)
             others.append((other.name, other.weight, verifier))
         started.pop_all()
     return WeightedVerifiers(main, others) if others else main
 
 
-def _one_verifier(config: RewardConfig, columns: bool) -> Verifier:
-    """The verifier of `reward.verifier` alone."""
+def _one_verifier(config: RewardConfig, key: str, columns: bool) -> Verifier:
+    """The verifier of `config.verifier` alone, which the user has named by the setting `key`."""
     if config.verifier == "chain":
-        return InProcess("chain", ChainVerifier())
+        return InProcess("chain", ChainVerifier(), key)
     if config.verifier == "integer":
-        return InProcess("integer", IntegerVerifier())
+        return InProcess("integer", IntegerVerifier(), key)
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
-    return VerifierPool(config.verifier, config.options, limits, config.workers, columns)
+    return VerifierPool(key, config.verifier, config.options, limits, config.workers, columns)

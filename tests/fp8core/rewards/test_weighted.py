@@ -1,6 +1,7 @@
 """Several rewards of a completion: their sum, their record, and what stays that of the main verifier."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -76,6 +77,17 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
 def test_the_name_of_another_metric_is_refused(name):
     with pytest.raises(UserError, match=rf"reward\.others\.{name}\.name"):
         load_config("tiny", {"reward.others": [{"name": name, "verifier": "chain"}]})
+
+
+def test_a_mistake_in_another_verifier_names_its_own_setting():
+    def others(verifier):
+        return RewardConfig.model_validate({"others": [{"name": "strict", "verifier": verifier}], "workers": 1})
+
+    with closing(build_verifier(others("integer"))) as built:
+        (fault,) = built.faults([("?", "3")])
+    assert fault.startswith("reward.others.strict.verifier=integer: the reference of '?' ends in '3'")
+    with pytest.raises(UserError, match=r"^reward\.others\.strict\.verifier=nowhere:score: nowhere cannot be imported"):
+        build_verifier(others("nowhere:score"))
 
 
 def test_a_run_records_each_score_and_each_mean(loop_run, tmp_path):
