@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,14 +13,24 @@ from flows.environment import set_variables
 from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
-from fp8core.data.prompt import Problem
-from fp8core.data.source import check_references
+from fp8core.data.prompt import Problem, refuse_too_long
+from fp8core.data.source import SUFFIXES, check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
+from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import find_checkpoint
+from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
-from fp8core.run.build import check_engine, engine_environment, members_node
+from fp8core.rollout.registry import longest_row
+from fp8core.run.build import (
+    check_engine,
+    check_shape,
+    check_stop_strings,
+    engine_environment,
+    find_base,
+    members_node,
+)
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
@@ -78,23 +88,47 @@ def refuse(asked: EvaluationRequest) -> None:
         run = _original(asked.target)
         run.refuse_unknown(_step(run, asked.step))
     config = _config(asked, Path(asked.target))
+    if asked.split is not None and (config.data.source == "chain" or config.data.source.endswith(SUFFIXES)):
+        raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; leave it away")
     _counted(asked)
     _temperature(asked, config)
 
 
 def refuse_unread(asked: EvaluationRequest) -> None:
-    """Read what a checkpoint's folder has, and the rows of `data`, each with a reference that the verifier reads.
+    """Read what is asked and who answers, but for weights: each problem has room, and a reference that can be read.
 
     Raises:
-        UserError: they cannot be read, or one of them is of no use.
+        UserError: an engine, the model, the verifier or a problem cannot be used.
     """
-    if _is_checkpoint(asked.target):
-        find_checkpoint(Path(asked.target))
-    if asked.data is None:
-        return
     config = _config(asked, Path(asked.target))
+    model = _model(asked)
+    for one in _in_precisions(asked, config).values():
+        check_engine(one, members_node(one))
+        check_shape(one, model.architecture)
+    check_stop_strings(config, model.tokenizer)
+    found = problems(asked, config)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_references(problems(asked, config), verifier)
+        check_references(found, verifier)
+    for problem in found:
+        refuse_too_long(problem, config, model.tokenizer, longest_row(config, model.architecture))
+
+
+def _model(asked: EvaluationRequest) -> "_Model":
+    """Shape and tokenizer of the policy: those in its folder, else of the model that the run starts from."""
+    folder = Path(asked.target)
+    if not _is_checkpoint(asked.target):
+        run = _original(asked.target)
+        folder = run.folder / "checkpoints" / f"{_step(run, asked.step):05d}" / "policy"
+        if not folder.is_dir():
+            base = find_base(reload_own(description_of(run.folder), {}))
+            return _Model(base.arch, base.tokenizer)
+    checkpoint = find_checkpoint(folder)
+    return _Model(checkpoint.architecture, checkpoint.tokenizer)
+
+
+class _Model(NamedTuple):
+    architecture: Architecture
+    tokenizer: Tokenizer
 
 
 @contextmanager
@@ -138,9 +172,7 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
     Raises:
         UserError: an engine is not available, or they need to be started differently.
     """
-    found = {
-        name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
-    }
+    found = _in_precisions(asked, config)
     nodes = {name: members_node(one) for name, one in found.items()}
     for name, one in found.items():
         check_engine(one, nodes[name])
@@ -151,6 +183,12 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
             raise UserError(f"precisions: the engine starts differently for {first} and {name}; ask for one at a time")
     set_variables(environments[first].required, environments[first].suggested)
     return found
+
+
+def _in_precisions(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
+    return {
+        name: config.model_copy(update={"precision": contract_in(name, config.precision)}) for name in asked.precisions
+    }
 
 
 def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:

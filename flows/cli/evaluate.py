@@ -5,11 +5,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, numbers
+from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
-from fp8core.errors import UserError
 from fp8core.user_files import EVALUATION
 
 
@@ -17,19 +16,28 @@ def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, maj@k and intervals, by precision")
     parser.add_argument("target", metavar="RUN|FOLDER", help="a run (name or folder), or the folder of a checkpoint")
-    parser.add_argument("--step", type=int, metavar="N", help="step of the run (default: its last)")
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="step of the run (default: its last)")
     parser.add_argument("--config", help="configuration of a checkpoint's folder (default: that of the run)")
     parser.add_argument(
         "--data", metavar="SOURCE", help="a .jsonl file or Hugging Face dataset (default: the held-out prompts)"
     )
     parser.add_argument("--split", help="split of a Hugging Face dataset")
-    parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts")
-    parser.add_argument("--samples", type=int, metavar="N", help="completions of each prompt (default 1)")
+    parser.add_argument("--prompts", type=at_least(1, 1_000_000), metavar="N", help="how many prompts")
+    parser.add_argument("--samples", type=at_least(1, 4096), metavar="N", help="completions of each prompt (default 1)")
     parser.add_argument(
-        "--k", type=numbers, metavar="K[,K]", help="the k of pass@k and maj@k (default: 1 and all samples)"
+        "--k",
+        type=numbers(1, 4096, 4096),
+        metavar="K[,K]",
+        help="the k of pass@k and maj@k (default: 1 and all samples)",
     )
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default for one sample), else as configured")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="length limit (default: as configured)")
+    parser.add_argument(
+        "--temperature",
+        type=number_that(lambda value: 0 <= value <= 10, "a number from 0 to 10"),
+        help="0 is greedy (default for one sample), else as configured",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=at_least(1, 1 << 20), metavar="N", help="length limit (default: as configured)"
+    )
     parser.add_argument(
         "--precision",
         action="append",
@@ -37,8 +45,13 @@ def add_command(commands: Any) -> None:
         choices=("configured", "bf16", "fp8"),
         help="precision to answer in; several are compared with the first (default: configured)",
     )
-    parser.add_argument("--seed", type=int, help="of samples and of resampling (default 0)")
-    parser.add_argument("--confidence", type=float, metavar="P", help="of the intervals (default 0.95)")
+    parser.add_argument("--seed", type=at_least(0), help="of samples and of resampling (default 0)")
+    parser.add_argument(
+        "--confidence",
+        type=number_that(lambda value: 0 < value < 1, "a share between 0 and 1"),
+        metavar="P",
+        help="of the intervals (default 0.95)",
+    )
     add_trust(parser)
     add_output(parser, "--json", EVALUATION, "write the result as JSON")
     add_force(parser)
@@ -66,14 +79,8 @@ def evaluate_target(options: argparse.Namespace) -> int:
 
 def _run(parameters: dict[str, Any]) -> int:
     """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
-    from prefect.exceptions import ParameterTypeError
-
     from flows.evaluate import evaluate
 
-    try:
-        evaluate.validate_parameters(parameters)
-    except ParameterTypeError as error:
-        raise UserError("; ".join(line.strip(" -") for line in str(error).splitlines()[1:])) from error
     state: Any = evaluate(**parameters, return_state=True)
     if state.is_completed():
         return 0

@@ -68,7 +68,7 @@ def build_base(config: RunConfig) -> BaseModel:
         UserError: the checkpoint is missing or broken, or the contract keeps more BF16 layers than there are, or a
             dense model was to replay its choice of experts.
     """
-    found = _find_base(config)
+    found = find_base(config)
     if found.checkpoint is None:
         initial = InitialWeights(found.arch, config.seed)
         tensors: Mapping[str, Tensor] = initial if config.cluster.used else dict(initial)
@@ -78,7 +78,7 @@ def build_base(config: RunConfig) -> BaseModel:
     return BaseModel(found.arch, tensors, found.tokenizer, found.revision, len(found.checkpoint.codes))
 
 
-class _FoundModel(NamedTuple):
+class FoundModel(NamedTuple):
     """The model that a run starts from, without weights; `checkpoint` is None for one from scratch."""
 
     arch: Architecture
@@ -87,7 +87,7 @@ class _FoundModel(NamedTuple):
     revision: str | None
 
 
-def _find_base(config: RunConfig) -> _FoundModel:
+def find_base(config: RunConfig) -> FoundModel:
     """The model of a configuration, which fits it. Raises UserError as `build_base` does, whatever the weights are."""
     base = _from_scratch(config) if config.model is None else _from_checkpoint(config, config.model)
     check_shape(config, base.arch)
@@ -182,14 +182,8 @@ def check_inputs(config: RunConfig) -> None:
     source = build_source(config.data, config.evaluation)
     if config.run is not None and (ledger := config.runs / config.run / LEDGER).exists():
         refuse_other_data(config, LedgerView.glance(ledger), source.digest())
-    base = _find_base(config)
-    for string in config.rollout.stop_strings:
-        tokens = base.tokenizer.encode(string, add_special_tokens=False)
-        if base.tokenizer.decode(tokens) != base.tokenizer.decode(tokens, special=True):
-            raise UserError(
-                f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
-                "name its id as eos_token_id in the model's generation_config.json instead"
-            )
+    base = find_base(config)
+    check_stop_strings(config, base.tokenizer)
     if config.loss.distillation.teacher is not None:
         check_teacher(config, base.tokenizer)
     if config.warm_start is not None and config.warm_start.demonstrations is not None:
@@ -204,6 +198,20 @@ def check_inputs(config: RunConfig) -> None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
             check_openings(list(source.to_check()), config, base.tokenizer, longest_row(config, base.arch), pool)
+
+
+def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError: the tokenizer cannot write one of `rollout.stop_strings`, or leaves a part out of texts."""
+    for string in config.rollout.stop_strings:
+        try:
+            tokens = tokenizer.encode(string, add_special_tokens=False)
+        except UserError as error:
+            raise UserError(f"rollout.stop_strings: {error}") from error
+        if tokenizer.decode(tokens) != tokenizer.decode(tokens, special=True):
+            raise UserError(
+                f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
+                "name its id as eos_token_id in the model's generation_config.json instead"
+            )
 
 
 def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
@@ -352,7 +360,7 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
     return EnvironmentPool(config.name, config.options, limits, config.at_once)
 
 
-def _from_scratch(config: RunConfig) -> _FoundModel:
+def _from_scratch(config: RunConfig) -> FoundModel:
     assert config.architecture is not None, "RunConfig demands a model or an architecture"
     if config.data.source != "chain":
         raise UserError(
@@ -362,10 +370,10 @@ def _from_scratch(config: RunConfig) -> _FoundModel:
     # The marks of tool calls, and what a calculator reads besides.
     alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
     tokenizer = character_tokenizer(alphabet, VOCABULARY, EOS)
-    return _FoundModel(arch, tokenizer, checkpoint=None, revision=None)
+    return FoundModel(arch, tokenizer, checkpoint=None, revision=None)
 
 
-def _from_checkpoint(config: RunConfig, model: str) -> _FoundModel:
+def _from_checkpoint(config: RunConfig, model: str) -> FoundModel:
     if config.warm_start is not None and config.warm_start.demonstrations is None:
         raise UserError(
             "warm_start on the chain task's demonstrations is for a model from scratch; for a checkpoint set "
@@ -373,4 +381,4 @@ def _from_checkpoint(config: RunConfig, model: str) -> _FoundModel:
         )
     resolved = resolve_model(model, config.revision)
     checkpoint = find_checkpoint(Path(resolved.folder))
-    return _FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)
+    return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)

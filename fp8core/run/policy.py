@@ -41,7 +41,14 @@ from fp8core.rollout.engine import (
     sample_seed,
 )
 from fp8core.rollout.registry import longest_row
-from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
+from fp8core.run.build import (
+    build_base,
+    build_engine,
+    build_environment,
+    build_trainer,
+    check_stop_strings,
+    open_cluster,
+)
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.rollouts import failures, judges, problem_table, prompt_table
@@ -292,6 +299,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         SyncError: the engine does not hold or run what it should.
     """
     base = build_base(config)
+    check_stop_strings(config, base.tokenizer)
     positions = longest_row(config, base.arch)
     asked = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
     tokens = [row["tokens"] for row in asked]

@@ -160,6 +160,12 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
         (["{run}", "--precision", "fp8", "--precision", "fp8"], "precisions: fp8, fp8 names one twice"),
         (["{run}", "--set", "rollout.groups=1"], "rollout.groups: unknown key"),
         (["{run}", "--json", "/no/such/folder/r.json"], "--json /no/such/folder/r.json: cannot be written"),
+        (["{run}", "--split", "test"], "split=test: data.source=chain has no splits"),
+        (["{run}", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
+        (["{policy}", "--config", "tiny", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits"),
+        (["{run}", "--step", "1", "--set", "reward.verifier=integer"], "reward.verifier=integer: the reference of "),
+        (["{run}", "--set", "rollout.engine=sglang"], "rollout.engine=sglang"),
+        (["{run}", "--set", "rollout.stop_strings=[Q]"], "rollout.stop_strings: the tokenizer has no token for 'Q'"),
         (["{policy}"], "is a checkpoint; name the configuration to evaluate it with"),
         (["{policy}", "--config", "tiny", "--step", "1"], "is a checkpoint, which has no steps"),
         (["{policy}", "--config", "none"], "configuration none: there is no such shipped configuration"),
@@ -171,6 +177,22 @@ def test_a_mistake_is_one_line_before_anything_is_started(run, capsys, parameter
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--k", "0", "expected a number from 1, found '0'"),
+        ("--temperature", "-1", "expected a number from 0 to 10, found '-1'"),
+        ("--confidence", "95", "expected a share between 0 and 1, found '95'"),
+        ("--seed", "-1", "expected a number from 0, found '-1'"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_as_it_is_read(capsys, option, value, expected):
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", "any", option, value])
+    said = capsys.readouterr().err
+    assert (ended.value.code, said) == (2, f"fp8-grpo evaluate: argument {option}: {expected}\n")
 
 
 def test_parameters_have_the_defaults_of_the_command():
