@@ -35,6 +35,9 @@ from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
 
+_UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")
+"""Settings of a training that say nothing of a policy, or of how it answers."""
+
 
 @dataclass(frozen=True)
 class EvaluationRequest:
@@ -87,6 +90,11 @@ def refuse(asked: EvaluationRequest) -> None:
     else:
         run = _original(asked.target)
         run.refuse_unknown(_step(run, asked.step))
+    given = asked.overrides or ()
+    keys = given if isinstance(given, Mapping) else [text.partition("=")[0] for text in given]
+    for key in keys:
+        if key.partition(".")[0] in _UNUSED:
+            raise UserError(f"{key}: an evaluation does not use it; leave it away")
     config = _config(asked, Path(asked.target))
     if asked.split is not None and (config.data.source == "chain" or config.data.source.endswith(SUFFIXES)):
         raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; leave it away")

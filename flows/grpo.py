@@ -200,7 +200,13 @@ class FlowExecution(PrefectExecution):
         tasks = {name: [interval] for name, interval in intervals.items()}
         self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
         seconds = {name: result.entry.seconds for name, result in results.items()}
-        run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
+        metrics = step_metrics(run, index)
+        run.console.step({**metrics, "step": index}, ended - began, seconds)
+        keep, measured = run.config.artifacts.keep, min(run.config.evaluation.every, run.config.steps)
+        # An evaluated step has every metric. Own steps have theirs, so that nothing can tell before.
+        if index == measured and keep is not None and keep.best is not None and keep.best.metric not in metrics:
+            missing = f"artifacts.keep.best.metric={keep.best.metric}: step {index} has no such metric"
+            run.console.note(f"{missing}, and gc will refuse it; docs/reference/metrics.md has the names")
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
         self._artifacts.step_done(index)

@@ -76,17 +76,21 @@ class HeadWatch:
         self._looked = time.monotonic()
 
 
-def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
-    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
+def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = None) -> None:
+    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again.
+
+    `option` of a command is named in errors, where the address comes from there.
+    """
     global _joined
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
+    named = f"cluster.address={settings.address}" if option is None else f"{option} {settings.address}"
     if settings.address not in (None, "auto"):
-        _refuse_silence(settings.address)
+        _refuse_silence(settings.address, named)
     # The address of the last connection was a cluster's: a run that has lost a process goes on sooner.
     if settings.address not in (None, _joined):
-        _refuse_others(settings.address)
+        _refuse_others(settings.address, named)
     if ray.is_initialized():
         if not own and settings.address == _joined:
             return
@@ -104,25 +108,25 @@ def connect(settings: ClusterConfig, tensor_parallel: int) -> None:
         )
     except Exception as error:
         # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
-        raise UserError(f"cluster.address={settings.address}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"{named}: {' '.join(str(error).split())[:300]}") from error
     _joined = settings.address
 
 
-def _refuse_silence(address: str) -> None:
+def _refuse_silence(address: str, named: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"cluster.address={address}: nothing answers there ({first_line(error)})") from error
+        raise UserError(f"{named}: nothing answers there ({first_line(error)})") from error
 
 
-def _refuse_others(address: str) -> None:
+def _refuse_others(address: str, named: str) -> None:
     """Raises UserError: `ray status` finds no head of a cluster at an address.
 
     Another failure of it (versions differ, a token is wanted) is told better by `ray.init`.
     """
     command = [sys.executable, "-P", "-c", _STATUS, "status", "--address", address]
-    place, asked_at = f"cluster.address={address}", ""
+    asked_at = ""
     with (
         tempfile.TemporaryFile() as said,
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said) as asked,
@@ -130,7 +134,7 @@ def _refuse_others(address: str) -> None:
         assert asked.stdout is not None
         try:
             if not select.select([asked.stdout], [], [], _IMPORT_SECONDS)[0]:
-                raise UserError(f"{place}: `ray status` has not begun within {_IMPORT_SECONDS:g} s; is Ray whole?")
+                raise UserError(f"{named}: `ray status` has not begun within {_IMPORT_SECONDS:g} s; is Ray whole?")
             asked_at = asked.stdout.readline().decode(errors="replace").strip()
             asked.communicate(timeout=_STATUS_SECONDS)
         except subprocess.TimeoutExpired:
@@ -146,7 +150,7 @@ def _refuse_others(address: str) -> None:
     if address == "auto":
         # Perhaps of a head that has crashed, and is still the last one that was started here.
         why = f"no running cluster answers; {asked_at} was tried"
-    raise UserError(f"{place}: {why}")
+    raise UserError(f"{named}: {why}")
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:

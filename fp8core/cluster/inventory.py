@@ -30,12 +30,12 @@ class Inventory(NamedTuple):
 
 
 def take_inventory(address: str) -> Inventory:
-    """The inventory of the cluster at `auto` or HOST:PORT.
+    """The inventory of the cluster at `auto` or HOST:PORT, which `doctor --address` names.
 
     Raises:
         UserError: nothing answers there, or another version of Ray or Python.
     """
-    connect(ClusterConfig(address=address), 1)
+    connect(ClusterConfig(address=address), 1, "--address")
     try:
         nodes = sorted(_node(each["NodeManagerAddress"], each["Resources"]) for each in ray.nodes() if each["Alive"])
         free = ray.available_resources()

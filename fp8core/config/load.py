@@ -69,8 +69,8 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     tree = _tree(name_or_path, overrides)
     if tree.get("model") is None and tree.get("architecture") is None:
         raise UserError(
-            f"model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub "
-            f"id: fp8-grpo run {name_or_path} --set model=FOLDER_OR_HUB_ID"
+            "model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub id: "
+            "--set model=FOLDER_OR_HUB_ID"
         )
     config = _validated(tree)
     places = {key: place for key, _, place in _nodes(tree)}

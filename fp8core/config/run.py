@@ -506,6 +506,17 @@ def unmeant(config: RunConfig) -> dict[str, str]:
     """Settings that a new run was hardly meant to have, with what is wrong. No rule: a run that has them is read."""
     texts = {"model": config.model, "evaluation.source": config.evaluation.source}
     found = {key: "is empty; null leaves it unset" for key, text in texts.items() if text == ""}
+    if config.rollout.top_k == 1:
+        found["rollout.top_k"] = "is 1: every token is certain, and none has a gradient; raise it"
+    schedule = config.training.learning_rate_schedule
+    if schedule.kind == "constant" and schedule.over_steps is not None:
+        key = "training.learning_rate_schedule.over_steps"
+        found[key] = f"is {schedule.over_steps}, and kind=constant has no end; set kind, or unset this"
+    distillation = config.loss.distillation
+    # Its step alone measures how far the teacher is.
+    scored = any(step.uses == "tasks.teacher:teacher" for step in config.pipeline.steps)
+    if distillation.teacher is not None and not (distillation.weight or scored):
+        found["loss.distillation.teacher"] = "nothing reads it: set loss.distillation.weight, or unset this"
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
     return found

@@ -25,7 +25,7 @@ class ResolvedModel:
 
 
 def resolve_model(
-    model: str, revision: str | None, cache: Path | None = None, files: Sequence[str] = _FILES
+    model: str, revision: str | None, cache: Path | None = None, files: Sequence[str] = _FILES, key: str = "model"
 ) -> ResolvedModel:
     """Find a checkpoint, downloading it when it is a hub id.
 
@@ -37,6 +37,7 @@ def resolve_model(
         revision: Branch, tag or commit of a hub id; None for its main branch.
         cache: The hub's cache folder; None for huggingface_hub's own.
         files: Shell patterns of the files to download.
+        key: The setting that names it, for errors.
 
     Raises:
         UserError: no such folder, no such model or revision, or neither network nor a cached copy.
@@ -44,15 +45,15 @@ def resolve_model(
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise UserError(f"revision={revision} applies to hub ids, but model={model} is a folder")
+            raise UserError(f"revision={revision} applies to hub ids, but {key}={model} is a folder")
         return ResolvedModel(folder, None)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
-        raise UserError(f"model={model}: no such folder, and not a hub id of the form OWNER/NAME")
-    snapshot = _snapshot(model, revision, cache, files)
+        raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME")
+    snapshot = _snapshot(model, revision, cache, files, key)
     return ResolvedModel(snapshot, snapshot.name)
 
 
-def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str]) -> Path:
+def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str], key: str) -> Path:
     """The cache's folder of one commit, which is named by the commit."""
     # Not above: a run whose model is in a folder does without.
     from huggingface_hub import HfApi, errors, snapshot_download
@@ -71,14 +72,14 @@ def _snapshot(model: str, revision: str | None, cache: Path | None, files: Seque
         return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=list(files)))
     except refusals as error:
         raise UserError(
-            f"model={model}: neither a folder nor a model that the hub shows you (a private or gated one needs "
+            f"{key}={model}: neither a folder nor a model that the hub shows you (a private or gated one needs "
             f"`hf auth login`): {_first_line(error)}"
         ) from error
     except (connection, OSError) as error:
-        return _cached(model, revision, cache, _first_line(error))
+        return _cached(model, revision, cache, _first_line(error), key)
 
 
-def _cached(model: str, revision: str | None, cache: Path | None, reason: str) -> Path:
+def _cached(model: str, revision: str | None, cache: Path | None, reason: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -89,8 +90,8 @@ def _cached(model: str, revision: str | None, cache: Path | None, reason: str) -
     except LocalEntryNotFoundError as error:
         at = "" if revision is None else f" --revision {revision}"
         raise UserError(
-            f"model={model}: not in the cache, and the hub did not answer ({reason}): on a machine with network run "
-            f"`hf download {model}{at} --local-dir FOLDER`, then pass `--set model=FOLDER`"
+            f"{key}={model}: not in the cache, and the hub did not answer ({reason}): on a machine with network run "
+            f"`hf download {model}{at} --local-dir FOLDER`, then pass `--set {key}=FOLDER`"
         ) from error
     return Path(found)
 

@@ -280,6 +280,8 @@ def plan_dequantisation(source: Path) -> Plan:
         UserError: the folder is no checkpoint in block FP8, or codes and scales do not belong together.
     """
     config = _read_config(source)
+    if config.get("quantization_config") is None:
+        raise UserError(f"{source / _CONFIG}: has no quantization_config: the checkpoint is not quantised")
     check_block_fp8(config.get("quantization_config"), str(source / _CONFIG))
     stored = read_folder(source)
     codes = [name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3"]

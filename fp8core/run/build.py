@@ -329,15 +329,18 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
 def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
     settings = config.loss.distillation
     assert settings.teacher is not None, "the pipeline was checked"
+    key = "loss.distillation.teacher"
+    named = f"{key}={settings.teacher}"
+    if settings.teacher.startswith("runs/") and not Path(settings.teacher).exists():
+        # It has the form of a hub id, but nobody's is called so.
+        raise UserError(f"{named}: no such folder; make it as the comment in configs/distil.yaml says")
+    folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
-        folder = Path(resolve_model(settings.teacher, settings.revision).folder)
         difference = tokenizer.difference(Tokenizer.load(folder))
     except UserError as error:
-        raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
+        raise UserError(f"{named}: {error}") from error
     if difference is not None:
-        raise UserError(
-            f"loss.distillation.teacher={settings.teacher}: it has another vocabulary than the model: {difference}"
-        )
+        raise UserError(f"{named}: it has another vocabulary than the model: {difference}")
     return folder
 
 

@@ -160,6 +160,7 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
         (["{run}", "--precision", "fp8", "--precision", "fp8"], "precisions: fp8, fp8 names one twice"),
         (["{run}", "--set", "rollout.groups=1"], "rollout.groups: unknown key"),
         (["{run}", "--json", "/no/such/folder/r.json"], "--json /no/such/folder/r.json: cannot be written"),
+        (["{run}", "--set", "steps=9"], "steps: an evaluation does not use it"),
         (["{run}", "--split", "test"], "split=test: data.source=chain has no splits"),
         (["{run}", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
         (["{policy}", "--config", "tiny", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits"),

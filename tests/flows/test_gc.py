@@ -112,6 +112,11 @@ def test_mistakes_are_one_line(copy, capsys, arguments, message):
     assert len(shown.splitlines()) == 1
 
 
+def test_a_run_says_early_that_no_step_has_the_metric_of_the_best(launch, capfd):
+    launch("misnamed", steps=1, overrides={"artifacts.keep": {"best": {"metric": "reward/mena"}}})
+    assert "artifacts.keep.best.metric=reward/mena: step 1 has no such metric" in capfd.readouterr().out
+
+
 def test_a_reference_of_another_kind_is_refused_before_anything_is_removed(copy, capsys):
     ledger = copy / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace('"kind":"metrics"', '"kind":"notes"'))

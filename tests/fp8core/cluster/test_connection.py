@@ -70,7 +70,7 @@ def test_an_http_server_is_refused_soon(http_server, capsys):
     # Ray's command has to start, which it may do slowly beside other tests.
     assert time.monotonic() - began < 30
     why = "it did not answer as a Ray head within 10 s"
-    assert capsys.readouterr() == ("", f"fp8-grpo: cluster.address={http_server}: {why}\n")
+    assert capsys.readouterr() == ("", f"fp8-grpo: --address {http_server}: {why}\n")
 
 
 def test_a_server_that_stays_silent_is_refused_before_a_run_has_a_folder(silent, capsys, tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_another_port_of_a_cluster_is_refused(cluster, capfd):
     ray.shutdown()
     address = f"127.0.0.1:{node['NodeManagerPort']}"
     assert cli.main(["doctor", "--address", address]) == 2
-    said = f"fp8-grpo: cluster.address={address}: {OTHER}\n"
+    said = f"fp8-grpo: --address {address}: {OTHER}\n"
     assert capfd.readouterr() == ("", said)
 
 

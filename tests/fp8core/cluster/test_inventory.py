@@ -75,8 +75,8 @@ def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, sai
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
     assert out == ""
-    assert line == f"fp8-grpo: {refused.value}"
-    assert f"cluster.address={gpus.address}: Version mismatch: The cluster was started with: {said}" in line
+    assert line == f"fp8-grpo: {refused.value}".replace("cluster.address=", "--address ")
+    assert f"--address {gpus.address}: Version mismatch: The cluster was started with: {said}" in line
     # A refused connection is in the way of no other.
     assert cli.main(["doctor", "--address", gpus.address]) == 0
 

@@ -63,7 +63,7 @@ def test_tiny_has_true_tiles_and_the_same_fp8_on_both_sides() -> None:
 
 
 def test_gsm8k_asks_for_a_model_and_says_what_to_run() -> None:
-    assert "fp8-grpo run gsm8k --set model=" in refused("gsm8k")
+    assert refused("gsm8k").endswith(": --set model=FOLDER_OR_HUB_ID")
     config = load_config("gsm8k", ["model=somewhere"])
     assert config.reward.verifier == "integer"
     assert "{question}" in config.data.template
@@ -494,6 +494,18 @@ def test_what_a_new_run_may_not_have_is_read_of_one_that_has_it() -> None:
         load_config("tiny", {"evaluation.source": ""})
     with pytest.raises(UserError, match=r"^tracking.uri: not valid text: character 0 is '.x00' \(overrides\)$"):
         reload_config(stored, {"tracking.uri": "\0"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.top_k=1"], "rollout.top_k: is 1: every token is certain, and none has a gradient; raise it (--set)"),
+        (["training.learning_rate_schedule.over_steps=5"], "over_steps: is 5, and kind=constant has no end;"),
+        (["loss.distillation.teacher=x"], "loss.distillation.teacher: nothing reads it: set loss.distillation.weight"),
+    ],
+)
+def test_a_setting_that_does_nothing_is_refused(overrides: list[str], said: str) -> None:
+    assert said in refused("tiny", overrides)
 
 
 def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):
