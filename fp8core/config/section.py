@@ -6,7 +6,7 @@ bounds of its verdict.
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -88,7 +88,10 @@ def step_name(item: Any) -> str | None:
 
 def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
-        return f"unknown key; {suggestion(str(error['loc'][-1]), _known_keys(model, error['loc'][:-1]))}"
+        word = str(error["loc"][-1])
+        if elsewhere := [*_places(model, word)]:
+            return f"unknown key; did you mean {' or '.join(elsewhere)}?"
+        return f"unknown key; {suggestion(word, _known_keys(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
         return "missing"
     if error["type"] == "value_error":
@@ -110,6 +113,16 @@ def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[st
         ]
         model = next((found for found in nested if found is not None), model)
     return [info.alias or name for name, info in model.model_fields.items()]
+
+
+def _places(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[str]:
+    """The dotted keys that end in a word, in all sections."""
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{info.alias or name}"
+        if word == (info.alias or name):
+            yield key
+        if (nested := _model_in(info.annotation)) is not None:
+            yield from _places(nested, word, f"{key}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -193,6 +193,10 @@ def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings,
     ("setting", "reason"),
     [
         ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
+        (
+            "learning_rate=1",
+            "did you mean warm_start.learning_rate or training.learning_rate?",
+        ),
         ("steps", "--set steps: expected key=value"),
         ("run=../outside", "run: must match pattern"),
         ("model=somewhere", "exactly one of `model`"),
@@ -258,8 +262,11 @@ def test_a_broken_checkpoint_is_refused_before_its_evaluation_starts_a_server(re
 
 
 def test_an_unknown_configuration_lists_those_that_exist(refused):
-    assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "tinny"))
+    assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "zzz"))
+    assert refused("run", "tinny").endswith("there is no such shipped configuration; did you mean tiny?")
     assert "there is no such file" in refused("graph", "tinny.yaml")
+    assert refused("run", ".").endswith(".: is a folder; only regular files are read")
+    assert refused("run", "/dev/null").endswith("/dev/null: is a device; only regular files are read")
 
 
 def test_a_broken_file_is_named_with_its_line(refused, tmp_path):

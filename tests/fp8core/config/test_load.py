@@ -334,14 +334,19 @@ def test_a_file_that_would_take_long_is_refused_at_once(tmp_path: Path, content:
 
 def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine.yaml")
-    assert "there is no such file" in refused(tmp_path / "mine.yaml")
+    assert refused(tmp_path / "mine.yaml").endswith("mine.yaml: is a pipe; only regular files are read")
 
 
-@pytest.mark.parametrize("name", ["tyni", "nowhere/tiny.yaml", "pipeline.yml"])
+@pytest.mark.parametrize("name", ["zzz", "pipeline.yml"])
 def test_an_unknown_configuration_lists_the_shipped_ones(name: str) -> None:
     message = refused(name)
     assert name in message
     assert message.endswith(f"shipped: {', '.join(shipped_names())}")
+
+
+@pytest.mark.parametrize("name", ["tinny", "nowhere/tiny.yaml"])
+def test_an_unknown_configuration_is_told_from_the_closest_shipped_one(name: str) -> None:
+    assert refused(name).endswith("; did you mean tiny?")
 
 
 def test_origins_name_file_and_line_override_and_default(tmp_path: Path) -> None:

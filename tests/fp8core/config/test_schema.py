@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from fp8core.config.load import SHIPPED, load_config, parse_yaml
+from fp8core.config.load import SHIPPED, load_config
 from fp8core.config.run import public_dump
 from fp8core.config.schema import file_schema, override_schema
+from fp8core.config.yaml_text import parse_yaml
 from fp8core.errors import UserError
 
 DOCS = Path(__file__).parents[3] / "docs"
