@@ -9,7 +9,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flows.cli.quantise import add_command
-from fp8core.errors import UserError
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 
 
@@ -93,12 +92,6 @@ def test_what_a_user_should_know_is_listed(
     assert unrecognised.endswith("and 2 more")
     assert q_proj in ragged
     assert left.endswith("pytorch_model.bin")
-
-
-def test_what_is_not_quantised_has_nothing_to_dequantise(small_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"/config\.json: has no quantization_config: the checkpoint is not quantised$"):
-        run("dequantise", small_checkpoint, tmp_path / "bf16")
-    assert not (tmp_path / "bf16").exists()
 
 
 @pytest.mark.parametrize("option", [["--first", "-1"], ["--last", "one"], ["--scale-rule", "ue8m0"]])
