@@ -29,6 +29,7 @@ from fp8core.data.prompt import (
 )
 from fp8core.errors import UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import Verifier
 from fp8core.user_files import open_input
 
@@ -305,6 +306,19 @@ def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:
     for row, fault in zip(problems, faults, strict=True):
         if fault is not None:
             raise UserError(f"{row.place}: {fault}" if row.place else fault)
+
+
+def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
+    """The failure of the main verifier at a reference as the answer, in a line; None: it does not fail.
+
+    So a bug in it shows before the warm start. It is for people: a verifier may be unable to read its own reference.
+    """
+    answer = Answer(problem.question, problem.reference, problem.reference, "stop", problem.columns)
+    (verdict,) = verifier.main.verify([answer])
+    if verdict.outcome not in ("timeout", "crashed"):
+        return None
+    named = f"reward.verifier={config.reward.verifier}"
+    return f"{named}: it fails where a completion is the reference of the first problem: {verdict.record}"
 
 
 def check_turns(source: PromptSource, config: RunConfig, tokenizer: Tokenizer) -> None:

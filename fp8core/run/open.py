@@ -17,7 +17,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, PlannedStep, check_pipeline, import_spec, is_shipped
 from fp8core.data.prompt import Problem
-from fp8core.data.source import build_source, check_problems, check_turns
+from fp8core.data.source import build_source, check_problems, check_turns, failed_answer
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.freed_memory import keep_freed_memory
@@ -450,6 +450,8 @@ def open_run(
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
         if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
             check_turns(source, config, base.tokenizer)
+            if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
+                console.note(failure)
         environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)

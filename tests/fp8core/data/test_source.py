@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from fp8core.data.source import (
     RowSource,
     build_source,
     check_problems,
+    failed_answer,
     problem_from_row,
     read_hub_dataset,
     read_jsonl,
@@ -376,6 +378,22 @@ def refused(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 def test_good_rows_pass(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
     check(written(tmp_path / "train.jsonl"), bpe_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("return 1.0", None),
+        ("return float(completion)", r"reward\.verifier=.*own\.py:score: it fails where .* ValueError: .*7 apples"),
+    ],
+)
+def test_a_bug_in_a_verifier_is_found_without_the_policy(tmp_path, line, said) -> None:
+    place = tmp_path / "own.py"
+    place.write_text(f"def score(prompt, completion, reference, finish):\n    {line}\n")
+    config = load_config("tiny", {"reward.verifier": f"{place}:score"})
+    with closing(build_verifier(config.reward)) as verifier:
+        found = failed_answer(Problem("one", "How many?", "7 apples"), config, verifier)
+    assert found is None if said is None else re.match(said, found)
 
 
 def test_a_reference_that_is_no_answer(refused) -> None:
