@@ -1,16 +1,15 @@
 """Time episodes of several turns against single turns of equal lengths on one Hopper GPU, and count differing tokens.
 
-    python -m benchmarks.episodes_hopper --out FOLDER [speed] [exactness] [trace]
+    python -m benchmarks.episodes_hopper --out FOLDER [speed] [exactness]
 
 `speed` is Qwen3-8B with random weights on the aligned engine: 256 requests whose rows have 1,024 tokens each, first in
 one turn, then in 10 turns with an observation of 31 tokens after each but the last. The environment answers at once, or
-0 to 100 ms later. The share is the policy's tokens a second against those of single turns.
+0 to 100 ms later. The share is the policy's tokens a second against those of single turns. Last comes a trace of the
+steps of one turn, with answers at once: the median step that only decodes, the median one that reads prompts, and the
+slowest.
 
 `exactness` is a small model of the same structure: 64 episodes of 10 turns, with cached prefixes and without, and how
 many log-probs of the policy's tokens differ from the packed trainer's.
-
-`trace` is what the GPU does in the steps of one turn of `speed`, with answers at once: the median step that only
-decodes, and the median one that reads prompts.
 
 Predicted before the first run on an H200, from 14,000 tokens a second and prefills of 60,000: each turn computes its
 observation and what is left of a cache block, about 40 tokens. So 256 x 40 / 60,000 = 0.17 s are beside 74 steps of
@@ -38,7 +37,9 @@ single turns are 1.20 times as fast as on the H100 before, and a step that reads
 whose host has a second engine: 0.84 and 0.86.
 
 Predicted for the trace, on an H200: of the 24 ms of a step that reads 640 tokens beside 240 requests that decode, 14
-are linears, 7 attention, and in 1 nothing runs. Of the 11 ms of others, 5 are linears and 4 attention.
+are linears, 7 attention, and in 1 nothing runs. Of the 11 ms of others, 5 are linears and 4 attention. Some 20 steps
+took 80 to 170 ms, more of them in later turns. In the slowest, nothing runs for most of the time: a request of a turn
+costs a processor about 1 ms.
 """
 
 import argparse
@@ -154,7 +155,7 @@ class TracedPool(TimedPool):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time and check episodes of several turns on one Hopper GPU.")
-    parts = {"exactness": measure_exactness, "speed": measure_speed, "trace": measure_trace}
+    parts = {"exactness": measure_exactness, "speed": measure_speed}
     parser.add_argument("parts", nargs="*", choices=parts, default=["exactness", "speed"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args()
@@ -166,7 +167,7 @@ def main() -> None:
 
 
 def measure_speed(rows: RowFile) -> None:
-    """Single turns, then episodes whose environments answer at once and late; a row each."""
+    """Single turns, then episodes whose environments answer at once and late, then the steps of a turn; a row each."""
     with _started(rows) as (engine, talk, about):
         # The second writes as many tokens as the episodes write, and reads what is left of a row.
         written = TURN * TURNS
@@ -180,22 +181,25 @@ def measure_speed(rows: RowFile) -> None:
             episodes = play(engine, talk, REQUESTS, PROMPT, ROW, pool, seed=3 + number)
             row = episode_row(episodes, time.perf_counter() - began, latest, single, alike)
             rows.append({**about, **row, **steps_row(pool.steps)})
+        traced = TracedPool(engine)
+        play(engine, talk, REQUESTS, PROMPT, ROW, traced, seed=5)
+        for which, kernels in typical_steps(traced_steps(**traced.trace)).items():
+            rows.append({**about, "kind": "episodes_trace", "which": which, **kernels})
 
 
-def measure_trace(rows: RowFile) -> None:
-    """The kernels of one turn's steps."""
-    with _started(rows, WORKER) as (engine, talk, about):
-        pool = TracedPool(engine)
-        play(engine, talk, REQUESTS, PROMPT, ROW, pool, seed=3)
-        steps = traced_steps(**pool.trace)
-        typical = median([step["all"] for step in steps])
-        for reads in (False, True):
-            chosen = [step for step in steps if (step["all"] > _READS * typical) is reads]
-            rows.append({**about, "kind": "episodes_trace", "reads_prompts": reads, **median_step(chosen)})
+def typical_steps(steps: Sequence[Row]) -> dict[str, Row]:
+    """What the GPU does in the median step that only decodes, the median one that reads prompts, and the slowest."""
+    limit = _READS * median([step["all"] for step in steps])
+    chosen = {
+        "decoding": [step for step in steps if step["all"] <= limit],
+        "reading prompts": [step for step in steps if step["all"] > limit],
+        "slowest": [max(steps, key=lambda step: step["all"])],
+    }
+    return {name: median_step(found) for name, found in chosen.items() if found}
 
 
 @contextmanager
-def _started(rows: RowFile, worker: str = cases.WORKER) -> Iterator[tuple[Any, Talk, Row]]:
+def _started(rows: RowFile) -> Iterator[tuple[Any, Talk, Row]]:
     """Qwen3-8B's aligned engine with all its kernels, and what its rows say."""
     contract = cases.aligned(cases.contract("fp8_linear_kv"))
     settings = cases.options(
@@ -204,7 +208,7 @@ def _started(rows: RowFile, worker: str = cases.WORKER) -> Iterator[tuple[Any, T
     prepare(contract, settings)
     arch = cases.qwen3_8b(36)
     cases.compile_products(arch, contract, settings.batched_tokens)
-    engine = cases.start(arch, contract, settings, REQUESTS, rows, worker)
+    engine = cases.start(arch, contract, settings, REQUESTS, rows, WORKER)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
