@@ -115,22 +115,24 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         check_shape(one, model.architecture)
     check_stop_strings(config, model.tokenizer)
     found = problems(asked, config)
-    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_references(found, verifier)
+    if asked.data is not None or asked.overrides:  # Else the run has checked its own.
+        with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+            check_references(found, verifier)
     for problem in found:
         refuse_too_long(problem, config, model.tokenizer, longest_row(config, model.architecture))
 
 
 def _model(asked: EvaluationRequest) -> "_Model":
     """Shape and tokenizer of the policy: those in its folder, else of the model that the run starts from."""
-    folder = Path(asked.target)
-    if not _is_checkpoint(asked.target):
+    if _is_checkpoint(asked.target):
+        checkpoint = find_checkpoint(Path(asked.target))
+    else:
         run = _original(asked.target)
-        folder = run.folder / "checkpoints" / f"{_step(run, asked.step):05d}" / "policy"
-        if not folder.is_dir():
+        try:
+            checkpoint = find_checkpoint(run.folder / "checkpoints" / f"{_step(run, asked.step):05d}" / "policy")
+        except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
             base = find_base(reload_own(description_of(run.folder), {}))
             return _Model(base.arch, base.tokenizer)
-    checkpoint = find_checkpoint(folder)
     return _Model(checkpoint.architecture, checkpoint.tokenizer)
 
 

@@ -124,8 +124,9 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
     trainings = tuple(
         _training(asked.config, overrides, config, name, variant, seed) for seed in seeds for variant in variants
     )
-    # A variant has another precision, not another model, data or verifier.
-    check_inputs(trainings[0].config)
+    if any(committed(training.folder) != training.config.steps for training in trainings):
+        # A variant has another precision, not another model, data or verifier.
+        check_inputs(trainings[0].config)
     return Plan(name, config, variants, seeds, trainings)
 
 

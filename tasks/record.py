@@ -248,7 +248,7 @@ def age_metrics(
     learnt = written & torch.tensor(rewards["keep"].to_pylist())[:, None]
     if config.logprobs.source == "rollout":
         # Later updates begin with another policy, and their forwards gave these log-probs.
-        for later in minibatches(learnt, config.training.minibatches)[1:]:
+        for later in minibatches(learnt, learnt.any(dim=1), config.training.minibatches)[1:]:
             learnt[later] = False
     if (threshold := config.correction.seq_logprob_error_threshold) is not None:
         learnt = learnt & (row_errors(log_ratio(old, sampled, learnt), learnt) <= threshold)[:, None]

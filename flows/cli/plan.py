@@ -95,6 +95,8 @@ def _parallel(options: argparse.Namespace, config: "RunConfig", machine: "Machin
     if any(shares) and not options.gpus:
         raise UserError("--tensor, --pipeline and --expert divide the GPUs of --gpus N")
     found = trainer_grid(config, machine)
+    if any(shares) and found is None:
+        raise UserError(f"--tensor, --pipeline and --expert: training.trainer={config.training.trainer} has no grid")
     if not options.gpus or found is None:
         return found
     names = ("tensor", "pipeline", "expert")

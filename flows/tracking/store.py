@@ -1,6 +1,7 @@
 """MLflow's store of runs, made when it is missing, and the experiment in it."""
 
 import fcntl
+import http.client
 import json
 import logging
 import os
@@ -315,8 +316,10 @@ def _ask_for_life(server: str) -> None:
     except urllib.error.HTTPError:
         return  # Something answers; the first request shows if it is MLflow and admits us.
     except urllib.error.URLError as error:
-        why = error.reason.strerror if isinstance(error.reason, OSError) else error.reason
+        why = getattr(error.reason, "strerror", None) or error.reason
         raise ConnectionError(f"no server answers there ({why})") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise ConnectionError(f"no server of MLflow answers there ({error})") from error
 
 
 def refuse_silence(uri: str) -> None:

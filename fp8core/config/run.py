@@ -517,6 +517,13 @@ def unmeant(config: RunConfig) -> dict[str, str]:
     scored = any(step.uses == "tasks.teacher:teacher" for step in config.pipeline.steps)
     if distillation.teacher is not None and not (distillation.weight or scored):
         found["loss.distillation.teacher"] = "nothing reads it: set loss.distillation.weight, or unset this"
+    # A step of the user's own may choose, too.
+    chosen = any(step.uses == "tasks.filter:filter" or not is_shipped(step.uses) for step in config.pipeline.steps)
+    if config.rollout.oversample > 1 and not chosen:
+        found["rollout.oversample"] = (
+            f"is {config.rollout.oversample:g}, and no step chooses among the prompts: insert the step "
+            "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
+        )
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
     return found

@@ -45,7 +45,8 @@ def resolve_model(
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise UserError(f"revision={revision} applies to hub ids, but {key}={model} is a folder")
+            setting = f"{key.rpartition('.')[0]}.revision".removeprefix(".")
+            raise UserError(f"{setting}={revision} applies to hub ids, but {key}={model} is a folder")
         return ResolvedModel(folder, None)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
         raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME")

@@ -326,7 +326,7 @@ def correct(rule: CorrectionRule, training: Tensor, rollout: Tensor, mask: Tenso
         kept = kept & test.passes(d, kept if rule.order == "in_turn" else mask)
     seen = kept if rule.order == "in_turn" else mask
     # Rejected tokens have the weight here that they would have if they were kept: a mean over all takes it.
-    raw = rule.weighting.raw(d, mask, seen)
+    raw = rule.weighting.raw(d, mask, torch.where(seen.any(dim=1, keepdim=True), seen, mask))
     weights, inside = rule.weighting.apply(raw, mask)
     kept = kept & inside
     factor = float(NORMALISATIONS[rule.normalise](weights, kept if rule.normalise_over == "kept" else mask))

@@ -333,7 +333,9 @@ def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
     named = f"{key}={settings.teacher}"
     if settings.teacher.startswith("runs/") and not Path(settings.teacher).exists():
         # It has the form of a hub id, but nobody's is called so.
-        raise UserError(f"{named}: no such folder; make it as the comment in configs/distil.yaml says")
+        shipped = settings.teacher == "runs/teacher-policy"
+        hint = "; make it as the comment in configs/distil.yaml says" if shipped else ""
+        raise UserError(f"{named}: no such folder{hint}")
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
         difference = tokenizer.difference(Tokenizer.load(folder))

@@ -15,7 +15,7 @@ from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import Plan, PlannedStep, check_pipeline, import_spec, is_shipped
+from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, check_problems, check_turns, failed_answer
 from fp8core.environments.pool import EnvironmentPool
@@ -52,7 +52,7 @@ from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
 
-_TEACHER, _FILTER = "tasks.teacher:teacher", "tasks.filter:filter"
+_TEACHER = "tasks.teacher:teacher"
 CARRIED_KINDS = {"policy": "policy", "scales": "scales", "stream": "stream"}
 
 
@@ -105,22 +105,10 @@ def pipeline_of(config: RunConfig) -> Plan:
         )
     if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
         raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
-    if config.rollout.oversample > 1 and not any(map(_may_select, plan.steps)):
-        raise UserError(
-            f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts, and all would be "
-            "learnt from: insert the step tasks.filter:filter, and rewire train: {rewards: filtered} (as "
-            "configs/dapo.yaml does), or set it to 1"
-        )
     _refuse_source(config)
     _refuse_truncation(config)
     _refuse_ahead(config)
     return plan
-
-
-def _may_select(step: PlannedStep) -> bool:
-    """True for the filter, and for a step of the user's own that gives rewards, which say what is kept."""
-    own = not is_shipped(step.uses) and "rewards" in step.spec.outputs.values()
-    return step.uses == _FILTER or own
 
 
 def _refuse_source(config: RunConfig) -> None:

@@ -22,13 +22,15 @@ class Deletion(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    digest: str = Field(max_length=128, description="SHA-256 of the artifact; of a checkpoint, that of its folder.")
+    digest: str = Field(
+        max_length=128, description="SHA-256 of the artifact; of a checkpoint, its folder's; empty for the rest of one."
+    )
     uri: str = Field(max_length=4096, description="Path relative to the run directory.")
     kind: str = Field(
         max_length=200, description="Kind of the artifact; `checkpoint`; `orphan` for what no ledger line named."
     )
     size: Bytes = Field(description="Bytes.")
-    step: StepNumber | None = Field(description="The step that made it; null for an orphan.")
+    step: StepNumber | None = Field(description="The step that made it; null for an orphan, and for a rest.")
     reason: str = Field(max_length=4096, description="Why it went.")
     when: str = Field(max_length=64, description="ISO 8601, UTC.")
 

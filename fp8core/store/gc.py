@@ -174,11 +174,7 @@ def _partial_deletion(folder: Path, path: Path, when: str) -> Deletion:
     """Of the rest of a checkpoint. It comes first: a checkpoint of that step becomes such a rest while it goes."""
     refuse_link(path)
     uri, reason = path.relative_to(folder).as_posix(), "the rest of a checkpoint that was cut short"
-    try:
-        digest = folder_digest(path)
-    except OSError as error:
-        raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return Deletion(digest=digest, uri=uri, kind="checkpoint", size=_size(path), step=None, reason=reason, when=when)
+    return Deletion(digest="", uri=uri, kind="checkpoint", size=_size(path), step=None, reason=reason, when=when)
 
 
 def _size(folder: Path) -> int:

@@ -251,7 +251,9 @@ def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
 
 
 def _update_rows(config: RunConfig) -> int:
-    """Completions of an update, where no row has left the loss."""
+    """Completions of an update, at most: all that a filter drops may lie in one (`trainer.minibatches`)."""
+    if config.rollout.oversample > 1:
+        return config.rollout.drawn_prompts * config.rollout.group_size
     return math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / config.training.minibatches)
 
 

@@ -108,7 +108,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             LogprobError: the first audited token that differs, or as `logprobs`; no update is applied.
         """
         corrected, correction = self._objective.corrected(batch)
-        updates = minibatches(corrected.mask, self._config.minibatches)
+        updates = minibatches(corrected.mask, corrected.keep, self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) <= 1, "the configuration was checked"
         passed = self._pass_scores(batch, updates[0].stop if updates else 0, temperature, scales)
         reports = list[dict[str, float]]()

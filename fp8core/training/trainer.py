@@ -244,7 +244,7 @@ class PolicyTrainer(ABC):
         corrected, correction = self._objective.corrected(batch)
         reports = [
             self._update(self._selected(corrected.rows(rows), update, temperature, scales), temperature, scales)
-            for update, rows in enumerate(minibatches(corrected.mask, self._config.minibatches))
+            for update, rows in enumerate(minibatches(corrected.mask, corrected.keep, self._config.minibatches))
         ]
         return self._reported(batch, corrected, correction, reports)
 
@@ -403,14 +403,14 @@ def shares(rows: int, count: int) -> list[slice]:
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
-def minibatches(mask: Tensor, count: int) -> list[slice]:
+def minibatches(mask: Tensor, keep: Tensor, count: int) -> list[slice]:
     """The consecutive rows of each update of a step: all rows, cut so that each has as many kept ones, but for one.
 
-    A kept row has a token in the corrected `mask`, bool [B, C]. Others go with the kept row before them, or with the
-    first one. Fewer kept rows than `count` make fewer updates. One without a token would have no gradient: the
-    optimiser would move the policy by its moments alone.
+    A kept row has a token in the corrected `mask`, bool [B, C], and is in `keep`, bool [B]. Others go with the kept row
+    before them, or with the first one. Fewer kept rows than `count` make fewer updates. One without a token would have
+    no gradient: the optimiser would move the policy by its moments alone.
     """
-    kept = mask.any(dim=1).nonzero()[:, 0].tolist()
+    kept = (mask.any(dim=1) & keep).nonzero()[:, 0].tolist()
     firsts = [kept[share.start] for share in shares(len(kept), min(count, len(kept)))]
     return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(mask)])] if kept else []
 

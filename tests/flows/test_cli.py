@@ -203,7 +203,7 @@ def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings,
         ("loss.reference_kl=0.1", "loss.reference_kl=0.1 needs"),
         (
             "rollout.oversample=2",
-            "rollout.oversample=2: no step chooses among the prompts, and all would be learnt from",
+            "rollout.oversample: is 2, and no step chooses among the prompts: insert the step tasks.filter:filter",
         ),
         ("training.minibatches=1024", "training.minibatches=1024 exceeds 16 rollouts a step"),
         (REWARD.replace("USES", "no_such_module:score"), "step reward: uses no_such_module:score: there is no module"),
@@ -317,6 +317,8 @@ def test_an_address_without_a_cluster_is_refused_before_a_run_has_a_folder(refus
 def test_an_mlflow_server_that_does_not_answer_is_refused_before_a_run_has_a_folder(refused):
     said = refused("run", "small.yaml", *flags("tracking.uri=http://127.0.0.1:1"))
     assert said == "fp8-grpo: tracking.uri http://127.0.0.1:1: no server answers there (Connection refused)"
+    said = refused("run", "small.yaml", *flags("tracking.uri=http://127.0.0.1:port"))
+    assert said.startswith("fp8-grpo: tracking.uri http://127.0.0.1:port: no server of MLflow answers there (")
 
 
 def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, monkeypatch):

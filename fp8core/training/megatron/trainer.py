@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
+from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
@@ -224,10 +225,17 @@ class MegatronTrainer(PolicyTrainer):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; the masters must be this model's, the grid may be another one.
 
-        Raises StoredFileError: the counters are damaged, or of other weights.
+        Raises:
+            StoredFileError: the counters are damaged, or of other weights.
+            UserError: another grid has padded its linears otherwise.
         """
         # Before the first collective: a process that cannot read it would leave the others waiting.
         state = together(self._ranks, partial(read_state, folder))[0]
+        shares, earlier = self._config.megatron.tensor_parallel, (state.grid or {}).get("tensor_parallel")
+        if self._policy.style.padded and earlier != shares:
+            raise UserError(
+                f"training.megatron.tensor_parallel={shares}: the linears of {folder} are padded for {earlier}; keep it"
+            )
         self._optimiser.load(folder / SHARDS, self._policy.sharded(), state.updates)
         self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.

@@ -1,5 +1,6 @@
 """Loading: bases, overrides, edits of the pipeline, refusals as one line, origins, and comparisons."""
 
+import copy
 import json
 import math
 import os
@@ -417,6 +418,18 @@ def test_the_number_of_ranks_makes_the_numbers_of_gpus_and_of_megatron(settings,
     one, two = (load_config("tiny", {**settings, "cluster.ranks": ranks}) for ranks in (1, 2))
     assert may_continue(public_dump(one), public_dump(two)) == hindrances
     assert (config_digest(one) != config_digest(two)) is bool(hindrances)
+
+
+def test_runs_of_earlier_versions_are_continued() -> None:
+    """Before `record` read what the update reads, and before a share of all prompts had to be chosen."""
+    new = public_dump(load_config("dapo", {"pipeline.mode": "asynchronous"}))
+    old = copy.deepcopy(new)
+    record = next(step for step in old["pipeline"]["steps"] if step["name"] == "record")
+    assert record["needs"].pop("learnt") == "filtered"
+    assert may_continue(old, new) == []
+    old = public_dump(load_config("tiny"))
+    old["rollout"]["oversample"] = 2.0
+    assert reload_config(old).rollout.oversample == 2
 
 
 @pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts"])

@@ -406,6 +406,20 @@ def test_weights_can_average_one_before_rejection():
     assert 0 < int(result.mask.sum()) < int(mask.sum())
 
 
+def test_a_rejected_row_weighs_in_the_mean_what_it_would_weigh_if_it_were_kept():
+    d, mask = torch.tensor([[0.0, 3.0], [0.1, 0.1]], dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
+    rule = CorrectionRule(
+        weighting=Weighting(level="sequence", action="truncate", high=100.0),
+        filters=(Filter(name="seq_mean_k1", low=0.9, high=1.3),),
+        normalise="token",
+        normalise_over="all",
+        order="in_turn",
+    )
+    result = correct(rule, d, torch.zeros_like(d), mask)
+    assert result.keep.tolist() == [False, True]
+    assert result.metrics["batch_norm_factor"] == pytest.approx((math.exp(3.0) + math.exp(0.2)) / 2)
+
+
 def test_inputs_stay_untouched_and_dtype_follows_training():
     training, rollout, mask = batch(7, dtype=torch.float32)
     copies = training.clone(), rollout.clone(), mask.clone()

@@ -244,7 +244,7 @@ def test_a_kill_on_the_way_is_repaired_by_the_next_time(folder: Path, done: int)
     (folder / "checkpoints" / "00004").rename(folder / "checkpoints" / ".00004.partial")
     again = gc(folder, LAST).deletions
     assert (again[0].uri, again[0].size > 0) == ("checkpoints/.00004.partial", True)
-    assert read_deletions(folder)[again[0].digest] == again[0]
+    assert read_deletions(folder)[""] == again[0], "a whole checkpoint of the same bytes may come later"
     assert [deletion for deletion in again if deletion.kind != "checkpoint"] == [
         deletion for deletion in planned[done:] if deletion.kind != "checkpoint"
     ]
