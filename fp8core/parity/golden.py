@@ -108,7 +108,8 @@ def _row(rule: CorrectionRule, row: Sequence[float]) -> list[tuple[float, bool]]
 
 
 def _raw(level: str, row: Sequence[float], seen: Sequence[bool], token: int) -> float:
-    looked = [d for d, s in zip(row, seen, strict=True) if s] or [0.0]
+    # A row that is rejected as a whole has the weight of all its tokens.
+    looked = [d for d, s in zip(row, seen, strict=True) if s] or row
     exponents = {"none": 0.0, "token": row[token], "sequence": sum(looked), "geometric": fmean(looked)}
     return math.exp(_clamped(exponents[level]))
 

@@ -86,7 +86,7 @@ def test_the_metric_is_the_mean_gap_and_the_gap_closes(distilled):
         ({"loss.distillation.weight": 1.0, "loss.distillation.teacher": None}, "weight=1.0 needs a teacher"),
         ({"loss.distillation": {}}, "loss.distillation.teacher names no checkpoint"),
         ({"loss.distillation.teacher": "/no/such"}, "loss.distillation.teacher=/no/such: no such folder, and"),
-        ({"loss.distillation.teacher": "runs/none"}, "teacher=runs/none: no such folder; make it as the comment in"),
+        ({"loss.distillation.teacher": "runs/none"}, "^loss.distillation.teacher=runs/none: no such folder$"),
     ],
 )
 def test_what_is_missing_is_one_line(loop_run, teacher_folder, settings, reason):
