@@ -189,6 +189,11 @@ def _refuse_silence() -> str:
     return str(client.api_url).rstrip("/")
 
 
+def names_tracking_store() -> bool:
+    """True if a store is named for MLflow here; told without MLflow, which takes seconds to import."""
+    return "MLFLOW_TRACKING_URI" in os.environ
+
+
 def naming_store(uri: str) -> dict[str, str]:
     """Environment of a child whose MLflow store is `uri`: others can read a command line, and a password in it."""
     return {**os.environ, "MLFLOW_TRACKING_URI": uri}

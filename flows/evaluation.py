@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,13 +17,12 @@ from fp8core.data.prompt import Problem, refuse_too_long
 from fp8core.data.source import SUFFIXES, check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
-from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import find_checkpoint
-from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import (
+    FoundModel,
     check_engine,
     check_shape,
     check_stop_strings,
@@ -112,18 +111,18 @@ def refuse_unread(asked: EvaluationRequest) -> None:
     model = _model(asked)
     for one in _in_precisions(asked, config).values():
         check_engine(one, members_node(one))
-        check_shape(one, model.architecture)
+        check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
     found = problems(asked, config)
     if asked.data is not None or asked.overrides:  # Else the run has checked its own.
         with closing(build_verifier(config.reward, config.data.columns)) as verifier:
             check_references(found, verifier)
     for problem in found:
-        refuse_too_long(problem, config, model.tokenizer, longest_row(config, model.architecture))
+        refuse_too_long(problem, config, model.tokenizer, longest_row(config, model.arch))
 
 
-def _model(asked: EvaluationRequest) -> "_Model":
-    """Shape and tokenizer of the policy: those in its folder, else of the model that the run starts from."""
+def _model(asked: EvaluationRequest) -> FoundModel:
+    """The policy without its weights: that in its folder, else the model that the run starts from."""
     if _is_checkpoint(asked.target):
         checkpoint = find_checkpoint(Path(asked.target))
     else:
@@ -131,14 +130,8 @@ def _model(asked: EvaluationRequest) -> "_Model":
         try:
             checkpoint = find_checkpoint(run.folder / "checkpoints" / f"{_step(run, asked.step):05d}" / "policy")
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
-            base = find_base(reload_own(description_of(run.folder), {}))
-            return _Model(base.arch, base.tokenizer)
-    return _Model(checkpoint.architecture, checkpoint.tokenizer)
-
-
-class _Model(NamedTuple):
-    architecture: Architecture
-    tokenizer: Tokenizer
+            return find_base(reload_own(description_of(run.folder), {}))
+    return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
 
 
 @contextmanager

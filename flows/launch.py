@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flows.environment import make_prefect_home, quiet_prefect, start_prefect
+from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
 from flows.prefect_server import answers
 from flows.termination import keep_interrupt
 from flows.tracking.record import TrackingRecord, read_record
@@ -84,13 +84,13 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
 
 def _refuse_silent_store(config: "RunConfig") -> None:
     """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
-    named = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if named is None or read_record(config.runs / str(config.run)) is not None:
+    named = config.tracking.uri is not None or names_tracking_store()
+    if not named or read_record(config.runs / str(config.run)) is not None:
         return
     # MLflow takes seconds to import, which otherwise pass while Prefect starts.
     from flows.tracking.store import refuse_silence
 
-    refuse_silence(named)
+    refuse_silence(config.tracking.uri)
 
 
 def say(text: object, file: TextIO | None = None) -> None:

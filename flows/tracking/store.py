@@ -322,12 +322,14 @@ def _ask_for_life(server: str) -> None:
         raise ConnectionError(f"no server of MLflow answers there ({error})") from error
 
 
-def refuse_silence(uri: str) -> None:
-    """Raises UserError: a server is named, and none answers. Nothing is made of a store that is missing."""
+def refuse_silence(configured: str | None) -> None:
+    """Raises UserError: the user names a server (`named_store`), and none answers. No store is made."""
+    uri = named_store(configured)
+    if uri is None or not is_server(uri):
+        return
     try:
         with store_errors(uri):
-            if is_server(uri):
-                _ask_for_life(uri)
+            _ask_for_life(uri)
     except Outage as error:
         raise UserError(str(error)) from error
 
