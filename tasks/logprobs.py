@@ -1,7 +1,5 @@
 """Score rollouts under the trainer's policy, and collect the statistics its KV scales are calibrated from."""
 
-import hashlib
-import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from fp8core.config.run import RolloutConfig, RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.numerics.logprobs import Truncation
-from fp8core.rl.batch import TokenBatch, column, routes
+from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.run.policy import read_scales
@@ -73,20 +71,14 @@ def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: Sco
 def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
     """bool [rows]: completions of a step whose log-probs under both policies are compared.
 
-    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw. Episodes in
-    which the policy never spoke hold nothing to compare, so none of them is drawn.
+    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw.
 
     `written`: bool [rows, longest], True where the policy wrote a token.
     """
     if config.logprobs.source != "rollout":
         return torch.ones(len(written), dtype=torch.bool)
-
-    def drawn(row: int) -> bytes:
-        return hashlib.sha256(f"audit/{config.seed}/{index}/{row}".encode()).digest()
-
-    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
     compared = torch.zeros(len(written), dtype=torch.bool)
-    compared[sorted(spoken, key=drawn)[: math.ceil(config.logprobs.audit_share * len(spoken))]] = True
+    compared[drawn_rows(written, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
     return compared
 
 

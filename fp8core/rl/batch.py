@@ -5,6 +5,8 @@ policy wrote. Columns of lists, as stored tables have them, become tensors and b
 token.
 """
 
+import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -133,6 +135,19 @@ class RolloutBatch:
         """These rows only; padding is left as it is."""
         parts: dict[str, Any] = {name: value[rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, sequences=self.sequences.part(rows), **parts)
+
+
+def drawn_rows(written: Tensor, share: float, purpose: str) -> list[int]:
+    """A share of the rows in which the policy wrote a token, ascending, and one at least; others hold nothing to check.
+
+    `written` is bool [rows, longest]. The text of `purpose` decides which: it has what the draw depends on.
+    """
+
+    def drawn(row: int) -> bytes:
+        return hashlib.sha256(f"{purpose}/{row}".encode()).digest()
+
+    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
+    return sorted(sorted(spoken, key=drawn)[: math.ceil(share * len(spoken))])
 
 
 def _pad_experts(rows: Sequence[Tensor], length: int) -> Tensor:

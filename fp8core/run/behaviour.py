@@ -5,13 +5,10 @@ log-prob, that of (version, prefix). A pass over whole sequences with the weight
 landed while the completion was in flight change nothing. In an unverifiable run the pass is near what was sampled.
 """
 
-import hashlib
-import math
-
 import torch
 from torch import Tensor
 
-from fp8core.rl.batch import TokenBatch
+from fp8core.rl.batch import TokenBatch, drawn_rows
 from fp8core.run.context import RunContext
 from fp8core.run.resume import hold_policies
 from fp8core.training.trainer import ScoringTrainer
@@ -50,11 +47,6 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
 def verified_rows(run: RunContext, index: int, written: Tensor) -> list[int]:
     """Completions of a step that are scored again: `pipeline.verified_share` of them, drawn from the run's seed.
 
-    Only those in which the policy wrote a token: others hold nothing to verify. `written`: bool [rows, longest].
+    `written`: bool [rows, longest], True where the policy wrote a token.
     """
-
-    def drawn(row: int) -> bytes:
-        return hashlib.sha256(f"behaviour/{run.config.seed}/{index}/{row}".encode()).digest()
-
-    spoken = written.any(dim=1).nonzero()[:, 0].tolist()
-    return sorted(sorted(spoken, key=drawn)[: math.ceil(run.config.pipeline.verified_share * len(spoken))])
+    return drawn_rows(written, run.config.pipeline.verified_share, f"behaviour/{run.config.seed}/{index}")
