@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.e4m3 import TILE, round_up
 from fp8core.numerics.fused import HeadLayout, Heads
-from fp8core.numerics.packed import DevicePack, PackedSequences, round_up
+from fp8core.numerics.packed import DevicePack, PackedSequences
 
 MOST_BYTES = 3_000_000_000
 """Memory that cuDNN may take for one part of a pack, as `Shape.workspace` counts it."""

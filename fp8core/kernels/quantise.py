@@ -30,8 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check
-from fp8core.numerics.packed import round_up
+from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check, round_up
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

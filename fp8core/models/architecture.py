@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.e4m3 import TILE, round_up
 
 VOCABULARY_STEP = 64
 """vLLM and SGLang pad the vocabulary to a multiple of this; the rows beyond it are never read."""
@@ -95,15 +95,15 @@ def with_whole_tiles(arch: Architecture) -> Architecture:
     stays: norms take its mean.
     """
     together = TILE // gcd(TILE, arch.head_dim)
-    kv_heads = -(-arch.num_kv_heads // together) * together
+    kv_heads = round_up(arch.num_kv_heads, together)
     heads = arch.num_heads // arch.num_kv_heads * kv_heads
-    width = -(-arch.intermediate_size // TILE) * TILE
+    width = round_up(arch.intermediate_size, TILE)
     return replace(arch, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=width)
 
 
 def padded_vocabulary(tokens: int) -> int:
     """Rows of embedding and head in vLLM, and in SGLang."""
-    return -(-tokens // VOCABULARY_STEP) * VOCABULARY_STEP
+    return round_up(tokens, VOCABULARY_STEP)
 
 
 def parameter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

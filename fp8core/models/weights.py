@@ -18,7 +18,7 @@ from fp8core.config.precision import PointsName, PrecisionContract, SidePrecisio
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, ExactFp32Attention, Fp8Attention, Fp32Attention
-from fp8core.numerics.e4m3 import ScaleRule, tile_codes
+from fp8core.numerics.e4m3 import ScaleRule, round_up, tile_codes
 from fp8core.numerics.elementwise import (
     FUSED,
     KERNELS,
@@ -162,17 +162,13 @@ class ShippedTensors(dict[str, Tensor]):
 
 def in_one_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of tensors of one device, side by side in one piece of memory: one handle lends it to another process."""
-    ends = list(accumulate(_aligned(tensor.nbytes) for tensor in tensors.values()))
+    ends = list(accumulate(round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values()))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device=next(iter(tensors.values())).device)
     copies = {}
     for (name, tensor), end in zip(tensors.items(), ends, strict=True):
-        start = end - _aligned(tensor.nbytes)
+        start = end - round_up(tensor.nbytes, _ALIGNMENT)
         copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return copies
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def layer_of(name: str) -> int | None:

@@ -37,6 +37,12 @@ ScaleRule = Literal["pow2", "fp32"]
 Codes = tuple[Tensor, Tensor]
 """float8_e4m3fn codes and FP32 scales."""
 
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple, or the value if it is one."""
+    return -(-value // multiple) * multiple
+
+
 _EXPONENT_BITS = 0x7F800000
 _SMALLEST_NORMAL_EXPONENT = (127 - 6) << 23
 _HALF_OF_MANTISSA = 0x00400000

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.e4m3 import TILE, round_up
 from fp8core.numerics.fused import HeadLayout, heads_of
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
 from fp8core.numerics.kv_scales import LayerScales
@@ -109,11 +109,6 @@ class PackedSequences:
 def packed_length(length: int) -> int:
     """Tokens that a sequence takes in a pack."""
     return round_up(length, PAGE)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The next multiple, or the value if it is one."""
-    return -(-value // multiple) * multiple
 
 
 class Attended(NamedTuple):

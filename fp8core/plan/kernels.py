@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.packed import round_up
+from fp8core.numerics.e4m3 import round_up
 
 Operands = Literal["fp8_block", "bf16", "fp8_gradient"]
 """Codes with scales to a BF16 result; BF16 to FP32 as the output head is multiplied; codes to a weight's gradient."""

@@ -27,9 +27,8 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.e4m3 import TILE, round_up
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import round_up
 from fp8core.rollout.engine import TensorSpec
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8core.errors import UserError
-from fp8core.numerics.e4m3 import GroupNotFinite
+from fp8core.numerics.e4m3 import GroupNotFinite, round_up
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -152,7 +152,7 @@ _PIECE_BYTES = 256 << 20
 
 def aligned(size: int) -> int:
     """Bytes that a tensor takes before another one: a view of bytes begins at a multiple of its elements."""
-    return -(-size // 16) * 16
+    return round_up(size, 16)
 
 
 class KeptWeights:

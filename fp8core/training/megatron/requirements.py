@@ -13,7 +13,7 @@ from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.e4m3 import TILE, round_up
 from fp8core.plan.memory import Need, StoredBytes, count_parameters, held, longest_sequence
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
@@ -80,8 +80,7 @@ def suggested_environment(config: RunConfig) -> dict[str, str]:
 
 def padded_vocabulary(arch: Architecture, tensor_parallel: int) -> int:
     """Rows of the embedding and the head with padding: each GPU of a tensor-parallel group has a multiple of 128."""
-    unit = TILE * tensor_parallel
-    return math.ceil(arch.vocab_size / unit) * unit
+    return round_up(arch.vocab_size, TILE * tensor_parallel)
 
 
 def token_multiple(megatron: MegatronConfig) -> int:
