@@ -116,7 +116,14 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
         session.publisher.add(artifacts)
-        loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
+        try:
+            loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
+        except (StepError, MemberLost) as error:
+            if not stop.requested:
+                raise
+            # A scheduler sends SIGTERM to every process of a job: the engine may have ended before this step has.
+            console.note(f"stopped without this step: {error}")
+            stop.carry_out()
         return finish(session, console)
 
 

@@ -160,6 +160,13 @@ def reward(run, index, options, prompts, rollouts):
 
 
 @step(inputs={"rewards": "rewards"}, outputs={"seen": "rewards"})
+def loses_its_engine(run, index, options, rewards):
+    if index == 2 and Path(__file__).with_name("signals").exists():
+        raise RuntimeError("the engine has ended")
+    return {"seen": rewards}
+
+
+@step(inputs={"rewards": "rewards"}, outputs={"seen": "rewards"})
 def falls_over_ctrl_c(run, index, options, rewards):
     if index == 2:
         try:
@@ -240,6 +247,21 @@ def test_the_step_is_committed_and_continuing_redoes_nothing(command: Any, workp
     never_stopped = whole_run.ledger.steps()[4].weights_digest
     assert json.loads((workplace / "once.json").read_text())["weights_digest"] == never_stopped
     assert status(folder) == "FINISHED"
+
+
+def test_a_step_that_the_signal_ended_too_is_made_again_later(command: Any, workplace: Path) -> None:
+    (workplace / "signals").write_text("1")
+    lost = '{after: reward, step: {name: lost, uses: "stopping_steps:loses_its_engine", needs: [rewards]}}'
+    code, out, err = command("run", "small.yaml", "--set", "run=ended", "--set", f"pipeline.insert=[{lost}]")
+    assert code == 128 + signal.SIGTERM
+    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume ended --trust continues the run\n"
+    assert "stopped without this step: step 2, task lost: RuntimeError: the engine has ended" in out
+    folder = workplace / "runs" / "ended"
+    assert LedgerView.read(folder / LEDGER).last_step() == 1
+    assert status(folder) == "KILLED"
+    (workplace / "signals").unlink()
+    code, *_ = command("resume", "ended", "--trust")
+    assert code == 0
 
 
 def test_a_warm_start_is_left_at_once(command: Any, workplace: Path) -> None:

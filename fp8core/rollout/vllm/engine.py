@@ -440,6 +440,8 @@ class VllmEngine:
         tokens, logprobs = list(done.token_ids), done.logprobs
         assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
         assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
+        if done.finish_reason == "abort":
+            raise EngineLost("vLLM's engine core ends, as a signal asked it to")
         assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
         written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
         finish: Finish = "length" if written == sampling.max_new_tokens else "open"
