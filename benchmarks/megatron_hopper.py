@@ -7,13 +7,13 @@ measurement is a process of its own and writes FOLDER/NAME.json: its rows, or th
 same rows come from small shapes in FP32, to try the script.
 
 Rows of kind `training` have the median of three steps of 64 sequences of 1,024 tokens after one that is not counted.
-Rows of kind `trainer_parity` compare log-probs, loss and gradients on equal weights and tokens. `formats/MODEL` compares
-the torch trainer in block FP8 with itself in FP32, on any machine: what the formats alone change.
+Rows of kind `trainer_parity` compare log-probs, loss and gradients on equal weights and tokens.
+`formats/MODEL` compares the torch trainer in block FP8 with itself in FP32, on any machine: what the formats alone change.
 
 Predicted for `smollm2` and `qwen2` in block FP8, whose linears are padded: zeros change nothing. So log-probs are as
 far from FP32 as those of Llama in whole tiles, 0.025 nats in the mean (0.02 to 0.04), and gradients 0.07 of their norm.
-It gave 0.024 and 0.072 for `qwen2`, and 0.118 and 0.33 for `smollm2`, whose head is tied. Predicted for `formats/smollm2`:
-0.12 and 0.35 with the tied head, as in Megatron, and 0.025 and 0.07 with a head of its own.
+It gave 0.024 and 0.072 for `qwen2`, and 0.118 and 0.33 for `smollm2`, whose head is tied. Predicted for
+`formats/smollm2`: 0.12 and 0.35 with the tied head, as in Megatron, and 0.025 and 0.07 with a head of its own.
 """
 
 import argparse
@@ -395,8 +395,9 @@ def parity_rows(family: str, precision: str) -> list[Row]:
 
 def format_rows(family: str) -> list[Row]:
     """The torch trainer in block FP8 against FP32; a tied head also as one of its own."""
-    config, arch, rows = configuration("fp8"), small(family), list[Row]()
-    shapes = {family: arch} | ({f"{family}, own head": replace(arch, tie_embeddings=False)} if arch.tie_embeddings else {})
+    config, shapes, rows = configuration("fp8"), {family: small(family)}, list[Row]()
+    if shapes[family].tie_embeddings:
+        shapes[f"{family}, own head"] = replace(shapes[family], tie_embeddings=False)
     for name, shape in shapes.items():
         weights = small_policy(shape)
         batch = beside(config, shape, weights, random_batch(shape, sequences=8, prompt=40, completion=88))

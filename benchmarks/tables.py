@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.attention_forward import whole_attention_table
 from benchmarks.cluster_hopper import step_table
-from benchmarks.episodes_hopper import episode_table
+from benchmarks.episodes_hopper import episode_tables
 from benchmarks.harness import MODELS, PRECISIONS, Row, stored, table, write_rows
 from benchmarks.rollout_hopper import prompt_table
 from benchmarks.sglang_hopper import sglang_table
@@ -590,7 +590,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "cluster": lambda: [step_table(stored("cluster_hopper"))],
     "load": lambda: _table_of("grpo_8gpu", "step_table"),
     "asynchronous": lambda: _table_of("asynchronous_hopper", "mode_table"),
-    "episodes": lambda: [episode_table(stored("episodes_hopper"))],
+    "episodes": lambda: episode_tables(stored("episodes_hopper")),
     "sglang": _sglang_tables,
     "attention": lambda: [whole_attention_table(stored("attention_forward"))],
     "verifiers": lambda: speed_tables(stored("verifier_speed")),
