@@ -134,8 +134,8 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     if not in_flight:
         drain(opened, index - 1, _until_halted(run), written)
     written.attach_turns(opened.rows)
-    # A run cannot play again those of a stored stream.
-    for batch in sorted({row.batch for row in opened.rows} - {batch for batch, _ in opened.in_flight()}):
+    # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
+    for batch in opened.whole():
         check_episodes(run, index, _turns_of([row for row in opened.rows if row.batch == batch]))
     return {
         "next_stream": store.put_table("stream", _table(run, opened.rows)),

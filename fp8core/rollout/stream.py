@@ -15,7 +15,7 @@ that goes on with equal tokens, each is a function of its seed, its position, th
 stream has a version a token.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -135,6 +135,11 @@ class Stream:
     def begun(self) -> list[GroupPlace]:
         """Prompts in flight with a completion of which a policy has written something."""
         return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
+
+    def whole(self) -> list[int]:
+        """Steps whose prompts have all entered and are complete."""
+        entered, open_ = Counter(batch for batch, _ in self._groups), {batch for batch, _ in self.in_flight()}
+        return sorted(each for each, prompts in entered.items() if prompts == self.pace.prompts and each not in open_)
 
     def has_unbegun(self, samples: Iterable[tuple[int, int, int]]) -> bool:
         """True if one of these completions (batch, group, sample) is yet to enter, or nothing of it is written here."""

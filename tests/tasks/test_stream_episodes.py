@@ -14,6 +14,7 @@ from episode_life import exit_code_of_life
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.rollout.engine import sample_seed
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import begin, train
 from fp8core.run.replay import RunSnapshot, replay
@@ -224,6 +225,23 @@ def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, s
     run.resume()
     assert run.records == records
     assert replayed(run, 2) == ["equal"] * 2
+
+
+def test_a_prompt_whose_episodes_all_fail_does_not_stand_for_its_step(loop_run, settings, tmp_path):
+    """It is over beside the update, before another prompt of its step has entered."""
+    place, seeds = tmp_path / "fails.py", [sample_seed(0, 2, 0, sample) for sample in range(4)]
+    begins, answers = "self._question = task.question", "said, self._next ="
+    text = DIGITS.replace(begins, f"self._seed = task.seed\n        {begins}")
+    place.write_text(text.replace(answers, f"assert self._seed not in {seeds}\n        {answers}", 1))
+    narrow = {"in_flight_weight_updates": False, "max_inflight_prompts": 1, "ahead_tokens": 2, "chunk_tokens": 2}
+    pipeline = {f"pipeline.{name}": value for name, value in narrow.items()}
+    environment = settings["environment"] | {"name": f"{place}:Digits"}
+    run = loop_run("fails", **settings | MODES["asynchronous"] | pipeline | {"environment": environment})
+    waiting = artifact(run, 1, "next_stream").to_pylist()
+    assert {(row["batch"], row["group"], bool(row["finish"])) for row in waiting} == {(2, 0, True)}
+    ended = {turn["group"]: turn["outcome"] for turn in artifact(run, 2, "turns").to_pylist() if turn["outcome"]}
+    assert ended[0] == "crashed" != ended[1]
+    assert len(run.records) == 4
 
 
 def test_after_a_loss_its_episodes_are_played_anew(ahead, halted_ahead, tmp_path):
