@@ -353,6 +353,10 @@ class Plan:
         available = set(self.carries).union(*(step.outputs.values() for step in self.steps if step.name in done))
         return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
 
+    def artifact_of(self, port: str) -> str:
+        """The artifact that the first step with an output port of this name provides there."""
+        return next(step.outputs[port] for step in self.steps if port in step.outputs)
+
     def levels(self) -> list[list[PlannedStep]]:
         """Steps by the earliest moment at which they can start; those of one level can run side by side."""
         done: set[str] = set()

@@ -211,10 +211,10 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
 
 
 @contextmanager
-def environment_of(run: RunContext, index: int, recorded: str) -> Iterator[Pool | None]:
+def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | None]:
     """The environments of a step's episodes: those of the run or, in a replay, their recorded answers.
 
-    `recorded`: the artifact of kind `turns` that the replayed step has of these episodes.
+    `port`: the output of kind `turns` by which the replayed step has these episodes.
     """
     if run.config.environment is None:
         yield None
@@ -222,8 +222,9 @@ def environment_of(run: RunContext, index: int, recorded: str) -> Iterator[Pool 
         yield run.environment
     else:
         assert run.followed is not None, "only a replay has no environment"
-        ref = run.followed.artifacts(index)[recorded]
-        yield RecordedPool(run.directory.store.get_table(ref))
+        # What precedes the first iteration is no part of the pipeline, which may rename what it provides.
+        recorded = port if index == START else run.plan.artifact_of(port)
+        yield RecordedPool(run.directory.store.get_table(run.followed.artifacts(index)[recorded]))
 
 
 def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:

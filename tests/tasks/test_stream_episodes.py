@@ -12,6 +12,7 @@ import pytest
 from episode_life import exit_code_of_life
 
 from fp8core.config.load import load_config
+from fp8core.config.steps import import_spec
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.engine import sample_seed
@@ -143,12 +144,12 @@ def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
     assert type(ahead)(tmp_path / "killed").records == ahead.records
 
 
-def replayed(run, first, *, rerun=False):
-    """The outcomes of the steps from `first` on."""
+def replayed(run, first, last=3, *, rerun=False):
+    """The outcomes of the steps from `first` to `last`."""
     original = RunSnapshot.read(run.folder, read_description(run.folder))
     with open(os.devnull, "w") as nowhere:
         console = Console(nowhere, 3)
-        found = replay(original, range(first, 4), [], console, None, rerun_environments=rerun)
+        found = replay(original, range(first, last + 1), [], console, None, rerun_environments=rerun)
         return [verdict.outcome for verdict in found]
 
 
@@ -161,6 +162,26 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
         assert replayed(ahead, 3, rerun=True) == ["different"]
     finally:
         place.write_text(DIGITS)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_recorded_answers_are_found_by_the_names_that_a_pipeline_gives(loop_run, settings, mode):
+    """Those of step 0, which no pipeline has, keep theirs."""
+    settings = settings | MODES.get(mode, {})
+    names = {"turns": "played", "heldout_turns": "asked", "next_stream": "waiting"}
+    pipeline = load_config("tiny", settings).pipeline
+    steps = [
+        {
+            **{"name": step.name, "uses": step.uses},
+            "needs": {port: names.get(artifact, artifact) for port, artifact in step.inputs().items()},
+            "provides": {port: names[port] for port in import_spec(step.uses).outputs if port in names},
+        }
+        for step in pipeline.steps
+    ]
+    carries = {before: names.get(after, after) for before, after in pipeline.carries.items()}
+    run = loop_run("renamed", **settings | {"pipeline.steps": steps, "pipeline.carries": carries, "steps": 2})
+    assert {"asked", "played"} <= run.ledger.artifacts(2).keys()
+    assert replayed(run, 0, 2) == ["equal"] * 3
 
 
 @pytest.mark.parametrize(
