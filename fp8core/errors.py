@@ -26,6 +26,10 @@ class MemberLost(RuntimeError):
     """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
 
 
+class NotRecordedError(RuntimeError):
+    """A replay needs an answer that the run has not recorded; the message names the episode in words."""
+
+
 def lost_member(error: BaseException) -> MemberLost | None:
     """The loss behind an error, if any: a task may run another again, whose error names that one too."""
     cause: BaseException | None = error

@@ -80,6 +80,11 @@ class RunContext:
     """Where kernels are kept, of a run that compiles them."""
     kept_kernels: int = 0
 
+    @property
+    def takes_recorded(self) -> bool:
+        """True in a replay that takes the recorded answers of environments."""
+        return self.config.environment is not None and self.environment is None
+
     def new_kernels(self) -> int | None:
         """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""
         if self.kernels is None:

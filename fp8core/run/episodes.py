@@ -7,6 +7,7 @@ prompts to rewards.
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +28,7 @@ from fp8core.data.prompt import (
 from fp8core.environments.chat import ObservationError, Talk
 from fp8core.environments.protocol import Action, Said, Task, Turn
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
-from fp8core.errors import UserError
+from fp8core.errors import NotRecordedError, UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
@@ -48,6 +49,7 @@ from fp8core.store.tables import TURNS, text_digest
 
 FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 """Outcomes by which nothing was checked, in words."""
+MOST_OF_QUESTION = 80
 JUDGE = "judge"
 """The outcome of an episode whose last turn the verifier reads."""
 
@@ -268,9 +270,13 @@ class RecordedPool:
         self._replies = list[Reply]()
 
     def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode. Raises UserError: it is not recorded."""
+        """Start an episode. Raises NotRecordedError: the run did not play it, as other settings may have begun it."""
         if episode not in self._recorded:
-            raise UserError(f"turns: group {episode[0]}, sample {episode[1]} is not recorded")
+            asked = shorten(task.question, MOST_OF_QUESTION, placeholder="...")
+            raise NotRecordedError(
+                f'sample {episode[1]} of the prompt "{asked}": the run played no such episode in this step, so no '
+                "answers are recorded; --rerun-environments asks the environment"
+            )
         self._next[episode] = iter(self._recorded[episode])
         self._answer(episode)
 

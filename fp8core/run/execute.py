@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.steps import PlannedStep, import_step
-from fp8core.errors import UserError, described_error, printable
+from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.report.summary import Interval
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
@@ -98,7 +98,7 @@ def run_task(
         body: makes the outputs, artifact name -> reference.
 
     Raises:
-        UserError, UpdateError, SyncError: `body` raised them; with the step and the task.
+        UserError, UpdateError, SyncError, NotRecordedError: `body` raised them; with the step and the task.
         StepError: `body` raised anything else.
     """
     began = time.perf_counter()
@@ -130,7 +130,7 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
     """The result of `body`; an exception from it names the place (errors: `run_task`)."""
     try:
         return body()
-    except (UserError, UpdateError, SyncError) as error:
+    except (UserError, UpdateError, SyncError, NotRecordedError) as error:
         raise type(error)(printable(f"{place}: {error}")) from error
     except Exception as error:
         raise StepError(printable(f"{place}: {described_error(error)}")) from error

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import MemberLost, UserError, lost_member
+from fp8core.errors import MemberLost, NotRecordedError, UserError, lost_member
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
 from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, stored_metrics
@@ -196,7 +196,7 @@ def _lines_before(original: Path, step: int) -> Iterator[str]:
             yield json.dumps(entry)
 
 
-FAILURES = (StepError, UpdateError, SyncError, MemberLost)
+FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, MemberLost)
 """What a step that was committed once can fail with when it is made again: other code, libraries or settings."""
 
 

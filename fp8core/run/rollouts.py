@@ -139,8 +139,13 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
 
 
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
-    """Say how many answers could not be checked (errors: `failures`)."""
-    text = failures(judges(run.config), verdicts)
+    """Say how many answers could not be checked (errors: `failures`, but none where a replay takes recorded ones)."""
+    try:
+        text = failures(judges(run.config), verdicts)
+    except UserError as error:
+        if not run.takes_recorded:
+            raise
+        text = str(error)
     if text is not None:
         run.console.note(f"{what}: {text}")
 
@@ -148,7 +153,8 @@ def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> No
 def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
     """Say how many episodes ended before the policy's first turn, and how the first of them did.
 
-    `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all.
+    `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all. A replay that takes
+    recorded answers goes on: an episode may have more turns than are recorded, which the comparison finds.
     """
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
     unspoken = [row for row in ended if not row["turn"]]
@@ -163,7 +169,7 @@ def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
         how = ended_as(which[0]["outcome"], which[0]["detail"])
         number = f"all {len(ended)}" if len(which) == len(ended) else f"{len(which)} of {len(ended)}"
         text = f"{number} episodes ended {where}, the first of them as {how}"
-        if len(which) == len(ended):
+        if len(which) == len(ended) and not run.takes_recorded:
             raise UserError(f"environment.name={environment.name}: {text}")
         run.console.note(f"{what}: {text}")
 
@@ -218,11 +224,11 @@ def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | No
     """
     if run.config.environment is None:
         yield None
-    elif run.environment is not None:
+    elif not run.takes_recorded:
         yield run.environment
     else:
         assert run.followed is not None, "only a replay has no environment"
-        # What precedes the first iteration is no part of the pipeline, which may rename what it provides.
+        # A pipeline may rename what its steps provide; the first evaluation is before them.
         recorded = port if index == START else run.plan.artifact_of(port)
         yield RecordedPool(run.directory.store.get_table(run.followed.artifacts(index)[recorded]))
 

@@ -1,6 +1,7 @@
 """Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
 
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -146,11 +147,14 @@ def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
 
 def replayed(run, first, last=3, *, rerun=False):
     """The outcomes of the steps from `first` to `last`."""
+    return [verdict.outcome for verdict in verdicts(run, range(first, last + 1), rerun=rerun)]
+
+
+def verdicts(run, steps, *overrides, rerun=False):
     original = RunSnapshot.read(run.folder, read_description(run.folder))
     with open(os.devnull, "w") as nowhere:
         console = Console(nowhere, 3)
-        found = replay(original, range(first, last + 1), [], console, None, rerun_environments=rerun)
-        return [verdict.outcome for verdict in found]
+        return list(replay(original, steps, overrides, console, None, rerun_environments=rerun))
 
 
 def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
@@ -162,6 +166,28 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
         assert replayed(ahead, 3, rerun=True) == ["different"]
     finally:
         place.write_text(DIGITS)
+
+
+def test_an_episode_that_the_run_did_not_play_makes_a_replay_different(ahead, mode):
+    """More of them end beside the update, so prompts of which nothing is recorded enter."""
+    if mode != "asynchronous":
+        return
+    (verdict,) = verdicts(ahead, [1], "pipeline.ahead_tokens=30", "pipeline.max_staleness=3")
+    assert verdict.outcome == "different"
+    (cause,) = (cause for cause in verdict.causes if "configuration differs" in cause)
+    assert "pipeline.ahead_tokens" in cause
+    (said,) = verdict.difference
+    place = r'the replay fails: step 1, task ahead: sample 0 of the prompt "[0-9+*-]+="'
+    assert re.match(rf"{place}: the run played no such episode in this step, so no answers are recorded; ", said)
+
+
+def test_turns_that_the_run_did_not_play_make_a_replay_different(loop_run, settings):
+    """All episodes go on after what is recorded of them, so all of them crash."""
+    run = loop_run("one turn", **settings | {"environment": settings["environment"] | {"max_turns": 1}, "steps": 1})
+    (verdict,) = verdicts(run, [1], "environment.max_turns=3")
+    assert verdict.outcome == "different"
+    assert verdict.difference[0].startswith("outputs.rollout.turns: ")
+    assert "column" in verdict.difference[1]
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
