@@ -111,7 +111,8 @@ def record(
         rows = {place: row for row, place in names if compared[row]}
         metrics |= turn_metrics(store.get_table(turns), completions, against, rows)
     if left is not None and next_stream is not None and schedule is not None and evictions is not None:
-        before, after = (store.get_table(ref, STREAM_COLUMNS) for ref in (left, next_stream))
+        columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
+        before, after = (store.get_table(ref, columns) for ref in (left, next_stream))
         metrics |= stream_metrics(before, after, store.get_json(schedule)["chunks"], store.get_json(evictions))
     if kv_statistics is not None:
         statistics = store.get_json(kv_statistics)
@@ -261,13 +262,13 @@ def age_metrics(
 
 
 STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
-"""What `stream_metrics` reads."""
+"""What `stream_metrics` reads, and `written` of episodes."""
 
 
 def stream_metrics(
     before: pa.Table, after: pa.Table, chunks: Sequence[int], evicted: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Prompts in flight and complete ones that wait after an update, and tokens that were written beside it.
+    """Prompts in flight and complete ones that wait after an update, and tokens that the policy wrote beside it.
 
     Args:
         before, after: the stream before and after the update.
@@ -280,7 +281,7 @@ def stream_metrics(
             open_[batch, group] = open_.get((batch, group), False) or not finish
     # Completions that ended before the update was taken ended after the chunks.
     first, last = (pc.max(table["ended"]).as_py() or 0 for table in (before, after))
-    tokens = [pc.sum(pc.list_value_length(table["tokens"])).as_py() or 0 for table in (before, after)]
+    tokens = [_written_tokens(table) for table in (before, after)]
     return {
         "rollout/prompts_in_flight": float(sum(open_.values())),
         "rollout/prompts_waiting": float(len(open_) - sum(open_.values())),
@@ -290,6 +291,13 @@ def stream_metrics(
         "rollout/evicted_prompts": float(len(evicted)),
         "rollout/evicted_tokens": float(sum(each["tokens"] for each in evicted)),
     }
+
+
+def _written_tokens(stream: pa.Table) -> int:
+    """Tokens of a stream without those that an environment wrote."""
+    if "written" in stream.column_names:
+        return pc.sum(pc.list_flatten(stream["written"])).as_py() or 0
+    return pc.sum(pc.list_value_length(stream["tokens"])).as_py() or 0
 
 
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor) -> dict[str, float]:

@@ -436,8 +436,7 @@ class _EpisodeWriter:
                 if not one.goes_on:
                     over.append(self._row(one, group, key[:2]))
                 before = len(group.begun[group.samples.index(done.sample)]) if group.begun else 0
-                tokens, logprobs = done.tokens[before:], done.logprobs[before:]
-                told.append(Completion(group.group, done.sample, tokens, logprobs, done.finish))
+                told.append(replace(done, group=group.group).rest(before))
                 seconds = _new_seconds(one, begun.get((done.group, done.sample)))
                 times = run.environment_seconds.setdefault(self._index, {})
                 times.setdefault("/".join(map(str, key)), []).extend(seconds)
@@ -490,7 +489,8 @@ class _EpisodeWriter:
         row, parts = self._over[key]
         end = next(part for part in parts if part > before)
         finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
-        return Completion(group, row.sample, row.tokens[before:end], row.logprobs[before:end], finish)
+        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end]
+        return Completion(group, row.sample, tokens, logprobs, finish, written=written).rest(before)
 
     def _number(self, place: GroupPlace) -> int:
         """The group of a place, by which an episode goes on."""

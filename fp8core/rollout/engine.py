@@ -107,6 +107,12 @@ class Completion:
         """Tokens that the policy wrote."""
         return len(self.tokens) if self.written is None else sum(self.written)
 
+    def rest(self, before: int) -> "Completion":
+        """The part after so many tokens, without experts."""
+        written = None if self.written is None else self.written[before:]
+        tokens, logprobs = self.tokens[before:], self.logprobs[before:]
+        return replace(self, tokens=tokens, logprobs=logprobs, experts=None, written=written)
+
 
 @dataclass(frozen=True)
 class Probe:

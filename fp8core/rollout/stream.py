@@ -171,9 +171,10 @@ class Stream:
         generate: Generate,
         others: Sequence[GroupPlace] = (),
     ) -> int:
-        """Let prompts write, each completion at most `room`, from this tick on; returns what the longest wrote.
+        """Let prompts write, each completion at most `room`, from this tick on; returns the ticks that it took.
 
-        Those of `others` keep no more than the longest of those of `due` has.
+        That is what the policy wrote of the longest: tokens of an environment take none. Those of `others` keep no more
+        than the longest of those of `due` has.
 
         Raises:
             UserError: the engine left a completion as it was, so nothing would ever end.
@@ -194,13 +195,13 @@ class Stream:
             row.logprobs += done.logprobs[:kept]
             row.versions += [version] * kept
             if done.finish != "open" and kept == len(done.tokens):
-                row.finish, row.ended = done.finish, self.tick + kept
+                row.finish, row.ended = done.finish, self.tick + done.length
         for row in open_.values():
             raise UserError(
                 f"the engine wrote nothing to {len(open_)} of {sum(len(each.samples) for each in asked)} completions, "
                 f"the first is sample {row.sample} of prompt {row.prompt_id}"
             )
-        return longest
+        return max((done.length for done in found if done.group < len(due)), default=0)
 
     def take(self, batch: int) -> list[Row]:
         """The completions of a step, which leave."""
@@ -305,9 +306,9 @@ def run_ahead(
     for chunk in chunks:
         if not (due := stream.in_flight()):
             break
-        longest = stream.write(version, due, chunk, generate)
-        stream.tick += longest
-        written.append(longest if chunk is None else chunk)
+        ticks = stream.write(version, due, chunk, generate)
+        stream.tick += ticks
+        written.append(ticks if chunk is None else chunk)
         stream.admit(version, enter)
     return written
 

@@ -88,6 +88,19 @@ def test_the_log_prob_of_each_token_is_that_of_the_policy_that_wrote_it(ahead, m
     assert [found for found in verify(RunView.read(ahead.folder)) if found.severity != "note"] == []
 
 
+def test_tokens_of_the_environment_are_not_counted_as_generated(ahead, mode):
+    for step in range(1, 4):
+        metrics = artifact(ahead, step, "metrics")
+        left, after = (artifact(ahead, step, name).to_pylist() for name in ("left", "next_stream"))
+        before, now = (sum(sum(row["written"]) for row in rows) for rows in (left, after))
+        assert now < sum(len(row["tokens"]) for row in after)
+        assert metrics["rollout/tokens_ahead"] == now
+        assert metrics["rollout/tokens_beside_update"] == now - before
+        # One step ahead, all are played at once and to their ends.
+        steps = 12 if mode == "asynchronous" else max(sum(row["written"]) for row in after)
+        assert metrics["rollout/decode_steps_beside_update"] == steps
+
+
 def test_an_update_lands_within_a_turn_and_between_two(ahead, mode):
     if mode != "asynchronous":
         return
