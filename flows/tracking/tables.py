@@ -9,7 +9,7 @@ from fp8core.report.completions import (
     said_text,
     turn_mismatch,
 )
-from fp8core.report.run_data import token_artifacts
+from fp8core.report.run_data import compared_artifacts
 from fp8core.run.context import RunContext
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START
@@ -88,12 +88,12 @@ def published_kinds(run: RunContext, index: int) -> set[str]:
 def completion_table(run: RunContext) -> Table | None:
     """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
 
-    `mismatch` is the largest |log p - log g| of a token. A step that gc thinned out, or that another task trained, has
-    no advantages.
+    `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
+    thinned out, or that another task trained, has no advantages.
     """
     evidence = RunView.read(run.directory.path)
     # The report names the unreadable files.
-    picked = pick_completions(evidence, token_artifacts(evidence), [])
+    picked = pick_completions(evidence, compared_artifacts(evidence), [])
     if picked is None:
         return None
     groups = picked.in_order()
@@ -113,16 +113,17 @@ def completion_table(run: RunContext) -> Table | None:
 def episode_turns(run: RunContext) -> dict[tuple[int, int, int], list[Row]]:
     """Turns of the episodes in the table of completions, by step, group and sample; none without an environment.
 
-    Each has the largest |log p - log g| of its tokens, and how many differ, as `mismatch` and `differing`.
+    Each has the largest |log p - log g| of its tokens, and how many differ, as `mismatch` and `differing`. Both are
+    None where it was not compared.
     """
     if run.config.environment is None:
         return {}
     evidence = RunView.read(run.directory.path)
-    picked = pick_completions(evidence, token_artifacts(evidence), [])
+    picked = pick_completions(evidence, compared_artifacts(evidence), [])
     rows = [] if picked is None else [row for rows in picked.in_order() for row in rows]
     found = {}
     for row in rows:
-        told = [(turn, turn_mismatch(row, turn)) for turn in row["turns"]]
+        told = [(turn, turn_mismatch(row, turn) or (None, None)) for turn in row["turns"]]
         place = row["step"], row["group"], row["sample"]
         found[place] = [{**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told]
     return found

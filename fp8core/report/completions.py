@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby, repeat, zip_longest
 from typing import Any
 
 from fp8core.errors import UserError
@@ -52,12 +52,16 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class Completion:
-    """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`."""
+    """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`.
+
+    `unverified`: it is none of the share whose log-probs were computed again.
+    """
 
     reward: float | None
     pieces: Sequence[Piece]
     left_out: int
     turns: Sequence[ShownTurn] = ()
+    unverified: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,9 @@ def _first_evaluation(
 
 
 def largest_difference(row: Row) -> float | None:
-    """The largest |log p - log g| of a token that the policy wrote; None where it wrote none."""
+    """The largest |log p - log g| of a token that the policy wrote; None where none was compared."""
+    if row["trained"] is None:
+        return None
     pairs = zip(row["trained"], row["logprobs"], row["written"], strict=True)
     return max((abs(p - g) for p, g, written in pairs if written), default=None)
 
@@ -227,12 +233,15 @@ def _kept(evidence: RunView, commit: Commit, names: tuple[str, str]) -> bool:
 
 
 def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
-    """By prompt a row for each completion of a step, with its log-probs under both policies, and its reward."""
+    """By prompt a row for each completion of a step, with its log-probs under both policies, and its reward.
+
+    `trained` is None where they were not compared.
+    """
     store = ArtifactStore(evidence.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
-        trained = store.get_table(scored, ["logprobs"]).column("logprobs").to_pylist()
+        table = store.get_table(scored, ["group", "sample", "logprobs"]).to_pylist()
         turns = played_turns(store, commit, rollouts)
         rewards = {
             (row["group"], row["sample"]): row["reward"]
@@ -240,7 +249,14 @@ def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unr
             if ref.kind == "rewards" and not was_removed(evidence, ref)
             for row in store.get_table(ref, ["group", "sample", "reward"]).to_pylist()
         }
-        if [len(row["logprobs"]) for row in rows] != [len(values) for values in trained]:
+        trained: list[Sequence[float] | None] = [row["logprobs"] for row in table]
+        if scored.kind == "behaviour":
+            by_place = {(row["group"], row["sample"]): row["logprobs"] for row in table}
+            trained = [by_place.get((row["group"], row["sample"])) for row in rows]
+        lengths = [None if values is None else len(values) for values in trained]
+        if len(lengths) != len(rows) or any(
+            length not in (None, len(row["logprobs"])) for row, length in zip(rows, lengths, strict=True)
+        ):
             raise ArtifactError(f"{store.path(scored)}: logprobs: not as many items in every row as the rollouts have")
     except ArtifactError as error:
         unread.add(commit.step, error, evidence.folder)
@@ -276,18 +292,17 @@ def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
 
 
 def _completion(row: Row, decode: Decode | None) -> Completion:
-    shown = row["tokens"][:MOST_TOKENS]
+    shown, unverified = row["tokens"][:MOST_TOKENS], row["trained"] is None
     if decode is None:
         # The tokens of a part of the text are not known.
-        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row))
+        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row), unverified)
+    trained = repeat(None) if unverified else row["trained"]
     pieces = [
-        Piece(text, level_of(p - g) if written else None)
-        for text, p, g, written in zip(
-            _texts(shown, decode), row["trained"], row["logprobs"], row["written"], strict=False
-        )
+        Piece(text, level_of(p - g) if written and p is not None else None)
+        for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
     turns = list(_shown_turns(row, pieces))
-    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns)
+    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns, unverified)
 
 
 def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
@@ -319,19 +334,21 @@ def said_text(turn: Row) -> str:
     return "\n".join(str(message["content"]) for message in messages)
 
 
-def turn_mismatch(row: Row, turn: Row) -> tuple[float, int]:
-    """The largest |log p - log g| of a turn's tokens, and how many differ."""
+def turn_mismatch(row: Row, turn: Row) -> tuple[float, int] | None:
+    """The largest |log p - log g| of a turn's tokens, and how many differ; None where they were not compared."""
+    if row["trained"] is None:
+        return None
     tokens = slice(turn["begin"], turn["end"])
     apart = [abs(p - g) for p, g in zip(row["trained"][tokens], row["logprobs"][tokens], strict=True)]
     return max(apart, default=0.0), sum(value != 0 for value in apart)
 
 
 def _note(row: Row, turn: Row) -> str:
-    largest, differing = turn_mismatch(row, turn)
+    found = turn_mismatch(row, turn)
     calls = len(json.loads(turn["calls"] or "[]"))
     words = [
         f"{calls} {'call' if calls == 1 else 'calls'}" + (f", {turn['failed']} failed" if turn["failed"] else ""),
-        f"largest difference {largest:.3g}, {differing} tokens differ",
+        "not compared" if found is None else f"largest difference {found[0]:.3g}, {found[1]} tokens differ",
         *([f"reward {turn['reward']:g}"] if turn["reward"] else []),
         *([f"malformed: {turn['malformed']}"] if turn["malformed"] else []),
         *([f"{turn['outcome']}: {turn['detail']}".rstrip(": ")] if turn["outcome"] else []),

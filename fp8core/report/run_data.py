@@ -111,7 +111,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         on_step()
         provenance.add(manifest)
     pipeline = pipeline_steps(evidence, commits)
-    artifacts = token_artifacts(evidence)
+    compared = compared_artifacts(evidence)
     return RunData(
         label=label,
         evidence=evidence,
@@ -119,9 +119,9 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         seconds=_seconds(commits, [step.name for step in pipeline]),
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
-        tokens=newest_tokens(evidence, compared_artifacts(evidence), missing),
+        tokens=newest_tokens(evidence, compared, missing),
         heldout=heldout_examples(heldout_pairs(evidence, missing)),
-        examples=read_examples(evidence, artifacts, missing),
+        examples=read_examples(evidence, compared, missing),
         provenance=provenance,
         damaged=missing,
         removed=_removed(evidence),
@@ -194,8 +194,8 @@ def _busy(commit: Commit) -> float:
     return union_seconds((entry.started, entry.started + entry.seconds) for entry in commit.tasks.values())
 
 
-def token_artifacts(evidence: RunView) -> tuple[str, str]:
-    """The artifacts that the metrics of the run compare, which a pipeline may have renamed."""
+def _token_artifacts(evidence: RunView) -> tuple[str, str]:
+    """The artifacts with rollouts and with log-probs before the update, which a pipeline may have renamed."""
     ports = ("rollouts", "logprobs")
     if evidence.config is not None:
         for step in evidence.config.pipeline.steps:
@@ -206,8 +206,8 @@ def token_artifacts(evidence: RunView) -> tuple[str, str]:
 
 
 def compared_artifacts(evidence: RunView) -> tuple[str, str]:
-    """As `token_artifacts`; of a run that generates ahead, log-probs by the versions that wrote the tokens."""
-    rollouts, logprobs = token_artifacts(evidence)
+    """Rollouts and log-probs that the metrics compare; ahead, these are by the versions that wrote the tokens."""
+    rollouts, logprobs = _token_artifacts(evidence)
     steps = [] if evidence.config is None else evidence.config.pipeline.steps
     behaviour = next((inputs["behaviour"] for step in steps if "behaviour" in (inputs := step.inputs())), logprobs)
     return rollouts, behaviour

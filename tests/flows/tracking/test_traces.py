@@ -55,6 +55,32 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn(
     assert max(len(trace.data.spans) for trace in traces) > 2, "no episode of several turns"
 
 
+def test_an_episode_that_was_played_ahead_has_no_lag_for_a_mismatch(small: dict[str, Any], tmp_path: Path) -> None:
+    """It is compared with the policies that wrote it, and where these did not score it again there is no number."""
+    ahead = {"mode": "asynchronous", "ahead_tokens": 12, "chunk_tokens": 2, "verified_share": 0.5}
+    settings = {**small, **SPOKEN, "pipeline": ahead, "training.learning_rate": 1e-3}
+    config = load_config("tiny", {**settings, "steps": 3, "runs": str(tmp_path)})
+    console = Console(io.StringIO(), 3)
+    with open_directory(config, "ahead") as directory, open_run(config, plan_of(config), directory, console) as run:
+        train(run)
+        table, spoken = completion_table(run), episode_turns(run)
+        verified = {
+            (step, row["group"], row["sample"])
+            for step in (1, 2, 3)
+            for row in directory.store.get_table(directory.ledger.artifacts(step)["behaviour"]).to_pylist()
+        }
+    assert table is not None
+    columns = [COMPLETION_COLUMNS.index(name) for name in ("step", "group", "sample", "mismatch")]
+    shown = [[row[column] for column in columns] for row in table[1]]
+    assert {step for step, *_ in shown} == {1, 3}
+    for *place, mismatch in shown:
+        expected = 0 if tuple(place) in verified else None
+        assert mismatch == expected
+        turns = spoken[place[0], place[1], place[2]]
+        assert {(turn["mismatch"], turn["differing"]) for turn in turns} == {(expected, expected)}
+    assert {mismatch for *_, mismatch in shown} == {0, None}
+
+
 def _said(row: dict[str, Any]) -> str:
     said = json.loads(row["said"] or "[]")
     return "\n".join(message["content"] for message in (said["messages"] if isinstance(said, dict) else said))

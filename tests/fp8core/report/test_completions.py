@@ -56,6 +56,19 @@ def test_nothing_has_a_colour_where_the_policies_are_equal_and_tokens_have_one_w
     assert report_html([different]).count('class="m4"') > report_html([equal]).count('class="m4"')
 
 
+def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_its_tokens(loop_run) -> None:
+    """The log-probs before the update are of a newer policy, so they would show its lag."""
+    pipeline = {"mode": "asynchronous", "ahead_tokens": 3, "chunk_tokens": 3, "verified_share": 0.5}
+    run = loop_run("ahead", pipeline=pipeline, **{"training.learning_rate": 1e-3})
+    data = read_run(run.folder, "run")
+    assert not data.damaged
+    completions = [done for asked in data.examples.in_order() for done in asked.completions]
+    assert {done.unverified for done in completions} == {False, True}
+    for done in completions:
+        assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
+    assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
+
+
 def test_early_and_late_steps_with_the_reward_of_each(run_copy) -> None:
     rewrite(run_copy, "rewards", lambda step, row: row.update(reward=100.0 + step))
     examples = read_run(run_copy.folder, "run").examples
