@@ -13,10 +13,10 @@ from pydantic import Field
 
 from fp8core.config.section import Section
 from fp8core.errors import UserError
-from fp8core.rl.advantages import informative
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from tasks.step import step
+from tasks.train import rows_with_signal, turn_advantages_asked
 
 
 class FilterOptions(Section):
@@ -30,28 +30,38 @@ class FilterOptions(Section):
     )
 
 
-@step(inputs={"rewards": "rewards"}, outputs={"filtered": "rewards"}, options=FilterOptions)
-def filter(run: RunContext, index: int, options: FilterOptions, rewards: Ref) -> dict[str, Ref]:
-    """Clear `keep` of every completion of a group that stays out of the loss."""
-    table = run.directory.store.get_table(rewards)
-    kept = keep_informative(table, options.groups)
+@step(
+    inputs={"rewards": "rewards"},
+    optional_inputs={"turns": "turns"},
+    outputs={"filtered": "rewards"},
+    options=FilterOptions,
+)
+def filter(
+    run: RunContext, index: int, options: FilterOptions, rewards: Ref, turns: Ref | None = None
+) -> dict[str, Ref]:
+    """Clear `keep` of every completion of a group that stays out of the loss.
+
+    With `environment.advantage: turn` a group has a signal where returns of its `turns` differ.
+    """
+    store, by_turn = run.directory.store, turn_advantages_asked(run.config)
+    if by_turn and turns is None:
+        # Runs that began before this step read turns have it so, and go on.
+        run.console.note(f"step {index}: the filter gets no turns, so it compares whole rewards")
+    played = store.get_table(turns) if by_turn and turns is not None else None
+    kept = keep_informative(store.get_table(rewards), options.groups, played)
     found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
     if options.groups is not None and found < options.groups and options.shortfall == "error":
         raise UserError(
             f"step {index}: {found} of {options.groups} wanted groups have rewards that differ; "
             "raise rollout.oversample or set shortfall: log"
         )
-    return {"filtered": run.directory.store.put_table("rewards", kept)}
+    return {"filtered": store.put_table("rewards", kept)}
 
 
-def keep_informative(rewards: pa.Table, groups: int | None) -> pa.Table:
-    """A table of kind `rewards` that keeps groups whose kept rewards differ, the first `groups` of them."""
+def keep_informative(rewards: pa.Table, groups: int | None, turns: pa.Table | None = None) -> pa.Table:
+    """A table of kind `rewards` that keeps groups with a signal (`rows_with_signal`), the first `groups` of them."""
     rows = rewards.to_pylist()
-    signal = informative(
-        torch.tensor([row["reward"] for row in rows], dtype=torch.float64),
-        torch.tensor([row["group"] for row in rows]),
-        torch.tensor([row["keep"] for row in rows]),
-    ).tolist()
+    signal = rows_with_signal(rewards, turns, torch.tensor([row["keep"] for row in rows])).tolist()
     wanted = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})[:groups]
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
     return pa.Table.from_pylist(chosen, schema=rewards.schema)

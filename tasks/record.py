@@ -32,6 +32,7 @@ from fp8core.training.trainer import REPORTED, minibatches
 from tasks.calibrate import lag_error
 from tasks.logprobs import compared_rows
 from tasks.step import step
+from tasks.train import rows_with_signal, turn_advantages_asked
 
 
 @step(
@@ -94,11 +95,12 @@ def record(
     compared, against = compared_rows(run.config, index, written), scored
     if behaviour is not None:
         compared, against = behind(scored, store.get_table(behaviour))
+    played = None if turns is None else store.get_table(turns)
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
-            **reward_metrics(rewarded),
+            **reward_metrics(rewarded, played if turn_advantages_asked(run.config) else None),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
             **train_metrics(store.get_json(train_report)),
@@ -106,10 +108,10 @@ def record(
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
-    if turns is not None:
+    if played is not None:
         names = enumerate(zip(*(completions[name].to_pylist() for name in ("group", "sample")), strict=True))
         rows = {place: row for row, place in names if compared[row]}
-        metrics |= turn_metrics(store.get_table(turns), completions, against, rows)
+        metrics |= turn_metrics(played, completions, against, rows)
     if left is not None and next_stream is not None and schedule is not None and evictions is not None:
         columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
         before, after = (store.get_table(ref, columns) for ref in (left, next_stream))
@@ -140,16 +142,19 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def reward_metrics(rewards: pa.Table) -> dict[str, float]:
-    """Mean, spread, share of each outcome, share of groups whose rewards differ, and the mean of each verifier."""
+def reward_metrics(rewards: pa.Table, turns: pa.Table | None = None) -> dict[str, float]:
+    """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
+
+    `turns`: as of `rows_with_signal`.
+    """
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
-    groups = rewards.group_by("group").aggregate([("reward", "max"), ("reward", "min")])
-    mixed = sum(row["reward_max"] > row["reward_min"] for row in groups.to_pylist())
+    groups = torch.tensor(rewards["group"].to_pylist())
+    mixed = groups[rows_with_signal(rewards, turns)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
         "reward/std": float(values.std(correction=0)),
-        "reward/groups_with_signal": mixed / groups.num_rows,
+        "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},
         **{

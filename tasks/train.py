@@ -10,7 +10,15 @@ from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
-from fp8core.rl.advantages import ESTIMATORS, Scores, TurnReward, kl_penalties, turn_advantages
+from fp8core.rl.advantages import (
+    ESTIMATORS,
+    Scores,
+    TurnReward,
+    informative,
+    informative_turns,
+    kl_penalties,
+    turn_advantages,
+)
 from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.correction import correct, log_ratio, row_error_metrics, row_errors
 from fp8core.rl.objective import named_correction
@@ -200,7 +208,7 @@ def rollout_batch(
         penalties=reward_penalties(batch, config),
     )
     estimator, epsilon = ESTIMATORS[config.loss.advantage], config.loss.advantage_epsilon
-    if config.environment is not None and config.environment.advantage == "turn":
+    if turn_advantages_asked(config):
         assert turns is not None, "the pipeline was rewired"
         advantages = turn_advantages(scores, turn_rewards(rewards, turns), estimator, epsilon)
     else:
@@ -228,6 +236,20 @@ def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
         TurnReward(rows[turn["group"], turn["sample"]], turn["turn"], turn["begin"], turn["end"], turn["reward"])
         for turn in turns.select(names).to_pylist()
     ]
+
+
+def turn_advantages_asked(config: RunConfig) -> bool:
+    """True where advantages differ by turn."""
+    return config.environment is not None and config.environment.advantage == "turn"
+
+
+def rows_with_signal(rewards: pa.Table, turns: pa.Table | None, keep: Tensor | None = None) -> Tensor:
+    """Bool [rows]: those of groups whose kept rewards differ or, with `turns`, those of the same turn of theirs."""
+    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    groups = torch.tensor(rewards["group"].to_pylist())
+    if turns is None:
+        return informative(values, groups, keep)
+    return informative_turns(values, groups, turn_rewards(rewards, turns), keep)
 
 
 def centred(rewards: Tensor, groups: Tensor, rows: Tensor) -> Tensor:

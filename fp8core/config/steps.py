@@ -216,7 +216,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
 
 
 _EVALUATE, _EVALUATE_EPISODES = "tasks.evaluate:evaluate", "tasks.evaluate:evaluate_episodes"
-_READ_TURNS = ("tasks.reward:reward", *_UPDATES, _RECORD)
+_READ_TURNS = ("tasks.reward:reward", "tasks.filter:filter", *_UPDATES, _RECORD)
 
 
 def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:

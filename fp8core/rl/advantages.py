@@ -207,22 +207,32 @@ def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Esti
         epsilon: the estimator's.
     """
     assert scores.penalties is None, "the configuration was checked"
-    spent = torch.zeros_like(scores.rewards)
-    returns, columns = list[Tensor](), torch.arange(scores.mask.shape[1])
-    for turn in turns:
-        if turn.turn:
-            returns.append(scores.rewards[turn.row] - spent[turn.row])
-        spent[turn.row] += turn.reward
-    spoken = [turn for turn in turns if turn.turn]
-    rows = torch.tensor([turn.row for turn in spoken])
+    spoken, returns = _turn_returns(scores.rewards, turns)
+    columns, rows = torch.arange(scores.mask.shape[1]), torch.tensor([turn.row for turn in spoken])
     begin, end = (torch.tensor([getattr(turn, name) for turn in spoken])[:, None] for name in ("begin", "end"))
-    numbers = torch.tensor([turn.turn for turn in spoken])
     mask = scores.mask[rows] & (columns >= begin) & (columns < end)
-    groups = scores.groups[rows] * (int(numbers.max()) + 1) + numbers
-    by_turn = estimator(Scores(rewards=torch.stack(returns), groups=groups, keep=scores.keep[rows], mask=mask), epsilon)
+    groups = _turn_groups(scores.groups, spoken)
+    by_turn = estimator(Scores(rewards=returns, groups=groups, keep=scores.keep[rows], mask=mask), epsilon)
     spread = by_turn[:, None] if by_turn.ndim == 1 else by_turn
     out = torch.zeros(scores.mask.shape, dtype=by_turn.dtype)
     return out.index_add_(0, rows, torch.where((columns >= begin) & (columns < end), spread, 0.0))
+
+
+def _turn_returns(rewards: Tensor, turns: Sequence[TurnReward]) -> tuple[list[TurnReward], Tensor]:
+    """The policy's turns, and of each the row's reward less the rewards of the turns before."""
+    spent, returns, spoken = torch.zeros_like(rewards), list[Tensor](), list[TurnReward]()
+    for turn in turns:
+        if turn.turn:
+            spoken.append(turn)
+            returns.append(rewards[turn.row] - spent[turn.row])
+        spent[turn.row] += turn.reward
+    return spoken, torch.stack(returns) if returns else rewards.new_empty(0)
+
+
+def _turn_groups(groups: Tensor, spoken: Sequence[TurnReward]) -> Tensor:
+    """A label for each turn, which the same turns of a group share."""
+    numbers = torch.tensor([turn.turn for turn in spoken])
+    return groups[torch.tensor([turn.row for turn in spoken])] * (int(numbers.max()) + 1) + numbers
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:
@@ -257,3 +267,20 @@ def informative(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> 
         return start.scatter_reduce(0, index, torch.where(kept, rewards, empty), reduce)[index]
 
     return extreme(torch.inf, "amin") < extreme(-torch.inf, "amax")
+
+
+def informative_turns(
+    rewards: Tensor, groups: Tensor, turns: Sequence[TurnReward], keep: Tensor | None = None
+) -> Tensor:
+    """As `informative` for advantages by turn: rows of groups in which kept returns of the same turn differ.
+
+    Whole rewards say nothing about that: equal ones may be earned in different turns, and different ones in a turn
+    that is past.
+    """
+    kept = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep
+    spoken, returns = _turn_returns(rewards, turns)
+    if not spoken:
+        return torch.zeros_like(kept)
+    rows = torch.tensor([turn.row for turn in spoken])
+    found = informative(returns, _turn_groups(groups, spoken), kept[rows])
+    return torch.isin(groups, groups[rows[found]])

@@ -11,9 +11,28 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import keep_informative
-from tasks.record import mismatch, rollout_metrics
+from tasks.record import mismatch, reward_metrics, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
 from tasks.train import centred, rollout_batch
+
+LATER = """
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+class Later:
+    def start(self, task):
+        self._left = None
+        return Turn((Said("user", task.question),))
+
+    def step(self, action):
+        if self._left is not None:
+            return Outcome("wrong", reward=self._left)
+        earned = sum(action.text.encode()) % 2
+        self._left = 1.0 - earned
+        return Turn((Said("user", "1"),), reward=float(earned))
+
+    def close(self):
+        pass
+"""
 
 
 def rewards_table(*rows):
@@ -66,6 +85,56 @@ def test_filter_keeps_the_first_groups_with_a_signal():
 def test_filter_looks_at_kept_rows_only_and_restores_none():
     table = rewards_table((0, 1.0, True), (0, 1.0, True), (0, 0.0, False))
     assert kept(keep_informative(table, None)) == [False, False, False]
+
+
+def test_with_advantages_by_turn_a_signal_is_one_of_a_turn():
+    """Group 0 earns as much in other turns. Group 1 differs only in what the environment gave before the policy spoke.
+
+    In group 2 one episode alone has a second turn, and the first turns are equal.
+    """
+    earned = [
+        (0, 0.0, 1.0, 0.0),
+        (0, 0.0, 0.0, 1.0),
+        (1, 1.0, 0.0, 0.0),
+        (1, 0.0, 0.0, 0.0),
+        (2, 0.0, 1.0),
+        (2, 0.0, 1.0, 0.0),
+    ]
+    rewards = rewards_table(*((group, sum(each), True) for group, *each in earned))
+    turns = pa.Table.from_pylist(
+        [
+            {"group": group, "sample": sample, "turn": turn, "begin": max(0, turn - 1), "end": turn, "reward": reward}
+            for sample, (group, *each) in enumerate(earned)
+            for turn, reward in enumerate(each)
+        ]
+    )
+    rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in earned))
+    logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in earned))
+    config = load_config("tiny", {"environment": {"name": "calculator", "advantage": "turn"}})
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, config, turns)
+    assert batch.advantages.any(dim=1).tolist() == [True, True, False, False, False, False]
+    assert kept(keep_informative(rewards, None, turns)) == batch.advantages.any(dim=1).tolist()
+    assert kept(keep_informative(rewards, None)) == [False, False, True, True, False, False]
+    assert reward_metrics(rewards, turns)["reward/groups_with_signal"] == 1 / 3
+
+
+def test_a_filter_reads_the_turns_of_a_run_whose_advantages_are_by_turn(loop_run, tmp_path):
+    (tmp_path / "later.py").write_text(LATER)
+    environment = {"name": f"{tmp_path / 'later.py'}:Later", "max_turns": 2, "turn_tokens": 3, "advantage": "turn"}
+    step = {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}
+    run = loop_run(
+        "filtered",
+        **{"environment": environment, "rollout.max_new_tokens": 28, "rollout.group_size": 2, "steps": 1},
+        pipeline={"insert": [{"after": "reward", "step": step}], "rewire": {"train": {"rewards": "filtered"}}},
+    )
+    artifacts = run.ledger.artifacts(1)
+    rewards, turns, filtered = (run.store.get_table(artifacts[name]) for name in ("rewards", "turns", "filtered"))
+    assert {*rewards["reward"].to_pylist()} == {1.0}, "whole rewards have no signal"
+    earned = {(row["group"], row["sample"]): row["reward"] for row in turns.to_pylist() if row["turn"] == 1}
+    groups = rewards["group"].to_pylist()
+    assert kept(filtered) == [earned[group, 0] != earned[group, 1] for group in groups]
+    metrics = run.store.get_json(artifacts["metrics"])
+    assert metrics["reward/groups_with_signal"] == sum(kept(filtered)) / len(groups) > 0
 
 
 def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
