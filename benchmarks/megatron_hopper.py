@@ -8,7 +8,7 @@ same rows come from small shapes in FP32, to try the script.
 
 Rows of kind `training` have the median of three steps of 64 sequences of 1,024 tokens after one that is not counted.
 Rows of kind `trainer_parity` compare log-probs, loss and gradients on equal weights and tokens.
-`formats/MODEL` compares the torch trainer in block FP8 with itself in FP32, on any machine: what the formats alone change.
+`formats/MODEL` compares the torch trainer in block FP8 with itself in FP32, on any machine: what formats alone change.
 
 Predicted for `smollm2` and `qwen2` in block FP8, whose linears are padded: zeros change nothing. So log-probs are as
 far from FP32 as those of Llama in whole tiles, 0.025 nats in the mean (0.02 to 0.04), and gradients 0.07 of their norm.

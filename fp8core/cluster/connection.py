@@ -64,16 +64,21 @@ class HeadWatch:
         """Try a connection, if the last one was seconds ago. Raises HeadLost: several in turn have failed."""
         if time.monotonic() - self._looked < _HEAD_SECONDS:
             return
+        error = self.silence()
+        self._failures = 0 if error is None else self._failures + 1
+        if error is not None and self._failures >= _HEAD_FAILURES:
+            place = f"cluster.address={self._named}: its head at {':'.join(map(str, self._place))}"
+            why = f"does not answer ({first_line(error)}); `fp8-grpo resume` continues the run"
+            raise HeadLost(f"{place} {why}") from error
+        self._looked = time.monotonic()
+
+    def silence(self) -> OSError | None:
+        """Why a connection fails now, if it does."""
         try:
             socket.create_connection(self._place, _HEAD_CONNECT_SECONDS).close()
-            self._failures = 0
         except OSError as error:
-            self._failures += 1
-            if self._failures >= _HEAD_FAILURES:
-                place = f"cluster.address={self._named}: its head at {':'.join(map(str, self._place))}"
-                why = f"does not answer ({first_line(error)}); `fp8-grpo resume` continues the run"
-                raise HeadLost(f"{place} {why}") from error
-        self._looked = time.monotonic()
+            return error
+        return None
 
 
 def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = None) -> None:

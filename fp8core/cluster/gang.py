@@ -228,10 +228,12 @@ class Gang:
 
     def close(self) -> None:
         """End all members, give their places back, and leave the cluster; a second call does nothing."""
-        self._end_members()
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        # Without its head, requests would wait until Ray ends this process; all places have ended with it.
+        if self._head.silence() is None:
+            self._end_members()
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._all, self._group = [], None
         ray.shutdown()
 
     def _place(self, settings: ClusterConfig, tensor_parallel: int, held: int, arguments: tuple[Any, ...]) -> None:

@@ -101,6 +101,17 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
         wait_until_gone([core, *below])
 
 
+def test_a_core_that_a_scheduler_ends_is_lost(vllm_build, policies):
+    """SIGTERM comes to every process of a job; vLLM's core then aborts what it generates."""
+    with started_engine(vllm_build) as (engine, core):
+        engine.update(policies[0].tensors, policies[0].scales, 0)
+        running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
+        next(running)
+        core.terminate()
+        with pytest.raises(EngineLost, match="vLLM's engine core end"):
+            list(running)
+
+
 def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
     """vLLM looks whether its core lives, then sends; its socket may be closed between the two."""
     with started_engine(vllm_build) as (engine, core):
