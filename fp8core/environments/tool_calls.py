@@ -23,7 +23,7 @@ class Parsed(NamedTuple):
 
 
 Parser = Callable[[str, Sequence[Tool]], Parsed]
-"""From the text of a turn, special tokens included, and the tools that there are."""
+"""From the text of a turn, special tokens included, and the tools that there are; without any, nothing is a call."""
 
 
 class _Malformed(ValueError):
@@ -33,7 +33,7 @@ class _Malformed(ValueError):
 def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, after what was thought."""
     _thought, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in text:
+    if not tools or (not closed and "<think>" in text):
         return Parsed()
     calls, end = list[ToolCall](), 0
     try:
@@ -57,7 +57,7 @@ def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
     tag = "<|python_tag|>"
     _before, tagged, rest = text.partition(tag)
     rest = (rest if tagged else text).strip()
-    if not tagged and not rest.startswith("{"):
+    if not tools or (not tagged and not rest.startswith("{")):
         return Parsed()
     calls, end = list[ToolCall](), 0
     try:
@@ -77,6 +77,8 @@ def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
 
 def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
     """`[3*4]` is a call of the one tool there is with its one argument, a text; of several tools `[name:3*4]`."""
+    if not tools:
+        return Parsed()
     calls, end = list[ToolCall](), 0
     by_name = {tool.name: tool for tool in tools}
     try:
@@ -87,7 +89,7 @@ def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
             written = text[start + 1 : end]
             if "[" in written:
                 raise _Malformed("[ in a call")
-            name, given = next(iter(by_name), ""), written
+            name, given = next(iter(by_name)), written
             if len(tools) != 1:
                 name, _, given = written.partition(":")
             tool = by_name.get(name)

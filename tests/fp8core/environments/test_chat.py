@@ -199,10 +199,11 @@ def test_a_template_that_refuses_is_named():
 
 def test_python_tags_reach_the_parser_and_not_the_text():
     text = '<|python_tag|>{"name": "calculate", "parameters": {"expression": "3*4"}}'
-    action = Talk(LLAMA, "llama3").open(Turn((QUESTION,))).action(LLAMA.encode(text + "<|eom_id|>"), "stop")
+    conversation = Talk(LLAMA, "llama3").open(Turn((QUESTION,), (TOOL,)))
+    action = conversation.action(LLAMA.encode(text + "<|eom_id|>"), "stop")
     assert action.text == text.removeprefix("<|python_tag|>")
     assert [call.name for call in action.calls] == ["calculate"]
-    cut = Talk(LLAMA, "llama3").open(Turn((QUESTION,))).action(LLAMA.encode(text)[:20], "length")
+    cut = conversation.action(LLAMA.encode(text)[:20], "length")
     assert cut.malformed
     assert cut.text == text.removeprefix("<|python_tag|>")[:19]
 

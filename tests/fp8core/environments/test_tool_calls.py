@@ -106,6 +106,22 @@ def test_what_is_no_call_is_malformed_and_says_why(form, text, malformed):
     assert len(why) < 300
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("plain", "The list is [1, 2]"),
+        ("plain", "[3*4"),
+        ("llama3", '{"answer": 3}'),
+        ("llama3", "<|python_tag|>print(1)"),
+        ("llama3", LLAMA),
+        ("qwen", "<tool_call>{"),
+        ("qwen", QWEN),
+    ],
+)
+def test_without_tools_nothing_is_a_call_and_nothing_malformed(form, text):
+    assert parse(form, text, ()) == ([], "")
+
+
 @pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST + 2, 900, 100_000])
 @pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ('{"a":', "}")])
 def test_json_of_any_depth(depth, opened, closed):
