@@ -101,7 +101,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     original.refuse_removed(config, step)
     with (
         scratch_folder(original.folder, step + 1, config) as folder,
-        scratch_run(config, original.folder, folder, console) as run,
+        scratch_run(config, original.folder, folder, console, original.environment(step)) as run,
     ):
         wanted = carried(run, step + 1)["policy"]
         begin(run)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -144,7 +143,7 @@ def scratch_run(
     original: Path,
     folder: Path,
     console: Console,
-    recorded: Mapping[str, JsonValue] | None = MappingProxyType({}),
+    recorded: Mapping[str, JsonValue] | None,
 ) -> Iterator[RunContext]:
     """A scratch folder, live; `loop.begin` restores it. It shares nothing with other runs, not even a warm start.
 
@@ -153,8 +152,8 @@ def scratch_run(
         original: the run's folder.
         folder: of `scratch_folder`.
         console: takes notes.
-        recorded: as of `open_run`: the recorded answers of environments are used, which had this description; None
-            runs the environments again.
+        recorded: as of `open_run`: the recorded answers of environments are used, which had this description
+            (`RunSnapshot.environment`); None runs the environments again.
 
     Raises:
         UserError: the configuration cannot be run, or model or data cannot be read.
@@ -170,13 +169,13 @@ def scratch_run(
         yield run
 
 
-def restore_as_it_was(config: RunConfig, original: Path, folder: Path, step: int, console: Console) -> None:
+def restore_as_it_was(config: RunConfig, original: RunSnapshot, folder: Path, step: int, console: Console) -> None:
     """Leave a checkpoint of an iteration in a scratch folder, restored under the run's own configuration.
 
     A caller that opens the folder next, with another configuration, goes on from that. It scores tokens with older
     policies, which have checkpoints too.
     """
-    with scratch_run(config, original, folder, console) as run:
+    with scratch_run(config, original.folder, folder, console, original.environment(step)) as run:
         begin(run)
         for version in [*(each for each in versions_in_flight(run, step + 1) if START < each < step), step]:
             rewind_to(run, version)
@@ -261,7 +260,7 @@ def replay(
     with scratch_folder(original.folder, steps[0], own, changed) as folder:
         try:
             if overrides and steps[0] > START + 1:
-                restore_as_it_was(own, original.folder, folder, steps[0] - 1, console)
+                restore_as_it_was(own, original, folder, steps[0] - 1, console)
             recorded = None if rerun_environments else original.environment(steps[0])
             with scratch_run(changed, original.folder, folder, console, recorded) as run:
                 yield from _replayed(original, run, steps, overrides)

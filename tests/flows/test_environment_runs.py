@@ -341,6 +341,16 @@ def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
     assert "there: row 2 (group 0, sample 0, turn 2), column said" in said
 
 
+def test_restoring_a_step_calls_no_environment_edited_whose_answers_are_recorded(talked, capsys, tmp_path):
+    """Neither for an export of a step without a checkpoint, nor for a replay under other settings."""
+    assert not (talked.folder / "checkpoints" / "00001").exists()
+    code = main(["export", str(talked.folder), str(tmp_path / "policy"), "--step", "1", "--trust"])
+    assert (code, "others than at" in capsys.readouterr().err) == (0, False)
+    code, lines, errors = replayed(capsys, talked.folder, "--step", 2, "--set", "training.learning_rate=2e-4")
+    assert (code, "others than at" in errors) == (1, False)
+    assert "configuration differs: training.learning_rate" in "\n".join(lines)
+
+
 MISTAKES = {
     "environment.name=nobody": "nobody is none of calculator, guess, python",
     "environment={name: calculator, options: {modulo: 3}}": "environment.name=calculator: it is called as",
