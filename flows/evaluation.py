@@ -23,6 +23,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import (
     FoundModel,
+    build_environment,
     check_engine,
     check_shape,
     check_stop_strings,
@@ -30,6 +31,7 @@ from fp8core.run.build import (
     find_base,
     members_node,
 )
+from fp8core.run.episodes import check_openings
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
@@ -105,7 +107,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
     """Read what is asked and who answers, but for weights: each problem has room, and a reference that can be read.
 
     Raises:
-        UserError: an engine, the model, the verifier or a problem cannot be used.
+        UserError: an engine, the model, the verifier, the environment or a problem cannot be used.
     """
     config = _config(asked, Path(asked.target))
     model = _model(asked)
@@ -117,8 +119,12 @@ def refuse_unread(asked: EvaluationRequest) -> None:
     if asked.data is not None or asked.overrides:  # Else the run has checked its own.
         with closing(build_verifier(config.reward, config.data.columns)) as verifier:
             check_references(found, verifier)
+    positions = longest_row(config, model.arch)
     for problem in found:
-        refuse_too_long(problem, config, model.tokenizer, longest_row(config, model.arch))
+        refuse_too_long(problem, config, model.tokenizer, positions)
+    if config.environment is not None:
+        with closing(build_environment(config.environment)) as pool:
+            check_openings(found, config, model.tokenizer, positions, pool)
 
 
 def _model(asked: EvaluationRequest) -> FoundModel:

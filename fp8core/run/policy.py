@@ -50,8 +50,8 @@ from fp8core.run.build import (
     open_cluster,
 )
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import ending_of, play, score
-from fp8core.run.rollouts import failures, judges, problem_table, prompt_table
+from fp8core.run.episodes import check_openings, ending_of, play, score
+from fp8core.run.rollouts import early_endings, failures, judges, problem_table, prompt_table
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
 from fp8core.training.trainer import ScoringTrainer, Trainer
@@ -282,7 +282,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answered:
-    """A measurement, what the engine said it ran, and what is to be told about answers that could not be checked."""
+    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check."""
 
     measurement: Measurement
     engine: dict[str, object]
@@ -295,7 +295,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
     Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
 
     Raises:
-        UserError: the model cannot be loaded, a prompt does not fit, or not one answer could be checked.
+        UserError: the model cannot be loaded, a prompt does not fit, in no episode the policy spoke, or not one answer
+            could be checked.
         SyncError: the engine does not hold or run what it should.
     """
     base = build_base(config)
@@ -307,6 +308,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         pool = None
         if config.environment is not None:
             pool = parts.enter_context(closing(build_environment(config.environment)))
+            check_openings(questions.problems, config, base.tokenizer, positions, pool)
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         engine = build_engine(config, base.arch, cluster)
@@ -320,9 +322,12 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         described = engine.describe()
     episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
     endings = [ending_of(one, config, base.tokenizer) for one in episodes]
+    remarks = list[str | None]()
+    if config.environment is not None:
+        remarks += early_endings(config, [(len(one.turns), one.outcome, one.detail) for one in episodes])
     verdicts = [found.verdict for found in score(verifier, asked, endings)]
-    remark = failures(judges(config), verdicts)
-    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark)
+    remark = "; ".join(filter(None, [*remarks, failures(judges(config), verdicts)]))
+    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark or None)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:

@@ -157,21 +157,37 @@ def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
     recorded answers goes on: an episode may have more turns than are recorded, which the comparison finds.
     """
     ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
-    unspoken = [row for row in ended if not row["turn"]]
-    failed = [row for row in ended if row["outcome"] in FAILURES]
+    try:
+        lines = early_endings(run.config, [(row["turn"], row["outcome"], row["detail"]) for row in ended])
+    except UserError as error:
+        if not run.takes_recorded:
+            raise
+        lines = [str(error)]
+    for text in lines:
+        run.console.note(f"{what}: {text}")
+
+
+def early_endings(config: RunConfig, ended: Sequence[tuple[int, str, str]]) -> list[str]:
+    """A line on the episodes that ended before the policy's first turn, if there are any.
+
+    `ended`: of each episode the policy's turns, the outcome and its detail. Raises UserError: as `tell_endings`.
+    """
+    unspoken = [each for each in ended if not each[0]]
+    failed = [each for each in ended if each[1] in FAILURES]
     # Of some that failed, the verdicts tell.
     all_failed = failed if len(failed) == len(ended) else []
-    environment = run.config.environment
-    assert environment is not None, "without one the policy speaks"
+    assert config.environment is not None, "without one the policy speaks"
+    lines = []
     for which, where in ((unspoken, "before the policy's first turn"), (all_failed, "in the environment")):
         if not which:
             continue
-        how = ended_as(which[0]["outcome"], which[0]["detail"])
+        _, outcome, detail = which[0]
         number = f"all {len(ended)}" if len(which) == len(ended) else f"{len(which)} of {len(ended)}"
-        text = f"{number} episodes ended {where}, the first of them as {how}"
-        if len(which) == len(ended) and not run.takes_recorded:
-            raise UserError(f"environment.name={environment.name}: {text}")
-        run.console.note(f"{what}: {text}")
+        text = f"{number} episodes ended {where}, the first of them as {ended_as(outcome, detail)}"
+        if len(which) == len(ended):
+            raise UserError(f"environment.name={config.environment.name}: {text}")
+        lines.append(text)
+    return lines
 
 
 def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:

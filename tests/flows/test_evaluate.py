@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import re
 import time
 from collections import Counter
 from dataclasses import fields
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -17,6 +19,9 @@ from flows.evaluate import evaluate
 from flows.evaluation import EvaluationRequest
 from flows.tracking.store import default_tracking_uri
 from fp8core.evaluation.measure import EvaluationResult, pass_at_k
+from fp8core.rollout.engine import sample_seed
+
+DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +153,48 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
     state = ask(run.folder, prompts=2, overrides=overrides)
     assert state.is_failed()
     assert "2 of 2 answers could not be checked (2 crashed): ZeroDivisionError" in state.message
+
+
+@pytest.fixture
+def speaking(tmp_path):
+    """Settings of an environment of digits that begins a task so: speaking(begins)."""
+
+    def settings(begins):
+        (tmp_path / "own.py").write_text(DIGITS.replace("self._question = task.question", begins))
+        return {"environment.name": f"{tmp_path / 'own.py'}:Digits", "rollout.max_new_tokens": 32}
+
+    return settings
+
+
+LONG = 'return Turn((Said("user", "1" * 400),))'
+
+
+def test_a_problem_that_its_environment_makes_too_long_is_refused(run, ask, speaking, capsys):
+    """In the flow, and by the command before anything is started."""
+    overrides = speaking(LONG)
+    state = ask(run.folder, prompts=2, overrides=overrides)
+    assert state.is_failed()
+    assert re.search(r"has 400 tokens as environment\.name=.*own\.py:Digits begins it", state.message)
+    capsys.readouterr()
+    changes = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    assert main(["evaluate", str(run.folder), *changes, "--trust"]) == 2
+    errors = capsys.readouterr().err
+    assert re.search(r"has 400 tokens as environment\.name=.*own\.py:Digits begins it", errors)
+    assert errors.count("\n") == 1
+
+
+def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, capfd):
+    """All of them are no measurement. The problems fit as the first sample of each begins."""
+    seeds = [sample_seed(0, 0, group, 0) for group in range(2)]
+    overrides = speaking(f"if task.seed not in {seeds}: {LONG}\n        self._question = task.question")
+    state = ask(run.folder, prompts=2, samples=4, overrides=overrides)
+    assert state.is_completed(), state.message
+    said = "6 of 8 episodes ended before the policy's first turn, the first of them as unparsed: the first messages"
+    assert f"configured: {said} are 400 tokens" in capfd.readouterr().out
+    overrides = speaking('return Outcome("wrong", detail="no")')
+    state = ask(run.folder, prompts=2, samples=4, overrides=overrides)
+    assert state.is_failed()
+    assert "own.py:Digits: all 8 episodes ended before the policy's first turn, the first of them as" in state.message
 
 
 @pytest.mark.parametrize(
