@@ -280,8 +280,10 @@ class EnvironmentPool:
     def _move(self, seconds: float) -> None:
         """Wait at most so long for an event, and take in what has come; end what is late."""
         self._launch()
-        readable = set()
-        for key, events in self._selector.select(seconds):
+        readable, found = set[_Episode](), self._selector.select(seconds)
+        # Another host takes its time, in which the channels are not read.
+        looked = time.monotonic()
+        for key, events in found:
             episode = key.data
             if episode is None:
                 self._replace_host()
@@ -292,9 +294,10 @@ class EnvironmentPool:
             if events & selectors.EVENT_READ:
                 readable.add(episode)
                 self._take_in(episode)
-        now = time.monotonic()
         # A reply that lay in the channel was in time, however late this process came to read it.
-        for episode in [episode for episode in self._open if episode not in readable and now > self._deadline(episode)]:
+        for episode in [
+            episode for episode in self._open if episode not in readable and looked > self._deadline(episode)
+        ]:
             if episode.leaving:
                 self._drop(episode)
             elif episode.ready:

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -243,6 +244,53 @@ def test_episodes_of_a_killed_host_go_on_in_another(counting: EnvironmentPool) -
     assert collect(counting, 1)[0, 1] == said(expected[1])
     counting.begin((0, 2), Task("", "", 2))
     assert collect(counting, 1)[0, 2] == said("go")
+
+
+def test_episodes_of_a_killed_host_are_not_late_where_the_next_takes_long(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
+    """The host is killed while the pool waits, so that it notices the host before some of the episodes."""
+    path, slow = tmp_path / "slow.py", tmp_path / "slow"
+    path.write_text(SLOW.format(slow=str(slow)))
+    pool = start_pool(f"{path}:Slow", at_once=8, limits=LIMITS._replace(timeout_seconds=3.0))
+    slow.touch()
+    for sample in range(8):
+        pool.begin((0, sample), Task("", "", 0))
+    assert collect(pool, 8) == {(0, sample): said("go") for sample in range(8)}
+    killed = host_of(pool)
+    (tmp_path / "host").write_text(str(killed.pid))
+    for sample in range(8):
+        pool.act((0, sample), Action(str(tmp_path / "host")))
+    threading.Timer(0.5, killed.kill).start()
+    assert collect(pool, 8) == {(0, sample): said("on") for sample in range(8)}
+    for sample in range(8):
+        pool.end((0, sample))
+
+
+SLOW = """
+import os
+import pathlib
+import time
+
+from fp8core.environments.protocol import Said, Turn
+
+if pathlib.Path({slow!r}).exists():
+    time.sleep(4)
+HOST = os.getpid()
+
+
+class Slow:
+    def start(self, task):
+        return Turn((Said("user", "go"),))
+
+    def step(self, action):
+        if HOST == int(pathlib.Path(action.text).read_text()):
+            time.sleep(1000)
+        return Turn((Said("user", "on"),))
+
+    def close(self):
+        pass
+"""
 
 
 def test_an_episode_that_is_killed_goes_on_once(counting: EnvironmentPool) -> None:
