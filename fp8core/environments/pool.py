@@ -127,6 +127,8 @@ class EnvironmentPool:
         self._replies: deque[Reply] = deque()
         self._resting: dict[Key, None] = {}
         """Episodes that are not asked for a while, the first of them first."""
+        self._looked = time.monotonic()
+        """When the channels were read last."""
         self.description: dict[str, str] = {}
         """Name and digest of the source."""
         self._host: SupervisedProcess | None = None
@@ -280,31 +282,33 @@ class EnvironmentPool:
     def _move(self, seconds: float) -> None:
         """Wait at most so long for an event, and take in what has come; end what is late."""
         self._launch()
-        readable, found = set[_Episode](), self._selector.select(seconds)
-        # Another host takes its time, in which the channels are not read.
-        looked = time.monotonic()
+        unwatched = time.monotonic() - self._looked
+        found = self._selector.select(seconds)
+        self._looked = time.monotonic()
         for key, events in found:
             episode = key.data
             if episode is None:
                 self._replace_host()
                 continue
+            # A part that lay in the channel was in time. The rest may have waited until this process read it.
+            episode.since = min(self._looked, episode.since + unwatched)
             if events & selectors.EVENT_WRITE:
                 episode.open_lines.write()
                 self._watch(episode)
             if events & selectors.EVENT_READ:
-                readable.add(episode)
                 self._take_in(episode)
-        # A reply that lay in the channel was in time, however late this process came to read it.
-        for episode in [
-            episode for episode in self._open if episode not in readable and looked > self._deadline(episode)
-        ]:
+        self._end_late()
+        self._launch()
+
+    def _end_late(self) -> None:
+        """End what was late when the channels were read; what that took is nobody's fault."""
+        for episode in [episode for episode in self._open if self._looked > self._deadline(episode)]:
             if episode.leaving:
                 self._drop(episode)
             elif episode.ready:
                 self._over(episode, Outcome("timeout", detail=f"no reply after {self._limits.timeout_seconds:g} s"))
             else:
                 self._over(episode, Outcome("timeout", detail=f"no process after {_START_SECONDS:g} s"))
-        self._launch()
 
     def _take_in(self, episode: _Episode) -> None:
         lines, ended = episode.open_lines.read()

@@ -113,6 +113,12 @@ class Hostile:
             for channel in self.channels():
                 os.write(channel, b"x" * 2**20)
 
+    def do_trickle(self, text):
+        while True:
+            for channel in self.channels():
+                os.write(channel, b" ")
+            time.sleep(0.001)
+
     def do_close(self, text):
         os.closerange(0, 4096)
         time.sleep(1000 if text else 0)

@@ -135,7 +135,9 @@ def test_processor_time_is_bounded_even_in_a_function_of_c(pool: EnvironmentPool
     assert ask(pool, text) == Outcome("timeout", detail="more than 1 s of processor time")
 
 
-@pytest.mark.parametrize("text", ["sleep", "deaf", "stop", "close and sleep", "at_close sleep|give Outcome('right')"])
+@pytest.mark.parametrize(
+    "text", ["sleep", "deaf", "stop", "trickle", "close and sleep", "at_close sleep|give Outcome('right')"]
+)
 def test_time_is_bounded(impatient: EnvironmentPool, text: str) -> None:
     assert ask(impatient, text) == Outcome("timeout", detail="no reply after 2 s")
 

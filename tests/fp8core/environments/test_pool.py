@@ -188,6 +188,21 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.parametrize("large", ["reply", "action"])
+def test_what_is_larger_than_a_buffer_is_not_late_where_the_training_was_busy(
+    start_pool: StartPool, hostile_file: Path, large: str
+) -> None:
+    """The rest of it waits for the training, however long that does something else."""
+    pool = start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=3.0, reply_bytes=1 << 20))
+    pool.begin((0, 0), Task("", "", 0))
+    collect(pool, 1)
+    length, asked = (900_000, 0) if large == "reply" else (9, 900_000)
+    pool.act((0, 0), Action(f"give Turn((Said('user', 'x' * {length}),)) #".ljust(asked)))
+    time.sleep(3.5)
+    assert collect(pool, 1) == {(0, 0): said("x" * length)}
+    pool.end((0, 0))
+
+
 COUNTING = """
 import random
 from fp8core.environments.protocol import Outcome, Said, Turn
