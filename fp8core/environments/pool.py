@@ -106,7 +106,10 @@ class _Episode:
 
 
 class EnvironmentPool:
-    """Episodes by their keys. Not safe for threads."""
+    """Episodes by their keys. Not safe for threads.
+
+    A call raises UserError where the host was lost, and another one cannot load the environment as it was.
+    """
 
     def __init__(self, name: str, options: Mapping[str, Any], limits: EpisodeLimits, at_once: int) -> None:
         """Load the environment and make it once; of its episodes, `at_once` have a process at the same time.
@@ -132,6 +135,7 @@ class EnvironmentPool:
         self.description: dict[str, str] = {}
         """Name and digest of the source."""
         self._host: SupervisedProcess | None = None
+        self._closed = False
         try:
             self._start_host()
             self._try_options()
@@ -143,6 +147,7 @@ class EnvironmentPool:
         """Start an episode, which waits where `at_once` others are open; an earlier one that rests ends."""
         if episode in self._resting:
             self.end(episode)
+        assert not self._closed, "the pool is open"
         assert episode not in self._episodes, f"{episode} is open"
         begun = _Episode(episode, {"start": task_message(task)})
         self._episodes[episode] = begun
@@ -199,9 +204,11 @@ class EnvironmentPool:
             self._leave(ended)
 
     def close(self) -> None:
-        """End all episodes and the host; a second call does nothing."""
+        """End all episodes and the host, and start nothing; a second call does nothing."""
+        self._closed = True
         for episode in list(self._episodes):
             self.end(episode)
+        self._waiting.clear()
         until = time.monotonic() + min(_CLOSING_SECONDS, self._limits.timeout_seconds)
         while self._open and (left := until - time.monotonic()) > 0:
             self._move(left)
@@ -211,7 +218,8 @@ class EnvironmentPool:
 
     # The host
 
-    def _start_host(self) -> None:
+    def _start_host(self) -> SupervisedProcess:
+        """The process that loads the environment. Raises UserError: it cannot; nothing of it is left then."""
         # Sets of strings have the same order in every run; threads of libraries, pyarrow's allocator among them, would
         # stay behind in a fork.
         shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -219,8 +227,15 @@ class EnvironmentPool:
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         single["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
         variables = {**passed, **single, "PYTHONHASHSEED": "0"}
-        self._host = SupervisedProcess("fp8core.environments.child", variables)
-        connection = self._host.connection
+        host = self._host = SupervisedProcess("fp8core.environments.child", variables)
+        try:
+            self._load(host.connection)
+        except BaseException:
+            self._end_host()
+            raise
+        return host
+
+    def _load(self, connection: socket.socket) -> None:
         connection.settimeout(_START_SECONDS)
         try:
             connection.sendall(encode(self._task))
@@ -258,17 +273,20 @@ class EnvironmentPool:
     # Episodes
 
     def _launch(self) -> None:
-        """Give those that wait a process, as far as there is room, or as episodes that rest make some."""
+        """Give those that wait a process, as far as there is room, or as episodes that rest make some.
+
+        Where the host is lost, another one loads the environment first. Raises UserError: it cannot.
+        """
         leaving = sum(episode.leaving for episode in self._open)
         while self._resting and len(self._waiting) > self._at_once - len(self._open) + leaving:
             self.end(next(iter(self._resting)))
             leaving += 1
         while self._waiting and len(self._open) < self._at_once:
-            assert self._host is not None, "the pool is open"
+            host = self._host or self._start_host()
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    socket.send_fds(self._host.connection, [b"e"], [theirs.fileno()])
+                    socket.send_fds(host.connection, [b"e"], [theirs.fileno()])
                 except (BlockingIOError, BrokenPipeError, ConnectionResetError):
                     # The host is busy, or gone, which is noticed when it is read from.
                     ours.close()
@@ -288,7 +306,8 @@ class EnvironmentPool:
         for key, events in found:
             episode = key.data
             if episode is None:
-                self._replace_host()
+                # Something outside has killed it, and with it all episodes: the ends of their channels are read next.
+                self._end_host()
                 continue
             # A part that lay in the channel was in time. The rest may have waited until this process read it.
             episode.since = min(self._looked, episode.since + unwatched)
@@ -406,11 +425,6 @@ class EnvironmentPool:
         self._selector.unregister(episode.open_lines)
         episode.open_lines.close()
         self._open.remove(episode)
-
-    def _replace_host(self) -> None:
-        """Something outside has killed it, and all its episodes with it; those that wait get another."""
-        self._end_host()
-        self._start_host()
 
     def _watch(self, episode: _Episode) -> None:
         if episode in self._open:

@@ -282,6 +282,23 @@ def test_episodes_of_a_killed_host_are_not_late_where_the_next_takes_long(
         pool.end((0, sample))
 
 
+@pytest.mark.parametrize("edited", [True, False])
+def test_closing_starts_nothing_in_place_of_a_killed_host(tmp_path: Path, edited: bool) -> None:
+    path, imported = tmp_path / "noted.py", tmp_path / "imported"
+    text = COUNTING.replace("import random", f"import random\nopen({str(imported)!r}, 'a').write('x')")
+    path.write_text(text)
+    before = psutil.Process().children(recursive=True)
+    pool = EnvironmentPool(f"{path}:Counting", {}, LIMITS, 2)
+    pool.begin((0, 0), Task("", "", 0))
+    collect(pool, 1)
+    pool.rest((0, 0))
+    path.write_text(f"{text}# edited\n" if edited else text)
+    host_of(pool).kill()
+    pool.close()
+    assert imported.read_text() == "x"
+    assert {*psutil.Process().children(recursive=True)} <= {*before}
+
+
 SLOW = """
 import os
 import pathlib
