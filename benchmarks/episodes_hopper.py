@@ -46,6 +46,7 @@ in 15. Others take 15 ms, in 5 of which nothing runs. The slowest takes 133 ms, 
 """
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -115,13 +116,13 @@ class TimedPool:
         when = time.monotonic() + self._latest * self._random.random()
         self._due.append((when, episode, Outcome("judge") if over else Turn((Said("tool", digits),))))
 
-    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
         """What is due."""
         if self._left is not None:
             answers, left = self._left
             self.steps.append((answers, time.monotonic() - left))
         if wait:
-            time.sleep(max(0.0, min(when for when, _, _ in self._due) - time.monotonic()))
+            time.sleep(min(most_seconds, max(0.0, min(when for when, _, _ in self._due) - time.monotonic())))
         now = time.monotonic()
         found = [(episode, reply, 0.0) for when, episode, reply in self._due if when <= now]
         self._due = [due for due in self._due if due[0] > now]
@@ -147,13 +148,13 @@ class TracedPool(TimedPool):
         self._engine = engine
         self.trace: dict[str, Any] = {}
 
-    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
         """What is due."""
         if len(self.steps) == _TRACED[0]:
             self._engine.call_worker("policy_trace_begin")
         elif len(self.steps) == _TRACED[1]:
             self.trace = self._engine.call_worker("policy_trace_end")
-        return super().replies(wait)
+        return super().replies(wait, most_seconds)
 
 
 def main() -> None:

@@ -13,7 +13,14 @@ from fp8core.rollout.episodes import Episode
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
-from fp8core.run.rollouts import check_episodes, environment_of, prompt_groups, rollout_table, shards_of
+from fp8core.run.rollouts import (
+    check_episodes,
+    environment_of,
+    prompt_groups,
+    rollout_table,
+    shards_of,
+    while_going,
+)
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
 from tasks.step import step
@@ -86,7 +93,8 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
     longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     with environment_of(run, index, "turns") as pool:
-        for batch in play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool):
+        played = play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool)
+        for batch in while_going(run, played):
             table = table_of(batch)
             shards.append(table)
             tables.append(table)

@@ -172,16 +172,10 @@ def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) ->
 
 
 def _until_halted(run: RunContext) -> Iterator[int]:
-    """Chunks without an end (errors: `_refuse_halted`)."""
+    """Chunks without an end (errors: `RunContext.refuse_halted`)."""
     while True:
-        _refuse_halted(run)
+        run.refuse_halted()
         yield run.config.pipeline.chunk_tokens
-
-
-def _refuse_halted(run: RunContext) -> None:
-    """Raises RuntimeError: a task beside this one has failed, or the run was interrupted."""
-    if run.halted.is_set():
-        raise RuntimeError("another task of the step has failed")
 
 
 def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
@@ -316,7 +310,7 @@ class _SegmentWriter:
             self._shards.append(table)
             self._keep(table)
             yield finished
-            _refuse_halted(self._run)
+            self._run.refuse_halted()
 
     @property
     def durable(self) -> Iterable[_Sample]:
@@ -443,7 +437,7 @@ class _EpisodeWriter:
             if over:
                 self._store(over)
             yield told
-            _refuse_halted(run)
+            run.refuse_halted()
 
     def _store(self, over: Sequence[Row]) -> None:
         """Make episodes durable that are over."""

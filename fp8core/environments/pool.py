@@ -9,6 +9,7 @@ environment that is a function of its task and of what it is asked goes on as it
 """
 
 import contextlib
+import math
 import os
 import resource
 import selectors
@@ -165,14 +166,17 @@ class EnvironmentPool:
         if asked in self._open:
             self._watch(asked)
 
-    def replies(self, wait: bool) -> list[Reply]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Replies that have come. An outcome ends its episode.
 
-        `wait`: at least one, unless every open episode waits for an action; others may wait for room then.
+        Args:
+            wait: for at least one, unless every open episode waits for an action; others may wait for room then.
+            most_seconds: after which none is waited for.
         """
         self._move(0)
-        while wait and not self._replies and self._works():
-            self._move(self._patience())
+        until = time.monotonic() + most_seconds
+        while wait and not self._replies and self._works() and (left := until - time.monotonic()) > 0:
+            self._move(min(left, self._patience()))
         found = list(self._replies)
         self._replies.clear()
         return found

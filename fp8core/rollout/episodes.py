@@ -7,6 +7,7 @@ requests of other episodes stay in flight. The order of replies decides when a t
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from fp8core.rollout.engine import (
 
 Key = tuple[int, int]
 """Group and sample of an episode."""
+_LOOK_SECONDS = 1.0
+"""Longest wait for environments before the caller may look after something else."""
 
 
 class Pool(Protocol):
@@ -39,8 +42,8 @@ class Pool(Protocol):
         """Hand an environment what the policy wrote."""
         ...
 
-    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
-        """Answers of environments that have come, with their seconds; `wait`: at least one."""
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+        """Answers of environments that have come, with their seconds; `wait`: at least one, if it comes in time."""
         ...
 
     def rest(self, episode: Key) -> None:
@@ -181,6 +184,7 @@ def run_episodes(
 ) -> Iterator[list[Episode]]:
     """Play all episodes at once; each yield holds those that have finished since, in order of group and sample.
 
+    One is empty after each second in which environments alone worked and none answered: the caller may end it all then.
     With `MultiTurn.room` an episode has finished when it is over or has written so much.
 
     Args:
@@ -207,13 +211,15 @@ def run_episodes(
             finished.append(found)
 
     try:
-        for key, episode in _all_opened(groups, sampling.max_new_tokens, multi_turn):
-            open_[key] = episode
+        open_.update(_all_opened(groups, sampling.max_new_tokens, multi_turn))
         asked = [episode for episode in open_.values() if episode.has_begun]
         for key in [key for key, episode in open_.items() if not episode.has_begun]:
             pool.begin(key, open_[key].task)
         while open_:
-            replies = pool.replies(wait=not (asked or session.busy))
+            wait = not (asked or session.busy)
+            replies = pool.replies(wait, _LOOK_SECONDS)
+            if wait and not replies:
+                yield []
             for key, reply, seconds in sorted(replies, key=lambda answer: answer[0]):
                 go_on(key, open_[key].hear(reply, seconds))
             if asked:
@@ -519,7 +525,7 @@ class _OneTurn:
     def act(self, episode: Key, action: Action) -> None:
         self._replies.append((episode, Outcome("judge"), 0.0))
 
-    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
         assert self._replies or not wait, "the engine ended without all completions"
         replies, self._replies = self._replies, []
         return replies

@@ -92,6 +92,11 @@ class RunContext:
         before, self.kept_kernels = self.kept_kernels, self.kernels.count()
         return max(0, self.kept_kernels - before)
 
+    def refuse_halted(self) -> None:
+        """Raises RuntimeError: a task beside the caller has failed, or the run was interrupted."""
+        if self.halted.is_set():
+            raise RuntimeError("another task of the step has failed")
+
     def replace_members(self) -> None:
         """Processes of the cluster are gone: place new ones, without engine and trainers (`run.start` builds them)."""
         assert self.cluster is not None, "a process of a cluster was lost"

@@ -5,6 +5,7 @@ prompts to rewards.
 """
 
 import json
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import shorten
@@ -151,6 +152,8 @@ def play(
 ) -> Generator[list[Episode], None, None]:
     """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
 
+    While environments keep all waiting, it yields none each second (`run_episodes`).
+
     Args:
         engine: answers under its present policy.
         groups: samples with their seeds.
@@ -284,7 +287,7 @@ class RecordedPool:
         """Answer as it was answered, whatever the policy wrote."""
         self._answer(episode)
 
-    def replies(self, wait: bool) -> list[Reply]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """All answers that are due."""
         replies, self._replies = self._replies, []
         return replies

@@ -1,8 +1,8 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -249,6 +249,16 @@ def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | No
         yield RecordedPool(run.directory.store.get_table(run.followed.artifacts(index)[recorded]))
 
 
+def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
+    """Episodes of `play` that have finished, until another task of the step fails (errors: `refuse_halted`)."""
+    # The error holds this frame: open episodes would stay with the environment.
+    with closing(played):
+        for batch in played:
+            if batch:
+                yield batch
+            run.refuse_halted()
+
+
 def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
     """`heldout_accuracy` of the run's engine and environment, and the turns that were played for it."""
     store = run.directory.store
@@ -291,7 +301,8 @@ def heldout_accuracy(
     ]
     longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
-    episodes = sorted((one for batch in played for one in batch), key=lambda one: one.completion.group)
+    found = [one for batch in while_going(run, played) for one in batch]
+    episodes = sorted(found, key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
     if run.config.environment is not None:
         tell_endings(run, "held-out prompts", turns_table(episodes, run.tokenizer))

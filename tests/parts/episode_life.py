@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -27,9 +28,9 @@ def live(described: Path, runs: Path, after: int, till: Path | None) -> None:
     """
     answers, replies = 0, EnvironmentPool.replies
 
-    def last_replies(self: EnvironmentPool, wait: bool) -> list[Reply]:
+    def last_replies(self: EnvironmentPool, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         nonlocal answers
-        found = replies(self, wait)
+        found = replies(self, wait, most_seconds)
         answers += len(found)
         if answers > after or (till is not None and till.exists()):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Environments in this process that answer by a function, late and in any order, as processes do."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,7 @@ class ScriptedPool:
         self._replies.append((episode, self._answer(episode, len(before), action), 0.5))
         before.append(action)
 
-    def replies(self, wait: bool) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
         assert self._replies or not wait, "nothing would ever come"
         found, self._replies = self._replies, []
         if self._random is not None:

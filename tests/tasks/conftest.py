@@ -20,11 +20,14 @@ def copy_of(tmp_path):
 
 @pytest.fixture
 def halted_ahead():
-    """Generation beside the update of a step in a live run, where another task has failed: halted_ahead(live, step)."""
+    """Generation beside the update of a step in a live run, where another task has failed: halted_ahead(live, step).
 
-    def fails(live, index):
+    Or another task of the step: halted_ahead(live, step, name).
+    """
+
+    def fails(live, index, name="ahead"):
         live.halted.set()
-        planned = next(each for each in live.plan.steps if each.name == "ahead")
+        planned = next(each for each in live.plan.steps if each.name == name)
         artifacts = carried(live, index) | live.directory.ledger.artifacts(index)
         ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
         with pytest.raises(StepError, match="another task of the step has failed") as failed:

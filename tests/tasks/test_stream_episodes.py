@@ -304,6 +304,31 @@ def test_a_prompt_whose_episodes_all_fail_does_not_stand_for_its_step(loop_run, 
     assert len(run.records) == 4
 
 
+@pytest.mark.parametrize(("task", "after"), [("ahead", "rollout"), ("rollout", "prompts"), ("evaluate", "sync")])
+def test_a_step_that_is_halted_waits_for_no_environment(
+    loop_run, settings, copy_of, mode, halted_ahead, tmp_path, task, after
+):
+    """One that would take a minute for an answer, beside a task that has failed."""
+    if (task, mode) in {("rollout", "one_step_off"), ("evaluate", "one_step_off")}:
+        return
+    kind = MODES[mode] if task == "ahead" else {"pipeline.mode": "synchronous"}
+    place, stalls, answered = tmp_path / "stalling.py", tmp_path / "stalls", tmp_path / "answered"
+    stall = f"""if pathlib.Path({str(stalls)!r}).exists():
+            time.sleep(60)
+            pathlib.Path({str(answered)!r}).touch()
+        self._question = task.question"""
+    place.write_text("import pathlib\nimport time\n" + DIGITS.replace("self._question = task.question", stall))
+    environment = settings["environment"] | {"name": f"{place}:Digits", "timeout_seconds": 300}
+    run = copy_of(loop_run("stalled", **settings | {"environment": environment, "steps": 2}, **kind))
+    run.cut_after(2, after)
+    shutil.rmtree(run.folder / "shards", ignore_errors=True)
+    with run.opened() as opened:
+        begin(opened)
+        stalls.touch()
+        halted_ahead(opened, 2, task)
+        assert not answered.exists()
+
+
 def test_after_a_loss_its_episodes_are_played_anew(ahead, halted_ahead, tmp_path):
     """The error of the first attempt lives on, with the frames that held the open episodes."""
     shutil.copytree(ahead.folder.parent, tmp_path / "loop")

@@ -60,6 +60,15 @@ def test_a_slow_episode_keeps_no_other_waiting(pool: EnvironmentPool) -> None:
     pool.end((0, 1))
 
 
+def test_a_wait_that_is_bounded_ends_without_a_reply(pool: EnvironmentPool, tmp_path: Path) -> None:
+    begin = f"give [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(tmp_path / 'go')!r}), True)] and None"
+    pool.begin((0, 0), Task(f"{begin} or Turn((Said('user', 'went'),))", "", 0))
+    assert pool.replies(wait=True, most_seconds=0.2) == []
+    (tmp_path / "go").touch()
+    assert collect(pool, 1) == {(0, 0): said("went")}
+    pool.end((0, 0))
+
+
 def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> None:
     for sample, seed in enumerate([7, 8, 7]):
         pool.begin((0, sample), Task("draw", "", seed))
