@@ -4,6 +4,7 @@ import pytest
 from chat_templates import CHATML, LLAMA3, QWEN3
 
 from fp8core.config.environment import EnvironmentConfig
+from fp8core.environments.protocol import Tool
 from fp8core.environments.tool_calls import TOOL_CALLS
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
@@ -35,7 +36,7 @@ def test_a_call_of_the_template_is_read(with_template, template, name):
     written = tokenizer.render([{"role": "user", "content": "What is 3*4?"}, ASSISTANT], add_generation_prompt=False)
     # The policy's turn, without what begins and ends it.
     turn = written.rpartition("assistant")[2].removeprefix("<|end_header_id|>").removesuffix("<|eom_id|>")
-    ((call,), malformed) = TOOL_CALLS[found](turn, ())
+    ((call,), malformed) = TOOL_CALLS[found](turn, (Tool("calculate", "", {}),))
     assert (call._asdict(), malformed) == (CALL, "")
 
 
