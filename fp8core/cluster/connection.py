@@ -3,11 +3,15 @@
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -104,17 +108,29 @@ def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = 
     wanted = sum(settings.bundles(tensor_parallel))
     places: dict[str, Any] = {"num_cpus": max(wanted, os.cpu_count() or 1)} if own else {}
     try:
-        ray.init(
-            address=settings.address or "local",
-            include_dashboard=False if own else None,
-            log_to_driver=False,
-            configure_logging=False,
-            **places,
-        )
+        with _own_sigterm():
+            ray.init(
+                address=settings.address or "local",
+                include_dashboard=False if own else None,
+                log_to_driver=False,
+                configure_logging=False,
+                **places,
+            )
     except Exception as error:
         # Ray raises what its parts do: RPC errors, assertions, RuntimeError.
         raise UserError(f"{named}: {' '.join(str(error).split())[:300]}") from error
     _joined = settings.address
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's answer to SIGTERM: Ray replaces it, and would end the process with code 1."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_silence(address: str, named: str) -> None:

@@ -82,6 +82,19 @@ def test_a_server_that_stays_silent_is_refused_before_a_run_has_a_folder(silent,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_cluster_of_our_own_leaves_sigterm_to_the_command():
+    def answer(number, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, answer)
+    try:
+        connection.connect(load_config("tiny", {"cluster.ranks": 2}).cluster, 1)
+        assert signal.getsignal(signal.SIGTERM) is answer
+    finally:
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_another_port_of_a_cluster_is_refused(cluster, capfd):
     members_node(load_config("tiny", {"cluster.address": cluster.address}))
     (node,) = ray.nodes()
