@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 
-from flows.cli import build_parser
+from flows.cli.commands import build_parser
 from fp8core.config.load import load_config
 from fp8core.config.schema import file_schema
 from fp8core.models.hub import PUBLISHED

@@ -144,7 +144,7 @@ def start_prefect(flow: str) -> str:
     """Reach the configured Prefect server, or start one for this process; returns the address of its API.
 
     Args:
-        flow: module that will use it. It is imported while a server starts, which takes as long.
+        flow: module that will use it, which is imported: while a server starts, which takes as long.
 
     Raises:
         UserError: the configured server does not answer, or the own one does not start.
@@ -165,7 +165,10 @@ def start_prefect(flow: str) -> str:
             with uncollected():
                 import_module(flow)
             server.wait()
-    return _refuse_silence()
+    address = _refuse_silence()
+    with uncollected():
+        import_module(flow)
+    return address
 
 
 def _refuse_silence() -> str:

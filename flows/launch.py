@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
 from flows.prefect_server import answers
-from flows.termination import keep_interrupt
+from flows.termination import keep_interrupt, leave
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
 from fp8core.store.lock import is_held
@@ -62,14 +62,14 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.
         keep_freed_memory()
-    say("starting Prefect and MLflow")
-    api = prepare_prefect("flows.grpo")
-    over = end_without_prefect(config.runs / str(config.run), api, summary)
 
     def reason(word: str) -> str:
         begun = read_description(config.runs / str(config.run)) is not None
         return f"{word}; {resume} continues the run" if begun else f"{word} before the run had begun"
 
+    say("starting Prefect and MLflow")
+    api = prepare_prefect("flows.grpo", lambda: printable(reason("interrupted")))
+    over = end_without_prefect(config.runs / str(config.run), api, summary)
     # An exception, so that the run is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped(reason("terminated"), 128 + number)))
     try:
@@ -108,14 +108,16 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def prepare_prefect(flow: str) -> str:
+def prepare_prefect(flow: str, interrupted: str | Callable[[], str] = "interrupted") -> str:
     """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError.
 
-    `flow` is the module that will use it.
+    `flow` is the module that will use it. Ctrl-C ends the process with the line `interrupted`. There is nothing to
+    close: the server ends with us, and to stop it in good order would take seconds.
     """
-    make_prefect_home()
-    quiet_prefect()
-    return start_prefect(flow)
+    with keep_interrupt(leave(interrupted)):
+        make_prefect_home()
+        quiet_prefect()
+        return start_prefect(flow)
 
 
 def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threading.Event:

@@ -4,12 +4,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
+Handler = Callable[[int, FrameType | None], object]
+"""What Python calls for a signal."""
 TOLD = "fp8-grpo: SIGTERM: the training stops after this step; a second SIGTERM stops it at once\n"
 _STDERR = 2
+_IMPORTS = "importlib._bootstrap"
 
 
 class StopRequest:
@@ -49,12 +53,37 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
+def leave(reason: str | Callable[[], str]) -> Handler:
+    """A handler of Ctrl-C that ends the process where it stands: for a block that has nothing to close."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        with suppress(OSError):
+            text = reason if isinstance(reason, str) else reason()
+            os.write(_STDERR, f"fp8-grpo: {text}\n".encode())
+        os._exit(128 + number)
+
+    return end
+
+
+def leave_import(number: int, frame: FrameType | None) -> None:
+    """Handler of Ctrl-C: within an import it ends the process, elsewhere it raises KeyboardInterrupt.
+
+    Libraries make other errors of an exception in an import, print it, or take it for a package that is missing.
+    """
+    outer = frame
+    while outer is not None:
+        if outer.f_globals.get("__name__") == _IMPORTS:
+            leave("interrupted")(number, frame)
+        outer = outer.f_back
+    signal.default_int_handler(number, frame)
+
+
 @contextmanager
-def keep_interrupt() -> Iterator[Interrupt]:
-    """While the block lasts, Ctrl-C works as before, and an error that replaces KeyboardInterrupt becomes it again.
+def keep_interrupt(act: Handler = signal.default_int_handler) -> Iterator[Interrupt]:
+    """While the block lasts, `act` handles Ctrl-C, and an error that replaces KeyboardInterrupt becomes it again.
 
     Prefect's engine passes KeyboardInterrupt on, with two exceptions. One that comes while a task run is made becomes
-    an error of the engine's own; one that comes in a destructor is gone.
+    an error of the engine's own; one that comes in a destructor is gone. Where Ctrl-C is ignored, it stays ignored.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -63,7 +92,7 @@ def keep_interrupt() -> Iterator[Interrupt]:
 
     def note(number: int, frame: FrameType | None) -> None:
         interrupt.came = True
-        before(number, frame)
+        act(number, frame)
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -1,115 +1,18 @@
-"""The `fp8-grpo` command: one module a command, named as the command.
+"""The `fp8-grpo` command: one module a command, named as the command, and all of them in `flows.cli.commands`.
 
 Exit codes: 0 done; 1 the training failed, or a stored file is damaged; 2 the user's mistake, found before any work.
 A stop has one of its own: 3 paused by a bound of `alignment.stop`; 130 Ctrl-C, at once; 143 SIGTERM, after the current
 step.
 """
 
-import argparse
-import atexit
-import errno
-import os
-import signal
-import sys
 from collections.abc import Sequence
-from gc import freeze
-from typing import NoReturn
 
-from flows.cli import (
-    bisect,
-    compare,
-    compile,
-    config,
-    convert,
-    doctor,
-    evaluate,
-    export,
-    gc,
-    graph,
-    parity,
-    plan,
-    quantise,
-    replay,
-    report,
-    resume,
-    run,
-    up,
-    verify,
-)
-from flows.cli.arguments import refuse_other_files
-from flows.environment import leave_working_directory_out
-from flows.launch import stopped
-from fp8core.errors import StoredFileError, UserError
-
-# In the order of the help.
-_COMMANDS = (
-    run,
-    graph,
-    config,
-    compile,
-    doctor,
-    convert,
-    quantise,
-    bisect,
-    evaluate,
-    replay,
-    export,
-    resume,
-    verify,
-    compare,
-    report,
-    gc,
-    parity,
-    plan,
-    up,
-)
+# Nothing large: until Ctrl-C is handled below, it prints a traceback.
+from flows.termination import keep_interrupt, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; mistakes of the user are one line on stderr."""
-    leave_working_directory_out()
-    # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
-    atexit.register(freeze)
-    try:
-        options = build_parser().parse_args(arguments)
-        refuse_other_files(options)
-        code = int(options.command(options))
-        sys.stdout.flush()
-        return code
-    except StoredFileError as error:
-        return stopped(str(error), 1)
-    except UserError as error:
-        return stopped(str(error), 2)
-    except KeyboardInterrupt:
-        return stopped("interrupted", 128 + signal.SIGINT)
-    except BrokenPipeError:
-        # The reader is gone (`| head`). Python flushes once more at exit, and needs an open file.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
-        if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
-            raise
-        return stopped(f"{error.filename}: {error.strerror}", 2)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, as those of all user mistakes are."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_command(commands)
-
-    def show_help(options: argparse.Namespace) -> int:
-        parser.print_help(sys.stderr)
-        return 2
-
-    parser.set_defaults(command=show_help)
-    return parser
+    with keep_interrupt(leave("interrupted")):
+        from flows.cli.commands import call
+    return call(arguments)

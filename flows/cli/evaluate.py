@@ -9,6 +9,7 @@ from flows.cli.arguments import add_force, add_output, add_overrides, add_trust,
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
+from flows.termination import keep_interrupt
 from fp8core.user_files import EVALUATION
 
 
@@ -81,7 +82,10 @@ def _run(parameters: dict[str, Any]) -> int:
     """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
     from flows.evaluate import evaluate
 
-    state: Any = evaluate(**parameters, return_state=True)
+    with keep_interrupt() as interrupt:
+        state: Any = evaluate(**parameters, return_state=True)
+        if not state.is_completed():
+            interrupt.check()
     if state.is_completed():
         return 0
     explain(state)

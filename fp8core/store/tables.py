@@ -410,5 +410,6 @@ def _json(text: str) -> Any:
 
 
 def _sorted(table: pa.Table, key: Sequence[str]) -> bool:
-    rows = list(zip(*(table[name].to_numpy().tolist() for name in key), strict=True))
+    # Not by NumPy: pyarrow would import pandas to see what it need not convert.
+    rows = list(zip(*(table[name].to_pylist() for name in key), strict=True))
     return all(before < after for before, after in itertools.pairwise(rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows import cli
+from flows.cli.commands import build_parser
 from fp8core.config.load import SHIPPED, load_config
 from fp8core.config.run import RunConfig
 
@@ -53,7 +53,7 @@ def test_the_commands_of_an_example_are_commands_of_ours(file):
     found = [each for each in COMMAND.findall((EXAMPLES / file).read_text()) if each[0] in ("run", "doctor")]
     assert found
     for command, arguments in found:
-        options = cli.build_parser().parse_args([command, *arguments.split()])
+        options = build_parser().parse_args([command, *arguments.split()])
         if command == "run":
             config_of(Path(options.config).name)
 

@@ -24,6 +24,20 @@ def test_a_short_command_imports_no_library_that_it_does_not_need(command, large
     assert found.stdout.strip() == "set()", found.stderr
 
 
+def test_a_check_of_stored_tables_imports_no_pandas(whole_run):
+    """It takes long, and pyarrow, which would import it in passing, makes nothing of Ctrl-C in it."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from fp8core.store.run_view import RunView\n"
+        "from fp8core.store.verify import verify\n"
+        "assert not list(verify(RunView.read(Path(sys.argv[1])), lambda more: None))\n"
+        "print('pandas' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(whole_run.folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "False"
+
+
 def test_garbage_is_looked_for_again_after_a_failed_import():
     def fail():
         with uncollected():

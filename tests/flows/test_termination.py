@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,55 @@ def test_an_error_of_another_cause_stays_one_and_an_ignored_ctrl_c_stays_ignored
         signal.raise_signal(signal.SIGINT)
         interrupt.check()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# As pyarrow makes of Ctrl-C in an import of pandas: nothing.
+LOST = """
+import signal, sys
+
+class Loses:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Loses())
+from flows.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "told"),
+    [
+        ("flows.cli.commands", ["config", "tiny"], "interrupted"),
+        ("pydantic", ["config", "tiny"], "interrupted"),
+        ("fp8core.alignment.bounds", ["config", "tiny"], "interrupted"),
+        ("flows.grpo", ["run", "tiny"], "interrupted before the run had begun"),
+    ],
+)
+def test_ctrl_c_in_an_import_is_not_lost(tmp_path: Path, module: str, words: list[str], told: str) -> None:
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    environment.pop("PREFECT_API_URL", None)
+    program = [sys.executable, "-c", LOST, module, *words]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, f"fp8-grpo: {told}\n")
+    assert "learning_rate" not in done.stdout
+
+
+def test_a_command_that_ctrl_c_was_lost_in_does_not_end_as_done(
+    ctrl_c: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loses(options: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("flows.cli.commands.refuse_other_files", loses)
+    assert cli.main(["config", "tiny"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "fp8-grpo: interrupted\n"
 
 
 # ---- a training ----
