@@ -83,16 +83,20 @@ def verify_run(options: argparse.Namespace) -> int:
         say(f"{name:<{_NAME_WIDTH}}{line}")
     for finding in findings:
         say(finding)
+    named = {reference.ref.uri: reference.ref.digest for reference in references(evidence)}
+    absent = {uri for uri in named if not (evidence.folder / uri).is_file()}
     counts = {
         "steps": len(evidence.steps),
-        "artifacts": len(references(evidence)),
+        "artifacts": len(named) - len(absent),
+        "removed": sum(named[uri] in evidence.deletions for uri in absent),
         "bytes": read,
         "seconds": time.perf_counter() - began,
         "errors": sum(finding.severity == "error" for finding in findings),
         "notes": sum(finding.severity == "note" for finding in findings),
     }
+    removed = ", {removed} removed" if counts["removed"] else ""
     say(
-        "verified: {steps} steps, {artifacts} artifacts, {bytes:,} bytes, {seconds:.1f} s; "
+        f"verified: {{steps}} steps, {{artifacts}} artifacts{removed}, {{bytes:,}} bytes, {{seconds:.1f}} s; "
         "errors: {errors}, notes: {notes}".format(**counts)
     )
     if options.json is not None:

@@ -80,6 +80,16 @@ def test_a_run_goes_on_from_what_was_kept(run, copy, launch, capsys):
     assert "steps kept:     0, 6" in capsys.readouterr().out
 
 
+def test_verify_counts_what_was_removed_apart(copy, capsys):
+    assert main(["gc", str(copy), "--yes", *NARROW]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(copy), "--tracking-uri", "none"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    there = len(files(copy / "artifacts"))
+    gone = sum(stone.kind != "checkpoint" for stone in read_deletions(copy).values())
+    assert f"{there} artifacts, {gone} removed, " in last, last
+
+
 def test_a_live_run_is_refused_by_its_process(copy, capsys):
     with RunDirectory.create_or_open(copy):
         assert main(["gc", str(copy), "--yes"]) == 2
