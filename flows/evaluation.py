@@ -13,7 +13,7 @@ from flows.environment import set_variables
 from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
-from fp8core.data.prompt import Problem, refuse_too_long
+from fp8core.data.prompt import Problem, refuse_unfit
 from fp8core.data.source import SUFFIXES, check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
@@ -121,7 +121,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
             check_references(found, verifier)
     positions = longest_row(config, model.arch)
     for problem in found:
-        refuse_too_long(problem, config, model.tokenizer, positions)
+        refuse_unfit(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
             check_openings(found, config, model.tokenizer, positions, pool)

@@ -83,7 +83,10 @@ def own_demonstrations(
     found = []
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
-        completion = [*tokenizer.encode(row.reference), tokenizer.end_id]
+        try:
+            completion = [*tokenizer.encode(row.reference), tokenizer.end_id]
+        except UserError as error:
+            raise UserError(f"{row.place}: {error}") from error
         if len(prompt) + len(completion) > max_positions:
             raise UserError(
                 f"{row.place}: prompt and completion have {len(prompt)} and {len(completion)} tokens, and the model "

@@ -125,10 +125,14 @@ def encode_prompt(
     A chat template writes its own special tokens; a plain prompt gets those of the tokenizer (Llama's BOS).
 
     Raises:
-        UserError: the prompt is empty, longer than allowed, or leaves no room for the completion.
+        UserError: the prompt is empty, longer than allowed, leaves no room for the completion, or has a character that
+            the tokenizer lacks.
     """
     text, chat = prompt_text(problem, config, tokenizer)
-    tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    try:
+        tokens = tokenizer.encode(text, add_special_tokens=not chat)
+    except UserError as error:
+        raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     refuse_length(problem, len(tokens), "tokens", config, max_positions)
     return text, tokens
 
@@ -146,13 +150,14 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
         )
 
 
-def refuse_too_long(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
-    """Raises UserError as `encode_prompt`, at the cost of encoding only where the text is long.
+def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
+    """Raises UserError as `encode_prompt`, at the cost of encoding only where the text may be refused.
 
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
     """
     text, _ = prompt_text(problem, config, tokenizer)
-    if len(text.encode()) + ADDED_TOKENS > longest_prompt(config, max_positions):
+    long = len(text.encode()) + ADDED_TOKENS > longest_prompt(config, max_positions)
+    if long or tokenizer.may_lack_characters:
         encode_prompt(problem, config, tokenizer, max_positions)
 
 

@@ -24,7 +24,7 @@ from fp8core.data.prompt import (
     is_heldout,
     problem,
     problems_digest,
-    refuse_too_long,
+    refuse_unfit,
     refuse_unread_turns,
 )
 from fp8core.errors import UserError, first_line
@@ -296,7 +296,7 @@ def check_problems(
     problems = list(source.to_check())
     check_references(problems, verifier)
     for row in problems:
-        refuse_too_long(row, config, tokenizer, max_positions)
+        refuse_unfit(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
 
 

@@ -157,6 +157,12 @@ class Tokenizer:
         return pieces
 
     @property
+    def may_lack_characters(self) -> bool:
+        """True if `encode` may refuse a text: there is a token for what is unknown, and bytes have none."""
+        model = self._backend.model
+        return getattr(model, "unk_token", None) is not None and not getattr(model, "byte_fallback", False)
+
+    @property
     def where(self) -> str:
         """Where it and its chat template come from, for messages."""
         return self._where

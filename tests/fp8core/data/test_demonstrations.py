@@ -8,6 +8,7 @@ from fp8core.data.demonstrations import own_batches, own_demonstrations
 from fp8core.data.prompt import encode_prompt
 from fp8core.data.source import read_jsonl
 from fp8core.errors import UserError
+from fp8core.models.tokenizer import character_tokenizer
 
 
 @pytest.fixture
@@ -57,6 +58,16 @@ def test_a_row_that_is_no_demonstration_is_refused_with_its_line(write, bpe_toke
     config = of(write(answer, **more))
     with pytest.raises(UserError, match=fault):
         own_demonstrations(config, config.warm_start, bpe_tokenizer, 512)
+
+
+def test_a_character_of_a_completion_without_a_token_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1=", "worked": "é"}\n')
+    config = of(path, steps=1)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"template": "{question}"})})
+    characters = character_tokenizer("0123456789+=", 32, "$")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the tokenizer has no token for 'é'"):
+        own_demonstrations(config, config.warm_start, characters, 512)
 
 
 @pytest.mark.slow

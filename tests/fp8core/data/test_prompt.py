@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers, processors
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import public_dump
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_too_long
+from fp8core.data.prompt import encode_prompt, generator, is_heldout, problem, refuse_unfit
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 
@@ -171,12 +171,18 @@ def test_a_prompt_that_was_read_is_named_with_its_place(characters):
         encode_prompt(asked, load_config("tiny", {"data.max_prompt_tokens": 5}), characters, 256)
 
 
+def test_a_short_prompt_with_a_character_that_has_no_token_is_refused_with_its_place(characters):
+    asked = problem("é*7-0=", "4", "rows.jsonl:2")
+    with pytest.raises(UserError, match=r"^rows\.jsonl:2: the tokenizer has no token for 'é'"):
+        refuse_unfit(asked, load_config("tiny"), characters, 256)
+
+
 @pytest.mark.parametrize("limit", [5, 6, 13, 14, 15])
 def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
     asked, config = problem("2*7-0=", "4"), load_config("tiny", {"data.max_prompt_tokens": limit})
     refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
     with refusal:
-        refuse_too_long(asked, config, characters, 256)
+        refuse_unfit(asked, config, characters, 256)
 
 
 def test_an_empty_prompt_is_refused(bpe_tokenizer):
