@@ -72,12 +72,15 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
     from fp8core.report.console import Console
     from fp8core.run.replay import RunSnapshot, replay
     from fp8core.store.run_directory import RunDirectory
+    from fp8core.store.run_view import RunView
 
     folder = find_run(options.run)
     admit_code(folder, options.overrides, Path.cwd(), trust=options.trust)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder, description_of(folder))
+        if original.ledger.last_step() is None:
+            RunView.read(folder).refuse_cut()
         steps = _range(options, original.ledger.last_step())
         original.refuse_unknown(steps[0])
         set_engine_variables(original.config(steps[0], options.overrides))

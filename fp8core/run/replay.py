@@ -38,6 +38,8 @@ from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
+from fp8core.store.run_view import RunView
+from fp8core.store.run_view import read_manifest as checked_manifest
 from fp8core.training.trainer import UpdateError
 
 
@@ -77,10 +79,11 @@ class RunSnapshot:
         return changed.model_copy(update={"steps": record.steps, "replay": replay})
 
     def refuse_unknown(self, step: int) -> None:
-        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out."""
+        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out, or was cut off."""
         committed = self.ledger.steps()
         self.ledger.refuse_gap(START, max(committed, default=START - 1))
         if step not in committed:
+            RunView.read(self.folder).refuse_cut()
             known = f"steps 0 to {max(committed)} are" if committed else "no step is"
             raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
 
@@ -250,6 +253,7 @@ def replay(
     """
     for step in steps:
         original.refuse_unknown(step)
+    note_damaged_manifests(original, steps, console)
     own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
     if rerun_environments and changed.environment is None:
         raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
@@ -269,6 +273,17 @@ def replay(
         finally:
             if repaired is not None:
                 put_back(repaired, folder, steps, console)
+
+
+def note_damaged_manifests(original: RunSnapshot, steps: range, console: Console) -> None:
+    """Name the manifests that a replay does not use, since their copies are undamaged."""
+    commits = RunView.read(original.folder).steps
+    for step in steps:
+        commit = commits[step]
+        for finding in checked_manifest(original.folder, commit)[1]:
+            console.note(f"{finding.place}: {finding.problem}; its copy in artifacts/ is used")
+        if (damage := original.store.damage(commit.entry.manifest)) is not None:
+            console.note(f"{commit.entry.manifest.uri}: {damage}; its copy {commit.place} is used")
 
 
 def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:

@@ -175,6 +175,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
             raise StoredFileError(f"{run.folder}/{LEDGER} cannot be compared: {run.gap}")
     common = [step for step in ours.steps if step in theirs.steps]
     if not common:
+        for view in (ours, theirs):
+            view.refuse_cut()
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
     settings = _settings(ours, theirs)
     configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]

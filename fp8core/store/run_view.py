@@ -7,7 +7,7 @@ comes from: its configuration, and the code, libraries and machines that made ea
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -171,6 +171,33 @@ class RunView:
         missing = next((index for index in range(len(self.steps)) if index not in self.steps), None)
         return None if missing is None else f"step {max(self.steps)} is committed, but step {missing} is not"
 
+    def cut_end(self) -> Iterator[Finding]:
+        """The folder holds no step after the last line of the ledger, but for the one that a kill kept from its line.
+
+        A manifest, and its signature, are written when every task of the step has its line, a checkpoint when the step
+        has.
+        """
+        if any(problem.place == LEDGER for problem in self.problems):
+            return  # It cannot be read, which is said.
+        last = max(self.steps, default=START - 1)
+        begun = {entry.task for _, entry in self.entries if isinstance(entry, TaskEntry) and entry.step == last + 1}
+        later = defaultdict(list)
+        for place, step in self.written.items():
+            if step > last and not (
+                step == last + 1 and place.startswith("manifests/") and _is_finished(self, step, begun)
+            ):
+                later[step].append(place)
+        if later:
+            ends = "holds no finished step" if last < START else f"ends with step {last}"
+            places = ", ".join(later[min(later)])
+            problem = f"{ends}, but there are files of steps {spans(later)} ({places}): its end was cut off"
+            yield Finding("error", LEDGER, problem)
+
+    def refuse_cut(self) -> None:
+        """Raises StoredFileError: the end of the ledger was cut off."""
+        for cut in self.cut_end():
+            raise StoredFileError(f"{self.folder / cut.place}: {cut.problem}")
+
 
 def read_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
     """The manifest of a step from its artifact or from manifests/, whichever has the digest of the ledger.
@@ -209,6 +236,16 @@ def spans(steps: Iterable[int]) -> str:
         else:
             parts.append([step])
     return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
+    """True if all tasks of a manifest that no line names are in the ledger."""
+    file = view.folder / f"manifests/{step:05d}.json"
+    try:
+        record = parse_model(read_stored(file), StepManifest, file).record
+    except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
+        return False
+    return record.outputs.keys() <= begun
 
 
 def _written(folder: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ found by what lies outside of it. This is a head that the reader noted, signatur
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import content_differences
-from fp8core.store.durable import Report, file_digest, folder_digest, read_stored
-from fp8core.store.json_text import parse_model, shown, value_differences
+from fp8core.store.durable import Report, file_digest, folder_digest
+from fp8core.store.json_text import shown, value_differences
 from fp8core.store.kinds import wrong_kinds
 from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import (
@@ -65,7 +65,7 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
     yield from view.problems
     yield from _beginning(view)
     yield from _order(view)
-    yield from _end(view)
+    yield from view.cut_end()
     yield from _manifests(view, watch)
     yield from _kinds(view)
     yield from _artifacts(view, report)
@@ -108,38 +108,6 @@ def _beginning(view: RunView) -> Iterator[Finding]:
         if isinstance(segment, SegmentEntry) and segment.code_version != begun:
             problem = f"the run was begun by code {shown(segment.code_version)}, run.json says {shown(begun)}"
             yield Finding("error", f"{LEDGER}:{line}", problem)
-
-
-def _end(view: RunView) -> Iterator[Finding]:
-    """The folder holds no step after the last line of the ledger, but for the one that a kill kept from its line.
-
-    A manifest, and its signature, are written when every task of the step has its line, a checkpoint when the step has.
-    """
-    if any(problem.place == LEDGER for problem in view.problems):
-        return  # It cannot be read, which is said.
-    last = max(view.steps, default=START - 1)
-    begun = {entry.task for _, entry in view.entries if isinstance(entry, TaskEntry) and entry.step == last + 1}
-    later = defaultdict(list)
-    for place, step in view.written.items():
-        if step > last and not (
-            step == last + 1 and place.startswith("manifests/") and _is_finished(view, step, begun)
-        ):
-            later[step].append(place)
-    if later:
-        ends = "holds no finished step" if last < START else f"ends with step {last}"
-        places = ", ".join(later[min(later)])
-        problem = f"{ends}, but there are files of steps {spans(later)} ({places}): its end was cut off"
-        yield Finding("error", LEDGER, problem)
-
-
-def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
-    """True if all tasks of a manifest that no line names are in the ledger."""
-    file = view.folder / f"manifests/{step:05d}.json"
-    try:
-        record = parse_model(read_stored(file), StepManifest, file).record
-    except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
-        return False
-    return record.outputs.keys() <= begun
 
 
 def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import torch
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.steps import StepConfig
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.diff import (
     CAUSES,
@@ -371,6 +371,10 @@ def test_a_manifest_that_cannot_be_read_is_a_refusal(small_run: Path, copy: Path
 
 def test_runs_without_a_common_step_are_a_refusal(small_run: Path, copy: Path) -> None:
     (copy / LEDGER).write_text("")
+    with pytest.raises(StoredFileError, match=r"ledger\.jsonl: holds no finished step, .*: its end was cut off"):
+        compared(small_run, copy)
+    for folder in ("manifests", "checkpoints"):
+        shutil.rmtree(copy / folder)
     with pytest.raises(UserError, match="no step is committed in both"):
         compared(small_run, copy)
 
