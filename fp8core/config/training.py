@@ -213,8 +213,10 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _preset_is_named(self) -> "CorrectionConfig":
-        if (self.method == "preset") != (self.preset is not None):
-            raise ValueError("method=preset and a preset name go together")
+        if self.method == "preset" and self.preset is None:
+            raise ValueError("method=preset needs the name of one: set correction.preset")
+        if self.method != "preset" and self.preset is not None:
+            raise ValueError(f"correction.preset={self.preset} needs correction.method=preset, not {self.method}")
         return self
 
     @model_validator(mode="after")

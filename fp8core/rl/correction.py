@@ -69,6 +69,7 @@ import torch
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent, k1, k2, k3
+from fp8core.config.section import suggestion
 from fp8core.errors import UserError
 from fp8core.rl.losses import Denominator
 
@@ -122,9 +123,11 @@ class Weighting:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise UserError(f"importance weight level {self.level!r} is not one of {', '.join(LEVELS)}")
+            raise UserError(f"correction.weighting.level: no level {self.level!r}; {suggestion(self.level, LEVELS)}")
         if self.action not in ACTIONS:
-            raise UserError(f"importance weight action {self.action!r} is not one of {', '.join(ACTIONS)}")
+            raise UserError(
+                f"correction.weighting.action: no action {self.action!r}; {suggestion(self.action, ACTIONS)}"
+            )
         if not 0 <= self.low <= self.high or self.high == 0:
             raise UserError(f"importance weight bounds low={self.low}, high={self.high}: 0 <= low <= high, high > 0")
 
@@ -171,7 +174,7 @@ class Filter:
 
     def __post_init__(self) -> None:
         if self.name not in FILTERS:
-            raise UserError(f"rejection filter {self.name!r} is not one of {', '.join(FILTERS)}")
+            raise UserError(f"correction.filters: no filter {self.name!r}; {suggestion(self.name, FILTERS)}")
         if self.clamp not in ("token", "row") or (self.clamp == "row" and not self.bounds_ratio):
             raise UserError(f"rejection filter {self.name}: clamp={self.clamp!r} must be token, or row for k1")
         if not 0 < self.high < math.inf or not 0 <= self.low <= self.high:

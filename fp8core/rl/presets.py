@@ -9,6 +9,7 @@ Golden vectors of every preset are in the tests: weights and mask for d = [0.1, 
 from dataclasses import dataclass
 from typing import Literal
 
+from fp8core.config.section import suggestion
 from fp8core.errors import UserError
 from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting
 
@@ -183,7 +184,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; UserError lists the names when there is none."""
+    """The preset of that name; UserError names the one that was meant, or all."""
     if name not in PRESETS:
-        raise UserError(f"correction preset {name!r} is not one of {', '.join(PRESETS)}")
+        raise UserError(f"correction.preset: no preset {name!r}; {suggestion(name, PRESETS)}")
     return PRESETS[name]

@@ -118,8 +118,8 @@ def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"level": "word", "action": "keep"}, "level 'word' is not one of none, token"),
-        ({"level": "token", "action": "drop"}, "action 'drop' is not one of keep"),
+        ({"level": "word", "action": "keep"}, "correction.weighting.level: no level 'word'; known here: none, token"),
+        ({"level": "token", "action": "drop"}, "correction.weighting.action: no action 'drop'; known here: keep"),
         ({"level": "token", "action": "clip", "low": 3.0, "high": 2.0}, "low=3.0, high=2.0"),
         ({"level": "token", "action": "truncate", "high": math.nan}, "high=nan"),
     ],
@@ -224,7 +224,10 @@ def test_the_largest_k2_is_that_of_the_clamped_exponent():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "seq_max_k1", "low": 0.5, "high": 2}, "'seq_max_k1' is not one of token_k1"),
+        (
+            {"name": "seq_max_k1", "low": 0.5, "high": 2},
+            "correction.filters: no filter 'seq_max_k1'; did you mean seq_max_k",
+        ),
         ({"name": "token_k1", "low": 2.0, "high": 0.5}, "low=2.0, high=0.5"),
         ({"name": "token_k1", "high": 2.0}, "needs a band"),
         ({"name": "token_k2", "high": -1.0}, "high=-1.0"),

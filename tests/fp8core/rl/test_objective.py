@@ -395,7 +395,7 @@ def test_unknown_names_are_the_user_s_mistake():
     unknown = CorrectionConfig(method="custom", filters=[FilterConfig(name="seq_best_k9", high=1.0)])
     with pytest.raises(UserError, match="seq_best_k9"):
         Objective(LossConfig(), unknown)
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="set correction"):
         CorrectionConfig(method="preset")
 
 

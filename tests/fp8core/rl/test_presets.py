@@ -97,5 +97,7 @@ def test_bypass_clip_carries_no_weight():
 
 
 def test_unknown_presets_are_refused_with_the_names():
-    with pytest.raises(UserError, match="'verl/tis' is not one of none, verl/token_is"):
-        preset("verl/tis")
+    with pytest.raises(UserError, match=r"^correction\.preset: no preset 'verl/geo_sr'; did you mean verl/geo_rs\?"):
+        preset("verl/geo_sr")
+    with pytest.raises(UserError, match="known here: none, verl/token_is, "):
+        preset("x")
