@@ -214,7 +214,8 @@ def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
         return without_adapters(load_config(asked.config, settings))
     if _is_checkpoint(asked.target):
         raise UserError(
-            f"{asked.target}: is a checkpoint; name the configuration to evaluate it with: a shipped one or a file"
+            f"{asked.target}: is a checkpoint; name the configuration to evaluate it with by --config: a shipped one "
+            "or a file"
         )
     return without_adapters(reload_own(description_of(find_run(asked.target)), settings))
 
@@ -233,7 +234,9 @@ def _given(asked: EvaluationRequest) -> dict[str, Any]:
 def _counted(asked: EvaluationRequest) -> list[int]:
     k = sorted({1, asked.samples} if asked.k is None else set(asked.k))
     if k[-1] > asked.samples:
-        raise UserError(f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}")
+        raise UserError(
+            f"k={k[-1]} needs as many samples of a prompt, but samples={asked.samples}; give --samples {k[-1]}"
+        )
     return k
 
 

@@ -10,6 +10,7 @@ these, not the others. Outputs are written aside and renamed (`store.durable`).
 Commands check their outputs before any work, so this module imports nothing large.
 """
 
+import errno
 import json
 import os
 import re
@@ -151,8 +152,11 @@ class Output:
         if self.target.is_symlink():
             raise UserError(f"{self.named}: is a symbolic link; name the file itself")
         folder = self.target.parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        if not folder.is_dir():
             raise UserError(f"{self.named}: cannot be written; name a file in a folder that exists")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            reason = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+            raise UserError(f"{self.named}: cannot be written: {os.strerror(reason)}; name a file in another folder")
         if self.target.exists() and not self.target.is_file():
             found = _KINDS[stat.S_IFMT(self.target.stat().st_mode)]
             raise UserError(f"{self.named}: cannot be written, because it is {found}; name a file")

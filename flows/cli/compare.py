@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
+from fp8core.errors import UserError
 from fp8core.user_files import json_output
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _WHY = {"steps": " (the last step of a run always evaluates)"}
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("compare", help="name the first difference between two runs")
-    parser.add_argument("runs", metavar="RUN", nargs=2, help="two runs (names or folders)")
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="two runs (names or folders)")
     add_output(parser, "--json", json_output("equal", "configuration"), "write the comparison as JSON")
     add_force(parser)
     parser.set_defaults(command=compare_runs)
@@ -29,6 +30,8 @@ def compare_runs(options: argparse.Namespace) -> int:
     from fp8core.store.diff import compare
     from fp8core.store.run_view import RunView
 
+    if len(options.runs) != 2:
+        raise UserError(f"compare: it compares two runs, and {len(options.runs)} were given")
     found = compare(*(RunView.read(find_run(run)) for run in options.runs))
     say(comparison_text(found))
     if options.json is not None:

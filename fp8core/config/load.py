@@ -233,7 +233,7 @@ def _shape(value: Any) -> str:
 def _locate(name_or_path: str) -> Path:
     if not_unicode(name_or_path) is not None:
         raise UserError(f"configuration {name_or_path!a}: the name is not valid text")
-    bare = re.fullmatch(BARE_NAME, name_or_path)
+    bare = not name_or_path or re.fullmatch(BARE_NAME, name_or_path)
     path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
     # Something else than a file is named by what reads it.
     if path.is_file() or (not bare and path.exists()):
@@ -241,7 +241,8 @@ def _locate(name_or_path: str) -> Path:
     kind = "shipped configuration" if bare else "file"
     meant = get_close_matches(Path(name_or_path).stem, shipped_names(), n=1)
     hint = f"did you mean {meant[0]}?" if meant else f"shipped: {', '.join(shipped_names())}"
-    raise UserError(f"configuration {name_or_path}: there is no such {kind}; {hint}")
+    shown = name_or_path or repr(name_or_path)
+    raise UserError(f"configuration {shown}: there is no such {kind}; {hint}")
 
 
 def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:

@@ -103,7 +103,10 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        raise UserError(f"{place}: {_unquoted(error.problem or 'not valid YAML')}") from None
+        # PyYAML calls it a character.
+        tab = mark is not None and text[mark.index : mark.index + 1] == "\t"
+        problem = "a tab; YAML is indented by spaces" if tab else _unquoted(error.problem or "not valid YAML")
+        raise UserError(f"{place}: {problem}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
 

@@ -156,7 +156,10 @@ def check_engine(config: RunConfig, node: Node) -> None:
         trainer.check_machine(config, node)
     except UserError as error:
         if node.gpus == 0 and trainer.needs_gpu(config):
-            raise UserError(f"{config.name} trains on a GPU, and there is none: {error}") from error
+            raise UserError(
+                f"{config.name} trains on a GPU, and there is none: {error}; FP8 takes a Hopper GPU, and the "
+                "configuration tiny runs on a CPU"
+            ) from error
         raise
     refuse(engine_entry(config).check(config, node))
 
@@ -385,5 +388,8 @@ def _from_checkpoint(config: RunConfig, model: str) -> FoundModel:
             "warm_start.demonstrations to a file of your own, or warm_start to null"
         )
     resolved = resolve_model(model, config.revision)
-    checkpoint = find_checkpoint(Path(resolved.folder))
+    folder = Path(resolved.folder)
+    if not (folder / "config.json").exists():
+        raise UserError(f"model: {folder} holds no checkpoint (no config.json)")
+    checkpoint = find_checkpoint(folder)
     return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)

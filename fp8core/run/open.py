@@ -305,6 +305,8 @@ def _refuse_other(
         over = "training.learning_rate_schedule.over_steps: "
         keep = f"; to keep it: {resume_command(config, name)} --set steps={config.steps}"
         hint = keep if len(differing) == 1 and differing[0].startswith(over) else ""
+        if not all(each.startswith(("steps: ", over)) for each in differing):
+            hint = "; begin another one for that: fp8-grpo run ... --set run=NAME"
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)

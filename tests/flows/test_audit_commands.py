@@ -1,8 +1,10 @@
 """`fp8-grpo verify` and `fp8-grpo compare` on runs of the flow: what they print, write and exit with."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,22 @@ def test_a_file_that_cannot_be_written_is_refused_first(run, tmp_path, capsys):
         assert main([*command, "--json", str(tmp_path / "absent" / "v.json")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith("absent/v.json: cannot be written; name a file in a folder that exists")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_compare_takes_two_runs(run, capsys, count):
+    assert main(["compare", *[str(run.folder)] * count]) == 2
+    assert capsys.readouterr().err == f"fp8-grpo: compare: it compares two runs, and {count} were given\n"
+
+
+@pytest.mark.parametrize(("flag", "reason"), [(0, "Permission denied"), (os.ST_RDONLY, "Read-only file system")])
+def test_a_folder_that_nobody_may_write_to_is_named_with_the_reason(run, tmp_path, capsys, monkeypatch, flag, reason):
+    """Not by modes: they stop nobody who runs the tests as root."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flag))
+    assert main(["verify", str(run.folder), "--json", str(tmp_path / "v.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"v.json: cannot be written: {reason}; name a file in another folder")
 
 
 def test_compare_says_that_a_continued_copy_is_equal(run, copy, capsys):

@@ -261,10 +261,16 @@ def test_a_broken_checkpoint_is_refused_before_its_evaluation_starts_a_server(re
     assert f"{tmp_path}/config.json: architectures: " in said
 
 
+def test_a_folder_without_a_checkpoint_is_named_with_its_setting(refused, tmp_path):
+    said = refused("run", "gsm8k", *flags(f"model={tmp_path}", "training.device=cpu", "rollout.engine=embedded"))
+    assert said.endswith(f"model: {tmp_path} holds no checkpoint (no config.json)")
+
+
 def test_an_unknown_configuration_lists_those_that_exist(refused):
     assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "zzz"))
     assert refused("run", "tinny").endswith("there is no such shipped configuration; did you mean tiny?")
     assert "there is no such file" in refused("graph", "tinny.yaml")
+    assert "configuration '': there is no such shipped configuration; shipped: " in refused("config", "")
     assert refused("run", ".").endswith(".: is a folder; only regular files are read")
     assert refused("run", "/dev/null").endswith("/dev/null: is a device; only regular files are read")
 

@@ -202,7 +202,7 @@ def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, c
     [
         (["no-such-run"], "no-such-run: no run"),
         (["{run}", "--step", "9"], "step 9 is not committed; steps 0 to 3 are"),
-        (["{run}", "--k", "2"], "k=2 needs as many samples of a prompt, but samples=1"),
+        (["{run}", "--k", "2"], "k=2 needs as many samples of a prompt, but samples=1; give --samples 2\n"),
         (["{run}", "--samples", "2", "--temperature", "0"], "temperature=0 is greedy"),
         (["{run}", "--precision", "fp8", "--precision", "fp8"], "precisions: fp8, fp8 names one twice"),
         (["{run}", "--set", "rollout.groups=1"], "rollout.groups: unknown key"),
@@ -214,7 +214,7 @@ def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, c
         (["{run}", "--step", "1", "--set", "reward.verifier=integer"], "reward.verifier=integer: the reference of "),
         (["{run}", "--set", "rollout.engine=sglang"], "rollout.engine=sglang"),
         (["{run}", "--set", "rollout.stop_strings=[Q]"], "rollout.stop_strings: the tokenizer has no token for 'Q'"),
-        (["{policy}"], "is a checkpoint; name the configuration to evaluate it with"),
+        (["{policy}"], "is a checkpoint; name the configuration to evaluate it with by --config: "),
         (["{policy}", "--config", "tiny", "--step", "1"], "is a checkpoint, which has no steps"),
         (["{policy}", "--config", "none"], "configuration none: there is no such shipped configuration"),
     ],

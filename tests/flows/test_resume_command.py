@@ -219,10 +219,13 @@ def test_other_code_names_both(moved: Path, refused: Callable[..., str]) -> None
     assert f"(fp8-grpo resume {moved} --new-code)" in line
 
 
+ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("seed=4", "run renamed exists with another configuration: seed: 0 -> 4"),
+        ("seed=4", "run renamed exists with another configuration: seed: 0 -> 4; " + ANOTHER),
         (
             "steps=1",
             "run renamed exists with another configuration: steps: 2 -> 1 (a run may get more steps, not fewer)",

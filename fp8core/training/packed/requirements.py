@@ -54,7 +54,7 @@ def check_contract_fits(contract: PrecisionContract, device: str, platform: str)
     """
     training = contract.training
     if device == "cuda" and platform == "cpu":
-        raise UserError("training.device=cuda: torch sees no GPU; set it to cpu")
+        raise UserError("training.device=cuda: torch sees no GPU")
     if training.linear == "fp32":
         raise UserError(f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block")
     if training.backward_format != training.linear:

@@ -252,7 +252,7 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
         ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
         ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
         ("base: [a]\n", "mine.yaml:1: base: must be one file"),
-        ("base: tiny\n\tseed: 1\n", "mine.yaml:2:1: found character that cannot start any token"),
+        ("base: tiny\n\tseed: 1\n", "mine.yaml:2:1: a tab; YAML is indented by spaces"),
         ("base: mine.yaml\n", "mine.yaml:1: base: mine.yaml -> mine.yaml is a cycle"),
         ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
         ("", "mine.yaml: must hold a mapping of keys, not nothing"),

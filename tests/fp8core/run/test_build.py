@@ -240,7 +240,10 @@ HOPPER = Node("sm_90", 8, ("NVIDIA H200", 143_771 << 20), 1 << 41, {"vllm": "0.2
     ("node", "complaint"),
     [
         (HOPPER, None),
-        (replace(HOPPER, platform="cpu", gpus=0, gpu=None), "h200-small trains on a GPU, and there is none"),
+        (
+            replace(HOPPER, platform="cpu", gpus=0, gpu=None),
+            "h200-small trains on a GPU, .* tiny runs on a CPU",
+        ),
         (replace(HOPPER, packages={}), "rollout.engine=vllm: vLLM is not installed"),
         (replace(HOPPER, packages={"vllm": "0.20.0"}), "rollout.engine=vllm: vllm 0.20.0 is installed"),
         (replace(HOPPER, gpu=("NVIDIA H200", 4 << 30)), "memory: generating on NVIDIA H200 needs .* there are 4.0"),

@@ -16,7 +16,7 @@ def contract(training=(), **shared) -> PrecisionContract:
 @pytest.mark.parametrize(
     ("refused", "platform", "reason"),
     [
-        (contract(), "cpu", "torch sees no GPU; set it to cpu"),
+        (contract(), "cpu", "torch sees no GPU"),
         (contract({"linear": "fp32", "kv_cache": "fp32"}), "sm_90", "linear=fp32: set it to bf16 or fp8_block"),
         (contract({"backward": "bf16"}), "sm_90", "backward=bf16: its backward has the format of the forward"),
         (contract(rounding_points="fused"), "sm_90", "rounding_points=fused.*set it to stepwise or kernels"),
