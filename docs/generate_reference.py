@@ -131,20 +131,24 @@ def measured_steps() -> dict[Path, str]:
 
 
 def config_tables(schema: Schema) -> str:
-    """A table for each section, in the order of the schema."""
-    parts = []
-    for name, section in _sections(schema, schema["$defs"], "", ()):
-        required = section.get("required", ())
-        rows = [
-            _setting(key, value, key in required)
-            for key, value in section["properties"].items()
-            if not _section_of(value, schema)
-        ]
-        if rows:
-            title = f"## `{name}`" if name else "## Top level"
-            header = "| setting | value | default | meaning |\n| --- | --- | --- | --- |"
-            parts.append("\n".join([title, "", header, *rows, ""]))
-    return "\n".join(parts)
+    """A table for each section, in the order of the schema, and then for each type that these tables name."""
+    sections = _sections(schema, schema["$defs"], "", ())
+    parts = [_settings(f"## `{name}`" if name else "## Top level", section, schema) for name, section in sections]
+    tables = "\n".join(filter(None, parts))
+    types = {name: each for name, each in schema["$defs"].items() if "properties" in each and f"`{name}`" in tables}
+    return "\n".join([tables, *(_settings(f"## Values: `{name}`", each, schema) for name, each in types.items())])
+
+
+def _settings(title: str, section: Schema, schema: Schema) -> str:
+    """The table of a section without those inside it; empty where it has nothing else."""
+    required = section.get("required", ())
+    rows = [
+        _setting(key, value, key in required)
+        for key, value in section["properties"].items()
+        if not _section_of(value, schema)
+    ]
+    header = "| setting | value | default | meaning |\n| --- | --- | --- | --- |"
+    return "\n".join([title, "", header, *rows, ""]) if rows else ""
 
 
 def _sections(section: Schema, definitions: Schema, name: str, above: Sequence[str]) -> Iterator[tuple[str, Schema]]:

@@ -18,7 +18,7 @@ _QUESTION = "{question}"
 class ChainTaskConfig(Section):
     """The generated task: `2*7*6+0+9=`, evaluated left to right, by default modulo 10."""
 
-    min_operands: int = Field(5, ge=2, le=64)
+    min_operands: int = Field(5, ge=2, le=64, description="Fewest numbers in a chain.")
     max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
     modulus: Literal[10, 100, 1000] = Field(
         10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
@@ -56,8 +56,8 @@ class DataConfig(Section):
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset.")
     revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
-    question_field: str = Field("question", min_length=1)
-    answer_field: str = Field("answer", min_length=1)
+    question_field: str = Field("question", min_length=1, description="Field of a row that holds the question.")
+    answer_field: str = Field("answer", min_length=1, description="Field of a row that holds the reference answer.")
     messages_field: str | None = Field(
         None,
         min_length=1,

@@ -105,8 +105,8 @@ class LossConfig(Section):
         json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_LOSSES)}|.+:[A-Za-z_]\w*)$"},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Hyperparameters of your function.")
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0, le=10)
+    clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, le=10, description="The ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
         "token-mean", description="From per-token terms to the loss, by the names of verl (fp8core/rl/losses.py)."

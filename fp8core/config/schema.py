@@ -33,8 +33,8 @@ _EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
 _INSERTION = {
     "type": "object",
     "properties": {
-        "after": {"type": "string"},
-        "before": {"type": "string"},
+        "after": {"description": "Name of the step that the new one comes after.", "type": "string"},
+        "before": {"description": "Name of the step that the new one comes before; or `after`.", "type": "string"},
         "step": {"$ref": "#/$defs/StepConfig"},
     },
     "required": ["step"],
@@ -51,7 +51,9 @@ def file_schema() -> dict[str, Any]:
     pipeline = definitions["PipelineConfig"]
     # A mapping over the list of steps below merges into the steps of those names.
     by_name = {"type": "object", "additionalProperties": {"$ref": "#/$defs/ChangedStep"}}
-    pipeline["properties"]["steps"] = {"anyOf": [pipeline["properties"]["steps"], by_name]}
+    steps = pipeline["properties"]["steps"]
+    described = {"description": steps.pop("description")}
+    pipeline["properties"]["steps"] = {**described, "anyOf": [steps, by_name]}
     pipeline["properties"] |= _EDIT_SCHEMAS
     definitions |= {"ChangedStep": {**changed, "title": "ChangedStep"}, "Insertion": _INSERTION}
     for layered in (schema, pipeline):

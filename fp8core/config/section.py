@@ -184,8 +184,8 @@ class ClusterConfig(Section):
 class Limit(Section):
     """A bound, and why it is where it is; the report shows both."""
 
-    limit: float
-    reason: str = Field(min_length=1)
+    limit: float = Field(description="The bound itself.")
+    reason: str = Field(min_length=1, description="Why it is there, for the report.")
 
 
 class ParityConfig(Section):

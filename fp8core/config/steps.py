@@ -25,7 +25,9 @@ from fp8core.errors import UserError, described_error
 class StepConfig(Section):
     """One step of the iteration."""
 
-    name: str = Field(min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = Field(
+        min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step in the pipeline."
+    )
     uses: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path of the step: `tasks.rollout:rollout`."
     )
@@ -90,7 +92,7 @@ class PipelineConfig(Section):
         description="Share of the completions, drawn from the seed, whose log-probs are computed again with the "
         "weights of the version that wrote each token.",
     )
-    steps: list[StepConfig] = Field(min_length=1)
+    steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
     carries: dict[str, str] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
         description="Artifact at the start of an iteration -> artifact that replaces it at the end.",

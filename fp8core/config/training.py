@@ -12,7 +12,7 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 class LoraConfig(Section):
     """Adapters of linears that learn instead of the whole model. Engines get the merged weights."""
 
-    rank: int = Field(16, ge=1, le=1024)
+    rank: int = Field(16, ge=1, le=1024, description="Inner width of an adapter.")
     alpha: float = Field(32.0, gt=0, le=65536, description="An adapter's product is multiplied by alpha / rank.")
     targets: list[LoraTarget] = Field(
         default_factory=lambda: list(get_args(LoraTarget)),
@@ -89,13 +89,13 @@ class TrainingConfig(Section):
         description="Torch trainer for packed sequences, with Hopper's kernels or, on a CPU, their references; false "
         "is the exact trainer that the embedded engine equals. null packs on a GPU.",
     )
-    learning_rate: float = Field(1e-4, gt=0, le=1)
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="Of AdamW, at its highest.")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
     learning_rate_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0, le=1)
-    max_grad_norm: float = Field(1.0, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
+    weight_decay: float = Field(0.0, ge=0, le=1, description="Of AdamW, decoupled from the gradient.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients of a larger norm are scaled down to it.")
     minibatches: int = Field(
         1, ge=1, le=1024, description="Optimiser updates per rollout batch, at most one for each row in the loss."
     )
@@ -151,18 +151,25 @@ class TrainingConfig(Section):
 class WeightingConfig(Section):
     """Importance weights (fp8core/rl/correction.py)."""
 
-    level: Literal["none", "token", "sequence", "geometric"] = "token"
-    action: Literal["keep", "truncate", "clip", "band", "mask"] = "truncate"
-    low: float = Field(0.0, ge=0, le=1e6)
-    high: float = Field(2.0, gt=0, le=1e6)
+    level: Literal["none", "token", "sequence", "geometric"] = Field(
+        "token",
+        description="What has one weight: none, each token, or each row, by the product of its ratios or their mean.",
+    )
+    action: Literal["keep", "truncate", "clip", "band", "mask"] = Field(
+        "truncate",
+        description="truncate lowers weights to `high`, clip also raises them to `low`; band gives those outside "
+        "weight 0, mask takes their tokens out of the loss, and keep leaves all.",
+    )
+    low: float = Field(0.0, ge=0, le=1e6, description="Lower bound of a weight.")
+    high: float = Field(2.0, gt=0, le=1e6, description="Upper bound of a weight.")
 
 
 class FilterConfig(Section):
     """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
 
-    name: str = Field(description="token_k1, seq_mean_k3, seq_max_k2, ...")
-    low: float = Field(0.0, ge=0, le=1e6)
-    high: float = Field(gt=0, le=1e6)
+    name: str = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
+    low: float = Field(0.0, ge=0, le=1e6, description="Of k1: least rho.")
+    high: float = Field(gt=0, le=1e6, description="Of k1: largest rho; of k2 and k3: largest divergence.")
     clamp: Literal["token", "row"] = Field(
         "token", description="What is clamped to +-20: each token's difference (verl), or for k1 the row's (SkyRL)."
     )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +47,15 @@ def test_the_schema_file_of_the_manifest_carries_its_version(generator) -> None:
     version = StepManifest.model_fields["schema_version"].default
     schema = json.loads((DOCS / "schemas" / f"manifest-{version}.json").read_text())
     assert schema["properties"]["schema_version"]["const"] == version
+
+
+def test_every_setting_has_a_meaning_and_every_type_a_table() -> None:
+    page = (DOCS / "reference" / "config.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.endswith("|  |")] == []
+    types = {name for row in rows for name in re.findall(r"`([A-Z][A-Za-z]+)`", row.split("|")[2])}
+    assert types >= {"FilterConfig", "Limit"}
+    assert {name for name in types if f"## Values: `{name}`" not in page} == set()
 
 
 def test_a_field_without_a_meaning_is_refused(generator) -> None:
