@@ -40,13 +40,16 @@ def resolve_model(
         key: The setting that names it, for errors.
 
     Raises:
-        UserError: no such folder, no such model or revision, or neither network nor a cached copy.
+        UserError: no such folder, or none of a checkpoint; no such model or revision; or neither network nor a cached
+            copy.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
             setting = f"{key.rpartition('.')[0]}.revision".removeprefix(".")
             raise UserError(f"{setting}={revision} applies to hub ids, but {key}={model} is a folder")
+        if not (folder / "config.json").exists():
+            raise UserError(f"{key}={model}: the folder holds no checkpoint (no config.json)")
         return ResolvedModel(folder, None)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
         raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME")

@@ -388,8 +388,5 @@ def _from_checkpoint(config: RunConfig, model: str) -> FoundModel:
             "warm_start.demonstrations to a file of your own, or warm_start to null"
         )
     resolved = resolve_model(model, config.revision)
-    folder = Path(resolved.folder)
-    if not (folder / "config.json").exists():
-        raise UserError(f"model: {folder} holds no checkpoint (no config.json)")
-    checkpoint = find_checkpoint(folder)
+    checkpoint = find_checkpoint(Path(resolved.folder))
     return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, resolved.revision)
