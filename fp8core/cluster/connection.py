@@ -77,7 +77,7 @@ class HeadWatch:
         self._looked = time.monotonic()
 
     def silence(self) -> OSError | None:
-        """Why a connection fails now, if it does."""
+        """The error of a connection now; None where the head answers."""
         try:
             socket.create_connection(self._place, _HEAD_CONNECT_SECONDS).close()
         except OSError as error:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8core.config.section import Section
+from fp8core.config.section import Section, UserSource
 
 # A word in braces is a field in Python's formats; but not in two pairs of them.
 _PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(?!\})")
@@ -47,7 +47,7 @@ class ChainTaskConfig(Section):
 class DataConfig(Section):
     """Where prompts come from."""
 
-    source: str = Field(
+    source: UserSource = Field(
         "chain",
         min_length=1,
         description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",

@@ -15,7 +15,7 @@ from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
-from fp8core.config.section import ClusterConfig, ParityConfig, Section
+from fp8core.config.section import ClusterConfig, ParityConfig, Section, UserPath, UserSource
 from fp8core.config.steps import PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
@@ -74,7 +74,7 @@ class ArchitectureConfig(Section):
 class WarmStartConfig(Section):
     """Supervised warm start before GRPO, on demonstrations of the chain task or of your own."""
 
-    demonstrations: str | None = Field(
+    demonstrations: UserSource | None = Field(
         None,
         min_length=1,
         description="A .jsonl or .jsonl.gz file: fields as of `data`, and a completion. Without it, the chain task's.",
@@ -204,7 +204,7 @@ class EvaluationConfig(Section):
 
     every: int = Field(5, ge=1, le=1_000_000, description="Steps between evaluations; the last step always is one.")
     prompts: int = Field(256, ge=1, le=1_000_000, description="Held-out prompts of an evaluation.")
-    source: str | None = Field(
+    source: UserSource | None = Field(
         None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
     )
     precision_gap: int = Field(
@@ -244,7 +244,7 @@ class ArtifactsConfig(Section):
     """Files of a step that are kept, and the key that signs its manifest."""
 
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
-    signing_key: Path | None = Field(
+    signing_key: UserPath | None = Field(
         None,
         description="File with a private ed25519 key (PEM, without a password) that signs each step's manifest; null "
         "signs nothing.",
@@ -312,7 +312,7 @@ class RunConfig(Section):
         pattern=RUN_NAME,
         description="Name of the run and of its folder; null makes one. An existing run is continued.",
     )
-    runs: Path = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
+    runs: UserPath = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of all random numbers of the run.")
     steps: int = Field(80, ge=1, le=10_000_000, description="GRPO steps.")
     threads: int = Field(

@@ -6,16 +6,24 @@ bounds of its verdict.
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError
 
 SAME_SPEED: Final = "same speed"
 """Metadata of an engine's setting that does not change the time of a step."""
+
+
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""A path of this machine; `~/` is the user's home folder, as in a shell."""
+UserSource = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A file, likewise, or a name."""
 
 
 class Section(BaseModel):

@@ -530,3 +530,10 @@ def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):
     (tmp_path / "c.yaml").write_text('base: tiny\nname: "a\\ud800"\n')
     with pytest.raises(UserError, match=r"^name: not valid text: character 1 is '\\ud800' \(.*c.yaml:2\)$"):
         load_config(str(tmp_path / "c.yaml"))
+
+
+def test_a_file_may_name_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/somebody")
+    (tmp_path / "c.yaml").write_text("base: tiny\nruns: ~/runs\nwarm_start: {demonstrations: ~/a.jsonl}\n")
+    config = load_config(str(tmp_path / "c.yaml"))
+    assert (config.runs, config.warm_start.demonstrations) == (Path("/somebody/runs"), "/somebody/a.jsonl")
