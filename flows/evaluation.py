@@ -124,7 +124,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         refuse_unfit(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
-            check_openings(found, config, model.tokenizer, positions, pool)
+            check_openings(found, config, model.tokenizer, positions, pool, asked.seed)
 
 
 def _model(asked: EvaluationRequest) -> FoundModel:

@@ -39,7 +39,7 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig, made_name
-from fp8core.errors import MemberLost, UserError, printable
+from fp8core.errors import EngineLost, MemberLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
@@ -116,14 +116,13 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
         session.publisher.add(artifacts)
+        execution = FlowExecution(session, artifacts, step_runs, interrupt, stop)
         try:
-            loop.train(session.run, FlowExecution(session, artifacts, step_runs, interrupt, stop))
-        except (StepError, MemberLost) as error:
-            if not stop.requested:
-                raise
-            # A scheduler sends SIGTERM to every process of a job: the engine may have ended before this step has.
-            console.note(f"stopped without this step: {error}")
-            stop.carry_out()
+            loop.train(session.run, execution)
+        except (StepError, UserError, EngineLost, MemberLost) as error:
+            if is_loss(error):
+                execution.lost(session.run, error)
+            raise
         return finish(session, console)
 
 
@@ -196,6 +195,12 @@ class FlowExecution(PrefectExecution):
             self._stop.carry_out()
         self._began, self._intervals = time.perf_counter(), {}
         self.begin_step(index)
+
+    def lost(self, run: RunContext, error: Exception) -> None:
+        # A scheduler sends SIGTERM to every process of a job: some may end before this step has.
+        if self._stop.requested:
+            run.console.note(f"stopped without this step: {error}")
+            self._stop.carry_out()
 
     def written(self, run: RunContext) -> None:
         self._session.publisher.wake()

@@ -30,6 +30,18 @@ class NotRecordedError(RuntimeError):
     """A replay needs an answer that the run has not recorded; the message names the episode in words."""
 
 
+class HeadLost(UserError):
+    """The head of a cluster does not answer any more; its processes cannot be used or replaced."""
+
+
+def is_loss(error: BaseException) -> bool:
+    """True if the end of a process of the run is behind an error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, EngineLost | MemberLost | HeadLost):
+        cause = cause.__cause__
+    return cause is not None
+
+
 def lost_member(error: BaseException) -> MemberLost | None:
     """The loss behind an error, if any: a task may run another again, whose error names that one too."""
     cause: BaseException | None = error

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8core.config.capability import Node, this_node
 from fp8core.config.section import ClusterConfig
-from fp8core.errors import UserError, first_line
+from fp8core.errors import HeadLost, UserError, first_line
 
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
@@ -49,10 +49,6 @@ _HEAD_FAILURES = 5
 
 # Ray has one connection a process: the address that the last one was made to.
 _joined: str | None = None
-
-
-class HeadLost(UserError):
-    """The head of a cluster does not answer any more; its processes cannot be used or replaced."""
 
 
 class HeadWatch:
@@ -124,13 +120,21 @@ def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = 
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's answer to SIGTERM: Ray replaces it, and would end the process with code 1."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Keep this process's answer to SIGTERM: Ray replaces it, and would end the process with code 1.
+
+    A signal that comes before Ray has done so is answered at the end.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _refuse_silence(address: str, named: str) -> None:

@@ -26,11 +26,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import HeadLost, HeadWatch, awaited_size, checked_size, connect, last_line
+from fp8core.cluster.connection import HeadWatch, awaited_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.section import ClusterConfig
-from fp8core.errors import EngineLost, MemberLost, UserError, first_line
+from fp8core.errors import EngineLost, HeadLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.

@@ -10,14 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 import ray
 
-from fp8core.cluster.connection import HeadLost
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import HostProcess
 from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
-from fp8core.errors import MemberLost, StoredFileError, UserError
+from fp8core.errors import HeadLost, MemberLost, StoredFileError, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.tokenizer import Tokenizer

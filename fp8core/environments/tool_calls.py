@@ -23,17 +23,24 @@ class Parsed(NamedTuple):
 
 
 Parser = Callable[[str, Sequence[Tool]], Parsed]
-"""From the text of a turn, special tokens included, and the tools that there are; without any, nothing is a call."""
+"""From the text of a turn, special tokens included, and the tools that there are.
+
+Without any, the environment may have explained its own: what is no whole call is text then, and never malformed.
+"""
 
 
 class _Malformed(ValueError):
     """The reason for which something is no call."""
 
 
+def _unread(error: _Malformed, tools: Sequence[Tool]) -> Parsed:
+    return Parsed((), str(error)) if tools else Parsed()
+
+
 def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, after what was thought."""
     _thought, closed, rest = text.rpartition("</think>")
-    if not tools or (not closed and "<think>" in text):
+    if not closed and "<think>" in text:
         return Parsed()
     calls, end = list[ToolCall](), 0
     try:
@@ -48,7 +55,7 @@ def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
             calls.append(_call(value, "arguments"))
             _refuse_many(calls)
     except _Malformed as error:
-        return Parsed((), str(error))
+        return _unread(error, tools)
     return Parsed(tuple(calls))
 
 
@@ -57,7 +64,7 @@ def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
     tag = "<|python_tag|>"
     _before, tagged, rest = text.partition(tag)
     rest = (rest if tagged else text).strip()
-    if not tools or (not tagged and not rest.startswith("{")):
+    if not tagged and not rest.startswith("{"):
         return Parsed()
     calls, end = list[ToolCall](), 0
     try:
@@ -72,7 +79,7 @@ def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
                 raise _Malformed("there is text after the call")
             end = _after_space(rest, end + 1)
     except _Malformed as error:
-        return Parsed((), str(error))
+        return _unread(error, tools)
 
 
 def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:

@@ -200,7 +200,8 @@ def check_inputs(config: RunConfig) -> None:
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
-            check_openings(list(source.to_check()), config, base.tokenizer, longest_row(config, base.arch), pool)
+            room = longest_row(config, base.arch)
+            check_openings(list(source.to_check()), config, base.tokenizer, room, pool, config.seed)
 
 
 def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:

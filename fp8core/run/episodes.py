@@ -68,12 +68,13 @@ def messages_of(problem: Problem, config: RunConfig) -> str:
 
 
 def check_openings(
-    problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool
+    problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool, seed: int
 ) -> None:
     """Raises UserError, with the place (file:line), on a problem that its environment makes too long to be a prompt.
 
-    Each episode costs a process, so few begin. The longest problem shows how many tokens the environment adds, and
-    each problem begins that is too long with as many. An episode that gets more ends when it is played.
+    `seed` is that of the episodes to be played. Each costs a process, so few begin. The longest problem shows how many
+    tokens the environment adds, and each problem begins that is too long with as many. An episode that gets more ends
+    when it is played.
     """
     assert config.environment is not None, "a pool is of an environment"
     name, talk = config.environment.name, Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
@@ -82,7 +83,7 @@ def check_openings(
     def opened(place: int) -> int | None:
         """Tokens of an episode's first messages; None: it ended at once, which is for its step to tell."""
         row = problems[place]
-        turn = _begun(place, row, config, pool)
+        turn = _begun(place, row, config, pool, seed)
         pool.end((place, 0))
         if not isinstance(turn, Turn):
             return None
@@ -108,10 +109,10 @@ def check_openings(
             refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
-def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool) -> Turn | EnvironmentOutcome:
+def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn | EnvironmentOutcome:
     """The first answer of episode `place`, which stays open, to a problem."""
     asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
-    pool.begin((place, 0), task_of(asked, sample_seed(config.seed, 0, place, 0)))
+    pool.begin((place, 0), task_of(asked, sample_seed(seed, 0, place, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
     return reply
 
@@ -122,7 +123,7 @@ def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
     So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
     """
     assert config.environment is not None, "a pool is of an environment"
-    reply = _begun(0, problem, config, pool)
+    reply = _begun(0, problem, config, pool, config.seed)
     if isinstance(reply, Turn):
         pool.act((0, 0), Action(""))
         ((_, reply, _),) = pool.replies(wait=True)

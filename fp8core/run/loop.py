@@ -51,6 +51,9 @@ class Execution:
     def before_step(self, run: RunContext, index: int) -> None:
         """Iteration `index` is next; may raise to stop the training."""
 
+    def lost(self, run: RunContext, error: Exception) -> None:
+        """A process has ended, the reason of the error; may raise to stop the training, which goes on with others."""
+
     def written(self, run: RunContext) -> None:
         """The ledger has a new entry."""
 
@@ -80,6 +83,7 @@ def train(run: RunContext, execution: Execution = _IN_PROCESS) -> None:
             # No name holds the error any longer than this block: its frames hold what the step had open.
             if lost_member(error) is None:
                 raise
+            execution.lost(run, error)
             if not left:
                 raise StepError(str(error)) from lost_member(error)
             run.console.note(f"{error}; all processes are replaced")

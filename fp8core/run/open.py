@@ -396,7 +396,7 @@ def _enter_environment(
     """
     assert config.environment is not None
     environment = parts.enter_context(closing(build_environment(config.environment)))
-    check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment)
+    check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
     if (failure := failed_trial(problems[0], config, environment)) is not None:
         console.note(failure)
     return environment

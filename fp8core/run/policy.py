@@ -308,7 +308,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         pool = None
         if config.environment is not None:
             pool = parts.enter_context(closing(build_environment(config.environment)))
-            check_openings(questions.problems, config, base.tokenizer, positions, pool)
+            check_openings(questions.problems, config, base.tokenizer, positions, pool, questions.seed)
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         engine = build_engine(config, base.arch, cluster)

@@ -196,6 +196,7 @@ import signal
 import time
 from pathlib import Path
 
+from fp8core.errors import EngineLost
 from tasks import reward as ours
 from tasks.step import step
 
@@ -213,7 +214,7 @@ def reward(run, index, options, prompts, rollouts):
 @step(inputs={"rewards": "rewards"}, outputs={"seen": "rewards"})
 def loses_its_engine(run, index, options, rewards):
     if index == 2 and Path(__file__).with_name("signals").exists():
-        raise RuntimeError("the engine has ended")
+        raise EngineLost("the engine has ended")
     return {"seen": rewards}
 
 
@@ -306,7 +307,7 @@ def test_a_step_that_the_signal_ended_too_is_made_again_later(command: Any, work
     code, out, err = command("run", "small.yaml", "--set", "run=ended", "--set", f"pipeline.insert=[{lost}]")
     assert code == 128 + signal.SIGTERM
     assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume ended --trust continues the run\n"
-    assert "stopped without this step: step 2, task lost: RuntimeError: the engine has ended" in out
+    assert "stopped without this step: step 2, task lost: EngineLost: the engine has ended" in out
     folder = workplace / "runs" / "ended"
     assert LedgerView.read(folder / LEDGER).last_step() == 1
     assert status(folder) == "KILLED"

@@ -502,6 +502,8 @@ def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> d
 def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling) -> Completion:
     tokens, reason = output["tokens"], output["reason"]
     assert output["ids"] == tokens, "the log-probs are not those of the tokens"
+    if reason == "abort":
+        raise EngineLost("SGLang ends, as a signal asked it to")
     assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
     written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
     finish: Finish = "length" if written == sampling.max_new_tokens else "open"

@@ -19,9 +19,9 @@ from ray_nodes import start_cluster
 
 from flows import cli
 from fp8core.cluster import connection
-from fp8core.cluster.connection import HeadLost, HeadWatch
+from fp8core.cluster.connection import HeadWatch
 from fp8core.config.load import load_config
-from fp8core.errors import UserError
+from fp8core.errors import HeadLost, UserError
 from fp8core.run.build import members_node
 
 OTHER = "it did not answer `ray status` as a Ray head"
@@ -93,6 +93,23 @@ def test_a_cluster_of_our_own_leaves_sigterm_to_the_command():
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_that_comes_while_ray_connects_is_answered_after_it(monkeypatch):
+    seen = list[str]()
+
+    def init(**settings):
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        seen.append("connected")
+
+    monkeypatch.setattr(connection.ray, "init", init)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append("answered"))
+    try:
+        connection.connect(load_config("tiny", {"cluster.ranks": 2}).cluster, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["connected", "answered"]
 
 
 def test_another_port_of_a_cluster_is_refused(cluster, capfd):

@@ -7,10 +7,10 @@ import time
 import ray
 from ray.cluster_utils import Cluster
 
-from fp8core.cluster.connection import HeadLost
 from fp8core.cluster.gang import Gang
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
+from fp8core.errors import HeadLost
 
 
 def main() -> None:

@@ -421,12 +421,19 @@ def test_the_number_of_ranks_makes_the_numbers_of_gpus_and_of_megatron(settings,
 
 
 def test_runs_of_earlier_versions_are_continued() -> None:
-    """Before `record` read what the update reads, and before a share of all prompts had to be chosen."""
-    new = public_dump(load_config("dapo", {"pipeline.mode": "asynchronous"}))
+    """Before `record` read what the update reads, and `filter` turns; before some shares of prompts were refused."""
+    new = public_dump(load_config("dapo", {"pipeline.mode": "asynchronous", "environment.name": "calculator"}))
     old = copy.deepcopy(new)
-    record = next(step for step in old["pipeline"]["steps"] if step["name"] == "record")
+    steps = {step["name"]: step for step in old["pipeline"]["steps"]}
+    record, filtering = steps["record"], steps["filter"]
     assert record["needs"].pop("learnt") == "filtered"
+    assert filtering["needs"].pop("turns") == "turns"
     assert may_continue(old, new) == []
+    other = copy.deepcopy(old)
+    filtering["needs"], steps_now = ["rewards"], {step["name"]: step for step in other["pipeline"]["steps"]}
+    steps_now["filter"]["needs"] = {"turns": "turns", "rewards": "rewards"}
+    assert may_continue(old, other) == []
+    assert may_continue(old, new) == ['pipeline.steps.filter.needs.rewards: "rewards" -> "shaped"']
     old = public_dump(load_config("tiny"))
     old["rollout"]["oversample"] = 2.0
     assert reload_config(old).rollout.oversample == 2
