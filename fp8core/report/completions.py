@@ -141,10 +141,15 @@ def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[st
     missing += unread.lines()
     if not first and not last:
         return None
-    shared = [name for name in first if name in last][:PROMPTS]
+
+    def uncompared(name: str) -> int:
+        return sum(row["trained"] is None for found in (first, last) for row in found.get(name, ()))
+
+    # A run that generates ahead compares a share of its completions.
+    shared = sorted((name for name in first if name in last), key=uncompared)[:PROMPTS]
     return Picked(
-        [first[name] for name in shared or [*first][:PROMPTS]],
-        [last[name] for name in shared or [*last][:PROMPTS]],
+        [first[name] for name in shared or sorted(first, key=uncompared)[:PROMPTS]],
+        [last[name] for name in shared or sorted(last, key=uncompared)[:PROMPTS]],
         bool(shared),
     )
 

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from fp8core.report.completions import HELDOUT_PROMPTS, MOST_TOKENS, PROMPTS, SAMPLES, level_of
+from fp8core.report import completions as module
+from fp8core.report.completions import HELDOUT_PROMPTS, MOST_TOKENS, PROMPTS, SAMPLES, level_of, pick_completions
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run
+from fp8core.report.run_data import compared_artifacts, read_run
 from fp8core.store.artifacts import Ref
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
@@ -56,9 +57,11 @@ def test_nothing_has_a_colour_where_the_policies_are_equal_and_tokens_have_one_w
     assert report_html([different]).count('class="m4"') > report_html([equal]).count('class="m4"')
 
 
-def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_its_tokens(loop_run) -> None:
+def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_its_tokens(
+    loop_run, monkeypatch
+) -> None:
     """The log-probs before the update are of a newer policy, so they would show its lag."""
-    pipeline = {"mode": "asynchronous", "ahead_tokens": 3, "chunk_tokens": 3, "verified_share": 0.5}
+    pipeline = {"mode": "asynchronous", "ahead_tokens": 3, "chunk_tokens": 3, "verified_share": 0.0625}
     run = loop_run("ahead", pipeline=pipeline, **{"training.learning_rate": 1e-3})
     data = read_run(run.folder, "run")
     assert not data.damaged
@@ -67,6 +70,13 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
     for done in completions:
         assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
     assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
+    monkeypatch.setattr(module, "PROMPTS", 100)
+    every = pick_completions(data.evidence, compared_artifacts(data.evidence), [])
+    assert every is not None
+    groups = zip(every.early, every.late, strict=True) if every.same else zip(every.early)
+    compared = [sum(row["trained"] is not None for rows in group for row in rows) for group in groups]
+    assert len(compared) > 2
+    assert compared == sorted(compared, reverse=True), "prompts with compared completions come first"
 
 
 def test_early_and_late_steps_with_the_reward_of_each(run_copy) -> None:
