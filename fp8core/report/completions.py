@@ -147,9 +147,11 @@ def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[st
 
     # A run that generates ahead compares a share of its completions.
     shared = sorted((name for name in first if name in last), key=uncompared)[:PROMPTS]
+    earliest = sorted(first, key=lambda name: (first[name][0]["step"], uncompared(name)))
+    latest = sorted(last, key=lambda name: (-last[name][0]["step"], uncompared(name)))
     return Picked(
-        [first[name] for name in shared or sorted(first, key=uncompared)[:PROMPTS]],
-        [last[name] for name in shared or sorted(last, key=uncompared)[:PROMPTS]],
+        [first[name] for name in shared or earliest[:PROMPTS]],
+        [last[name] for name in shared or latest[:PROMPTS]],
         bool(shared),
     )
 
