@@ -8,6 +8,9 @@ import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
+
+Kind = TypeVar("Kind", bound=BaseException)
 
 
 class UserError(Exception):
@@ -36,16 +39,18 @@ class HeadLost(UserError):
 
 def is_loss(error: BaseException) -> bool:
     """True if the end of a process of the run is behind an error."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, EngineLost | MemberLost | HeadLost):
-        cause = cause.__cause__
-    return cause is not None
+    return _behind(error, EngineLost, MemberLost, HeadLost) is not None
 
 
 def lost_member(error: BaseException) -> MemberLost | None:
     """The loss behind an error, if any: a task may run another again, whose error names that one too."""
+    return _behind(error, MemberLost)
+
+
+def _behind(error: BaseException, *kinds: type[Kind]) -> Kind | None:
+    """The first of an error and its causes that is of these kinds."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MemberLost):
+    while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__
     return cause
 
