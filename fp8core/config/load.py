@@ -92,10 +92,6 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     return {key: written.get(key, "default") for key in leaves(config.model_dump(mode="json", by_alias=True))}
 
 
-# A port of a step that runs of earlier versions do not connect.
-_LATER = {"tasks.record:record": "learnt", "tasks.filter:filter": "turns"}
-
-
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
     values = _numeric(public_dump(config))
@@ -126,6 +122,10 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         # Another mode has other steps, which nobody has set.
         found = [line for line in found if not line.startswith(("pipeline.steps.", "pipeline.carries."))]
     return [f"{line} (a run may get more steps, not fewer)" if line.startswith("steps: ") else line for line in found]
+
+
+# A port of a step that runs of earlier versions do not connect.
+_LATER = {"tasks.record:record": "learnt", "tasks.filter:filter": "turns"}
 
 
 def _as_begun(dump: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,7 @@ def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, po
     """In the process that generates; test_vllm_replicas.py kills such a process."""
     with started_engine(vllm_build) as (engine, core):
         (worker,) = (process for process in core.children() if "Worker" in " ".join(process.cmdline()))
-        engine.update(policies[0].tensors, policies[0].scales, 0)
-        running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
-        next(running)
+        running = _generating(engine, policies)
         worker.kill()
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             list(running)
@@ -86,10 +84,8 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
     """The kernel does so where memory runs out. The core is stopped first, so that it owes an answer for sure."""
     with started_engine(vllm_build) as (engine, core):
         below = core.children(recursive=True)
-        engine.update(policies[0].tensors, policies[0].scales, 0)
+        running = _generating(engine, policies)
         with ThreadPoolExecutor(1) as thread:
-            running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
-            next(running)
             core.suspend()
             waits = {"generation": lambda: list(running), "update": engine.memory}
             answer = thread.submit(waits[call])
@@ -104,9 +100,7 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
 def test_a_core_that_a_scheduler_ends_is_lost(vllm_build, policies):
     """SIGTERM comes to every process of a job; vLLM's core then aborts what it generates."""
     with started_engine(vllm_build) as (engine, core):
-        engine.update(policies[0].tensors, policies[0].scales, 0)
-        running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
-        next(running)
+        running = _generating(engine, policies)
         core.terminate()
         with pytest.raises(EngineLost, match="vLLM's engine core end"):
             list(running)
@@ -125,6 +119,14 @@ def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
         session.close()
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
             engine.memory()
+
+
+def _generating(engine: Any, policies: Any) -> Any:
+    """Many completions of a policy, of which the first have come."""
+    engine.update(policies[0].tensors, policies[0].scales, 0)
+    running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
+    next(running)
+    return running
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
