@@ -145,7 +145,7 @@ class VllmEngine:
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
         self._closed = False
         threading.Thread(target=self._end_calls, daemon=True).start()
-        # On a GPU the worker's parent is this process, which it follows already; on a CPU a process of vLLM is between.
+        # The worker follows its parent already, which is vLLM's core.
         self.call_worker("policy_follow", os.getpid())
         found = [probe_client(self._llm.engine_core), *self.call_workers("policy_probe")]
         missing = sorted({part for parts in found for part in parts})

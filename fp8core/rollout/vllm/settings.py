@@ -194,6 +194,9 @@ def engine_arguments(
         "max_num_seqs": launch.max_batch,
         "max_model_len": launch.longest,
         "tensor_parallel_size": options.tensor_parallel,
+        # While the worker launches a step, the core schedules the next one in its own process: one processor for both
+        # is slower than the GPU. And in a process of Ray vLLM would ask Ray for places of several workers.
+        "distributed_executor_backend": "mp",
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
         "block_size": options.block_size,
@@ -205,9 +208,6 @@ def engine_arguments(
         "worker_extension_cls": launch.worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
     }
-    if options.tensor_parallel > 1:
-        # In a process of Ray vLLM would ask Ray for further places.
-        arguments["distributed_executor_backend"] = "mp"
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments | (
