@@ -379,6 +379,8 @@ class AdamW:
     @cached_property
     def moments(self) -> dict[str, Tensor]:
         """By `exp_avg/<name>` and `exp_avg_sq/<name>`; a trainer that never learns makes none."""
+        # torch's cache has what the passes before used. Moments in parts of it would keep the rest for good.
+        torch.cuda.empty_cache()
         dtype = _FORMATS[self._config.optimiser_state]
         return {
             f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
