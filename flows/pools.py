@@ -9,7 +9,7 @@ changed rules every five seconds. That service in turn waits for the event loop.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -18,8 +18,10 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient
 from prefect.client.schemas.actions import LogCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateName,
+    FlowRunFilterStateType,
     WorkPoolFilter,
     WorkPoolFilterName,
 )
@@ -28,6 +30,7 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
 from flows.environment import HEARTBEAT_SECONDS
@@ -47,6 +50,7 @@ _JOB = {
     # The server refuses every `job_variables` of a run of a deployment.
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+_UNDER_WAY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 
 
@@ -92,6 +96,20 @@ def silent_run_rule(seconds: int) -> AutomationCore:
             )
         ],
     )
+
+
+def crash(client: SyncPrefectClient, flow_runs: Iterable[str], reason: str) -> None:
+    """Set the state Crashed on those of these flow runs that are shown as under way; their processes are gone.
+
+    A few attempts, as somebody waits. Raises httpx.HTTPError: the server does not answer, or refuses.
+    """
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 3}):
+        shown = FlowRunFilter(
+            id=FlowRunFilterId(any_=[UUID(number) for number in flow_runs]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY)),
+        )
+        for run in client.read_flow_runs(flow_run_filter=shown):
+            client.set_flow_run_state(run.id, Crashed(message=reason))
 
 
 def of_this_machine() -> tuple[list[str], list[str]]:

@@ -31,7 +31,7 @@ from flows.environment import (
 from flows.launch import say, stopped
 from flows.prefect_server import answers
 from fp8core.end_with_parent import TiedProcess, installed, running
-from fp8core.errors import UserError
+from fp8core.errors import UserError, first_line
 from fp8core.store.durable import PRIVATE, make_folder
 from fp8core.user_files import refuse_in_run
 
@@ -46,6 +46,8 @@ _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
+# Variable with which a Prefect worker passes the id of a flow run to its process.
+_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 # Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
 _REAP = """
 import os, signal, sys, time
@@ -92,6 +94,7 @@ class Service:
                 start_new_session=True,
             )
         self.group = self._process.pid
+        self.flow_runs: set[str] = set()
         self._thawed = False
 
     @property
@@ -110,12 +113,19 @@ class Service:
     def stop(self) -> None:
         """Request its end, after that of its children; a training ends its own children.
 
-        Meanwhile it is frozen: a Prefect worker would kill its trainings when it ends, or start the next one.
+        Meanwhile it is frozen: a Prefect worker would kill its trainings when it ends, or start the next one. It does
+        not report their end either; `flow_runs` holds the ids of their flow runs from here.
         """
-        if self.exit_code is not None:
+        ended = self.exit_code is not None
+        if not ended:
+            os.kill(self.group, signal.SIGSTOP)
+        for process, _ in _running(self.group):
+            with contextlib.suppress(psutil.Error):
+                if process.pid != self.group and (number := process.environ().get(_FLOW_RUN)):
+                    self.flow_runs.add(number)
+        if ended:
             self._signal_group(signal.SIGTERM)
             return
-        os.kill(self.group, signal.SIGSTOP)
         for child in self._children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -155,7 +165,7 @@ class Services:
         """Commands run with `environment` in the folder `place` and write to `logs`."""
         self._environment, self._place, self._logs = environment, place, logs
         self._lasting: list[Service] = []
-        self._all: list[tuple[Service, float]] = []
+        self._all: list[tuple[Service, float, Callable[[Service], None]]] = []
         self._signals: list[int] = []
 
     def __enter__(self) -> Self:
@@ -165,25 +175,39 @@ class Services:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for service, patience in reversed(self._all):
+        for service, patience, after in reversed(self._all):
             service.stop()
             deadline = time.monotonic() + patience
             while not service.wait(_POLL_SECONDS):
                 if len(self._signals) > 1 or time.monotonic() > deadline:
                     service.kill()
+            after(service)
         self._reaper.end(b"goodbye\n")
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first one requests the end, a second one the end at once."""
         self._signals.append(number)
 
-    def start(self, name: str, arguments: Sequence[str], patience: float) -> None:
-        """Start our Python with `arguments`, as a lasting service; it may take `patience` seconds to end."""
-        self._lasting.append(self._launch(name, arguments, patience))
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        patience: float,
+        after: Callable[[Service], None] = lambda service: None,
+    ) -> None:
+        """Start our Python with `arguments`, as a lasting service.
+
+        Args:
+            name: of the service, in messages and its log's name.
+            arguments: of Python.
+            patience: seconds that it may take to end.
+            after: called when this object has ended it, while the services that started earlier still run.
+        """
+        self._lasting.append(self._launch(name, arguments, patience, after))
 
     def begin(self, name: str, arguments: Sequence[str]) -> Service:
         """Start our Python with `arguments`, to be waited for by `finish`."""
-        return self._launch(name, arguments, SERVER_SECONDS)
+        return self._launch(name, arguments, SERVER_SECONDS, lambda service: None)
 
     def finish(self, service: Service) -> None:
         """Wait for its end. Raises as `wait_until`; ServiceError too when it fails."""
@@ -191,10 +215,12 @@ class Services:
         if service.exit_code != 0:
             raise service.death()
 
-    def _launch(self, name: str, arguments: Sequence[str], patience: float) -> Service:
+    def _launch(
+        self, name: str, arguments: Sequence[str], patience: float, after: Callable[[Service], None]
+    ) -> Service:
         log = self._logs / f"{name.replace(' ', '-')}.log"
         service = Service(name, [sys.executable, *arguments], self._environment, self._place, log)
-        self._all.append((service, patience))
+        self._all.append((service, patience, after))
         self._reaper.say(f"{service.group}\n".encode())
         return service
 
@@ -272,12 +298,9 @@ def up(options: argparse.Namespace) -> int:
                 services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
                 start.close()
                 services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
-                from prefect.client.orchestration import SyncPrefectClient
-
-                with SyncPrefectClient(
-                    f"{prefect}/api", auth_string=login, httpx_settings={"timeout": SERVER_SECONDS}
-                ) as client:
-                    unserved = _start_workers(services, client)
+                new_client = partial(_new_client, f"{prefect}/api", login)
+                with new_client() as client:
+                    unserved = _start_workers(services, client, new_client)
                     # Not the string itself: this output may be kept in a log.
                     say(
                         f"ready: Prefect {prefect}, MLflow {mlflow}\n"
@@ -333,8 +356,19 @@ def _start_mlflow(services: Services, port: int, runs: Path) -> None:
     services.start("MLflow server", server, SERVER_SECONDS)
 
 
-def _start_workers(services: Services, client: "SyncPrefectClient") -> "Unserved":
-    """Deploy, and start a worker for each pool that this machine can serve; returns the others."""
+def _new_client(api: str, login: str) -> "SyncPrefectClient":
+    from prefect.client.orchestration import SyncPrefectClient
+
+    return SyncPrefectClient(api, auth_string=login, httpx_settings={"timeout": SERVER_SECONDS})
+
+
+def _start_workers(
+    services: Services, client: "SyncPrefectClient", new_client: Callable[[], "SyncPrefectClient"]
+) -> "Unserved":
+    """Deploy, and start a worker for each pool that this machine can serve; returns the others.
+
+    `new_client` makes the client that reports what a worker leaves, when `client` is closed.
+    """
     from flows import pools
 
     services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
@@ -342,9 +376,25 @@ def _start_workers(services: Services, client: "SyncPrefectClient") -> "Unserved
     served, others = pools.of_this_machine()
     for pool in served:
         worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
-        services.start(f"worker of {pool}", worker, STEP_SECONDS)
+        services.start(f"worker of {pool}", worker, STEP_SECONDS, partial(_report_crashed, new_client))
         services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
     return pools.Unserved(client, others)
+
+
+def _report_crashed(new_client: Callable[[], "SyncPrefectClient"], worker: Service) -> None:
+    """Tell Prefect that flow runs of a worker which was ended are over; nothing else would, for minutes."""
+    if not worker.flow_runs:
+        return
+    from httpx import HTTPError
+    from prefect.exceptions import PrefectException
+
+    from flows.pools import crash
+
+    try:
+        with new_client() as client:
+            crash(client, worker.flow_runs, "`fp8-grpo up` was stopped")
+    except (HTTPError, PrefectException) as error:
+        say(f"Prefect's server may show flow runs as running for some minutes: {first_line(error)}")
 
 
 def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,14 +287,12 @@ def test_a_run_that_no_worker_can_take_says_so_in_its_log(environment: dict[str,
 
 
 @pytest.fixture
-def long_run(
-    environment: dict[str, str], up: Any, readme_commands: list[str], small: dict[str, Any], tmp_path: Path
-) -> Callable[..., "LongRun"]:
+def begin_run(readme_commands: list[str], small: dict[str, Any], tmp_path: Path) -> Callable[..., "LongRun"]:
     """Start a deployed run of many steps and return when its second step is committed."""
     (command,) = (line for line in readme_commands if line.startswith("prefect deployment run"))
     start = command.partition(" --watch")[0].split()
 
-    def begin(name: str, steps: int = 500) -> LongRun:
+    def begin(environment: dict[str, str], up: Any, name: str, steps: int = 500) -> LongRun:
         overrides = json.dumps({**small, "runs": str(tmp_path), "checkpoint.every": 1000})
         parameters = (f"steps={steps}", f"run={name}", f"overrides={overrides}")
         flags = ["--flow-run-name", name, *(flag for value in parameters for flag in ("--param", value))]
@@ -304,6 +303,12 @@ def long_run(
         return going
 
     return begin
+
+
+@pytest.fixture
+def long_run(environment: dict[str, str], up: Any, begin_run: Callable[..., "LongRun"]) -> Callable[..., "LongRun"]:
+    """Such a run of the service that the tests share."""
+    return partial(begin_run, environment, up)
 
 
 @dataclass(frozen=True)
@@ -371,6 +376,30 @@ def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
     going.send(signal.SIGTERM)
     assert going.ended_as() == "CRASHED"
     going.assert_stopped_in_good_order()
+
+
+@pytest.mark.slow
+def test_a_run_under_a_service_that_is_stopped_is_crashed_and_retried_by_the_next_service(
+    begin_run: Callable[..., LongRun],
+    environment: dict[str, str],
+    start_up: Any,
+    prefect_home: Callable[[Path], Path],
+    tmp_path: Path,
+) -> None:
+    own = {key: value for key, value in environment.items() if not key.startswith("PREFECT_")}
+    own["PREFECT_HOME"] = str(prefect_home(tmp_path / "prefect"))
+    first = start_up(own)
+    going = begin_run({**own, **first.variables}, first, "to-stop")
+    first.process.terminate()
+    assert first.process.wait(timeout=120) == 128 + signal.SIGTERM
+    second = start_up(own)
+    going = LongRun(second, "to-stop", going.folder)
+    assert (going.state.type, going.state.message) == (StateType.CRASHED, "`fp8-grpo up` was stopped")
+    retried = run({**own, **second.variables}, "prefect", "flow-run", "retry", str(going.flow_run().id))
+    assert retried.returncode == 0, retried.stdout + retried.stderr
+    # It does not train: this service has another MLflow.
+    wait_for(lambda: going.flow_run().run_count > 1, "a place in the pool")
+    second.stop()
 
 
 @pytest.mark.slow
