@@ -27,6 +27,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from flows.imports import uncollected
@@ -36,6 +37,7 @@ from fp8core.errors import UserError
 if TYPE_CHECKING:
     from sqlalchemy import Dialect
 
+_locks_first = ContextVar("locks_first", default=False)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 10.0
 
@@ -114,7 +116,33 @@ def _application(*, ephemeral: bool) -> Any:
         from prefect.server.api.server import create_app
         from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-        return TrustedHostMiddleware(create_app(ephemeral=ephemeral, final=True), ["127.0.0.1", "localhost"])
+        ours = LockFirst(create_app(ephemeral=ephemeral, final=True))
+        return TrustedHostMiddleware(ours, ["127.0.0.1", "localhost"])
+
+
+class LockFirst:
+    """ASGI application whose changes of deployments take SQLite's write lock before they read.
+
+    Such a change reads much, then writes. The server of a training writes to the same database all the time. Without
+    the lock its transactions come in between, and each attempt of `prefect deploy` is refused. With it, a change waits.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            # Each time: requests on one connection may share a context.
+            _locks_first.set(scope["method"] != "GET" and scope["path"].startswith("/api/deployments/"))
+        await self._application(scope, receive, send)
+
+
+def _lock_first(
+    connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool
+) -> tuple[str, Any]:
+    # Prefect begins so what may write; of its reads it begins none.
+    begins = statement == "BEGIN DEFERRED" and _locks_first.get()
+    return "BEGIN IMMEDIATE" if begins else statement, parameters
 
 
 def _wait_for_end(serving: threading.Thread) -> None:
@@ -163,6 +191,7 @@ def prepare_sqlite() -> None:
     from sqlalchemy import Engine, event  # not above: trainings and commands import this module too
 
     event.listen(Engine, "do_connect", _make_ours)
+    event.listen(Engine, "before_cursor_execute", _lock_first, retval=True)
     logging.getLogger("docket.dependencies").addFilter(_is_news)
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from flows.cli.up import server_command
-from flows.prefect_server import prepare_sqlite
+from flows.prefect_server import LockFirst, prepare_sqlite
 
 BUSY_SECONDS = 6.0
 
@@ -103,6 +103,34 @@ def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_fo
     with temporary_settings({PREFECT_SERVER_LOG_RETRYABLE_ERRORS: True}):
         asyncio.run(log_a_refusal())
     assert "again: a refusal" in [record.message for record in caplog.records]
+
+
+def test_a_change_of_a_deployment_waits_for_the_lock_where_others_are_refused(tmp_path: Path) -> None:
+    prepare_sqlite()
+    seen: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/numbers.db", isolation_level="AUTOCOMMIT")
+        async with engine.connect() as reader, engine.connect() as writer:
+            await writer.exec_driver_sql("PRAGMA journal_mode = WAL")
+            await writer.exec_driver_sql("PRAGMA busy_timeout = 100")
+            await writer.exec_driver_sql("CREATE TABLE IF NOT EXISTS numbers (number)")
+            await reader.exec_driver_sql("BEGIN DEFERRED")  # As Prefect does.
+            (await reader.exec_driver_sql("SELECT * FROM numbers")).all()
+            try:
+                await writer.exec_driver_sql("INSERT INTO numbers VALUES (1)")
+                seen.append("the other writes")
+            except OperationalError:
+                seen.append("the other waits")
+            await reader.exec_driver_sql("ROLLBACK")
+        await engine.dispose()
+
+    async def ask(*requests: tuple[str, str]) -> None:
+        for method, path in requests:
+            await LockFirst(application)({"type": "http", "method": method, "path": path}, None, None)
+
+    asyncio.run(ask(("PATCH", "/api/deployments/1"), ("GET", "/api/deployments/1"), ("POST", "/api/flow_runs/")))
+    assert seen == ["the other waits", "the other writes", "the other writes"]
 
 
 # --- a real server ---
