@@ -46,6 +46,8 @@ _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
+# The second is Prefect's, after a traceback.
+_WITHOUT_CONTENT = ("", "An exception occurred.")
 # Variable with which a Prefect worker passes the id of a flow run to its process.
 _FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 # Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
@@ -103,12 +105,18 @@ class Service:
         return self._process.poll()
 
     def death(self) -> ServiceError:
-        """Its exit code and last line of output."""
+        """The signal that ended it, or its exit code and the last line with content of its output."""
+        code = self.exit_code
+        assert code is not None, "it has ended"
+        if code < 0:
+            # The last line may be that of a training, and have nothing to do with it.
+            return ServiceError(f"{self.name} was ended by {signal.Signals(-code).name} (log: {self._log})")
         with self._log.open("rb") as log:
             log.seek(self._begin)
-            said = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        said = [line for line in lines if line not in _WITHOUT_CONTENT]
         last = said[-1] if said else "it said nothing"
-        return ServiceError(f"{self.name} ended with {self.exit_code}: {last} (log: {self._log})")
+        return ServiceError(f"{self.name} ended with {code}: {last} (log: {self._log})")
 
     def stop(self) -> None:
         """Request its end, after that of its children; a training ends its own children.

@@ -60,11 +60,20 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(services) -> None:
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("print('out of\\nmemory'); sys.exit(3)", "ended with 3: memory"),
+        ("print('busy\\nAn exception occurred.\\n'); sys.exit(1)", "ended with 1: busy"),
+        ("sys.exit(1)", "ended with 1: it said nothing"),
+        ("print('step 3'); sys.stdout.flush(); os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+    ],
+)
+def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(services, program, words) -> None:
     with services:
         services.start("a server", SLEEP, 10.0)
-        services.start("a worker", ["-c", "import sys; print('out of\\nmemory'); sys.exit(3)"], 10.0)
-        with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
+        services.start("a worker", ["-c", f"import os, sys; {program}"], 10.0)
+        with pytest.raises(ServiceError, match=rf"^a worker {words} \(log: "):
             services.watch(lambda: None)
     assert not [child for child in psutil.Process().children() if is_there(child, "time.sleep(600)")]
 
