@@ -12,6 +12,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30
 """A flow run of a worker sends a heartbeat this often."""
+# Both names of Prefect's setting.
+_DATABASE = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 
@@ -82,6 +85,29 @@ def hold_prefect_start() -> IO[bytes]:
     """
     lock = (_prefect_home() / "fp8-grpo-start.lock").open("ab")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def hold_prefect_home() -> AbstractContextManager[object]:
+    """Keep every other `fp8-grpo up` off the SQLite database of this PREFECT_HOME until the result is closed.
+
+    Workers and services of two servers would refuse each other's transactions without end. A training's own server may
+    share it. Where a database is named, PREFECT_HOME does not matter.
+
+    Raises:
+        UserError: another one holds it.
+    """
+    if any(os.environ.get(name) for name in _DATABASE):
+        return nullcontext()
+    lock = (_prefect_home() / "fp8-grpo-up.lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise UserError(
+            f"another `fp8-grpo up` runs with PREFECT_HOME={_prefect_home()}: stop it, or set PREFECT_HOME to another "
+            "folder"
+        ) from error
     return lock
 
 

@@ -22,6 +22,7 @@ import psutil
 
 from flows.environment import (
     HEARTBEAT_SECONDS,
+    hold_prefect_home,
     hold_prefect_start,
     make_prefect_home,
     mlflow_has_database,
@@ -292,7 +293,7 @@ def up(options: argparse.Namespace) -> int:
     make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
-    with hold_prefect_start() as start:
+    with hold_prefect_home(), hold_prefect_start() as start:
         login, word = prefect_login()
         services = Services(service_environment(options.prefect_port, options.mlflow_port, login), ROOT, runs / "logs")
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from flows.cli.up import ServiceError, Services, Stopped, up, wait
-from flows.environment import prefect_login
+from flows.environment import hold_prefect_home, prefect_login
 from fp8core.errors import UserError
 
 SLEEP = ["-c", "import time; time.sleep(600)"]
@@ -126,6 +126,24 @@ def test_a_port_that_is_taken_is_refused_by_name(option, tmp_path) -> None:
         named = re.escape(f"--{option.replace('_', '-')} {ports[option]} cannot be had")
         with pytest.raises(UserError, match=named):
             up(argparse.Namespace(**ports, runs=tmp_path))
+
+
+def test_a_second_service_on_the_same_database_is_refused_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", raising=False)
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    second = argparse.Namespace(prefect_port=ports[0], mlflow_port=ports[1], runs=tmp_path / "runs")
+    with hold_prefect_home():
+        with pytest.raises(UserError, match=f"another `fp8-grpo up` runs with PREFECT_HOME={re.escape(str(tmp_path))}"):
+            up(second)
+        monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", "postgresql+asyncpg://there")
+        hold_prefect_home()
+    monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL")
+    with hold_prefect_home():
+        pass
 
 
 # --- the password of Prefect's server ---
