@@ -1,7 +1,9 @@
 """A training in Prefect: its parts as tasks and its artifacts, and the states of flows without a result."""
 
 import logging
+import os
 import re
+import select
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar, cast
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger, task
+from prefect import get_run_logger, runtime, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -48,6 +50,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 5.0
 # Attribute of log records whose text this process prints by itself.
 _PRINTED = "fp8_grpo_printed"
+_OUTPUTS = (1, 2)
 _PASSING_STATUS = {408, 429}
 
 
@@ -226,27 +229,49 @@ def _escaped(record: logging.LogRecord) -> bool:
 
 
 class LoggedLines:
-    """A text file whose whole lines go to Prefect's log of this flow run too, without their colours."""
+    """A text file whose whole lines go to Prefect's log of this flow run too, without their colours.
+
+    A worker reads its training's output. In a run of a deployment, output is dropped once the worker is gone. Else
+    rich, which prints our lines and Prefect's, would end the process.
+    """
 
     def __init__(self, file: TextIO) -> None:
         """Called in the flow; other threads may write."""
         self._file, self._log, self._rest = file, get_run_logger(), ""
+        self._before = drop_unread_output if runtime.deployment.id is not None else _keep_output
         for handler in logging.getLogger().handlers:
             if isinstance(handler, PrefectConsoleHandler):
-                handler.addFilter(_is_unprinted)
+                handler.addFilter(self._is_to_print)
 
     def write(self, text: str) -> int:
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in filter(str.strip, lines):
             self._log.info("%s", Text.from_ansi(line).plain, extra={_PRINTED: True})
+        self._before()
         return self._file.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
+    def _is_to_print(self, record: logging.LogRecord) -> bool:
+        self._before()
+        return not hasattr(record, _PRINTED)
 
-def _is_unprinted(record: logging.LogRecord) -> bool:
-    return not hasattr(record, _PRINTED)
+
+def drop_unread_output() -> None:
+    """Point standard output and standard error at /dev/null, each if it is a pipe that nobody reads any more."""
+    outputs = select.poll()
+    for number in _OUTPUTS:
+        outputs.register(number, 0)  # An error is reported without being asked for.
+    for number, found in outputs.poll(0):
+        if found & select.POLLERR:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def _keep_output() -> None:
+    """Of a command: its user ends it with what reads its output."""
 
 
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:
