@@ -305,13 +305,14 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
 
     Where no store is configured, the one that the folder names is used, if it may be (`store_of_folder`). A folder that
     is a copy gets an MLflow run of its own, linked to the first. So does one whose MLflow run went on elsewhere (a
-    backup that was put back).
+    backup that was put back). Where the store lost the MLflow run, a new one gets everything.
     """
     with record_lock(directory.path):
         known = read_record(directory.path)
     described = directory.description()
     assert described is not None, "an open folder has its run.json"
     place, news = FolderIdentity.of(directory.path), list[str]()
+    training = known.training if known is not None and known.training else described.id
     if config.tracking.uri is not None:
         uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     elif known is not None:
@@ -336,8 +337,11 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
     elif known is not None and known.uri == without_passwords(uri):
         tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
     else:
-        tracker, record = opened(known.training if known is not None and known.training else described.id)
+        tracker, record = opened(training)
     with suppress(Outage), store_errors(uri):  # During an outage the publisher does this when it is over.
+        if not tracker.exists():
+            lost, (tracker, record) = tracker.run_id, opened(training)
+            news.append(f"MLflow has lost run {lost}: run {tracker.run_id} gets everything from step {START} on")
         while (reason := _of_another(directory, tracker, known)) is not None:
             tracker, record = of_its_own(tracker.run_id, reason)
         refuse_strange_artifacts(uri, tracker.client.get_run(tracker.run_id), config.tracking.uri)

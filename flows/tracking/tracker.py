@@ -128,6 +128,10 @@ class Tracker:
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
+    def exists(self) -> bool:
+        """False if the store has no such run: it was made anew, or the run was deleted for good."""
+        return _find_run(self.client, self.run_id) is not None
+
     def held(self) -> Held:
         """The run's facts about its training. Raises UserError: a tag cannot be read."""
         return held_by(self.client.get_run(self.run_id), self.uri)
@@ -239,16 +243,22 @@ def held_by(run: Run, uri: str) -> Held:
 
 def _link_back(client: MlflowClient, original: str, copy: str) -> None:
     """Name a copy in the MLflow run of its original, unless that is gone or lies in another store."""
-    try:
-        run = client.get_run(original)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    run = _find_run(client, original)
+    if run is None:
         return
     copies = [known for known in run.data.tags.get(COPIED_TO, "").split(",") if known]
     text = ",".join([*copies, copy])
     if run.info.lifecycle_stage == "active" and copy not in copies and len(text) <= MAX_TAG_VAL_LENGTH:
         client.set_tag(original, COPIED_TO, text)
+
+
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
 
 
 def _param_text(value: Any) -> str:

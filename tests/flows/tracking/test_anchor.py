@@ -16,6 +16,7 @@ from flows.cli import main
 from flows.tracking.record import mark_killed, read_record, write_record
 from flows.tracking.session import open_session
 from flows.tracking.store import default_tracking_uri
+from flows.tracking.tracker import TRAINING
 from fp8core.config.load import load_config, reload_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
@@ -281,6 +282,22 @@ def test_a_backup_whose_run_went_on_gets_an_mlflow_run_of_its_own(published, tmp
     )
     assert mlflow_run(published.folder).data.tags["chain_head"] == str(heads(published.folder)[2])
     assert MlflowClient(published.config.tracking.uri).get_run(first).data.metrics == rows
+
+
+def test_a_run_that_its_store_lost_gets_a_new_one_with_everything(published) -> None:
+    """As after `rm runs/mlflow.db`, of which this process would hold the file open."""
+    first, before = read_record(published.folder), mlflow_run(published.folder)
+    MlflowClient(first.uri).delete_tag(first.run_id, TRAINING)
+    lost = "0" * 32
+    write_record(published.folder, first.changed(run_id=lost))
+    (line,) = publish(published)
+    own = read_record(published.folder).run_id
+    assert own not in (lost, first.run_id)
+    assert line == f"MLflow has lost run {lost}: run {own} gets everything from step 0 on"
+    after = mlflow_run(published.folder)
+    assert after.data.metrics == before.data.metrics
+    assert (after.data.tags["chain_head"], after.info.status) == (before.data.tags["chain_head"], "FINISHED")
+    assert publish(published) == []
 
 
 @pytest.mark.slow
