@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect
 
 _locks_first = ContextVar("locks_first", default=False)
+# Names under which work is logged that is repeated: docket is the queue of background work.
+_REPEATING = (
+    "docket.dependencies",
+    "prefect.server.models.deployments",
+    "prefect.server.services.task_run_recorder",
+    "prefect.server.utilities.messaging.memory",
+)
 _START_SECONDS = 180.0
 _STOP_SECONDS = 10.0
 
@@ -185,14 +192,15 @@ def prepare_sqlite() -> None:
     silent until the connection gives up, which is after 60 s with Prefect. So the thread that ran a failed statement
     closes its cursor here. Nothing changes with PostgreSQL.
 
-    Prefect omits such errors from its log unless PREFECT_SERVER_LOG_RETRYABLE_ERRORS is set. It does not omit them
-    under the name that docket (its queue of background work) gives to repeated work.
+    Prefect omits such errors from its log unless PREFECT_SERVER_LOG_RETRYABLE_ERRORS is set. It does not omit those of
+    background work that it repeats (`_REPEATING`); when it gives up, it logs a line without the error.
     """
     from sqlalchemy import Engine, event  # not above: trainings and commands import this module too
 
     event.listen(Engine, "do_connect", _make_ours)
     event.listen(Engine, "before_cursor_execute", _lock_first, retval=True)
-    logging.getLogger("docket.dependencies").addFilter(_is_news)
+    for name in _REPEATING:
+        logging.getLogger(name).addFilter(_is_news)
 
 
 def _make_ours(dialect: "Dialect", record: Any, arguments: Sequence[Any], options: MutableMapping[str, Any]) -> None:

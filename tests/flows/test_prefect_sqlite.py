@@ -82,11 +82,13 @@ def test_garbage_of_a_refused_statement_does_not_hold_up_the_event_loop(tmp_path
         assert asyncio.run(seconds_of_a_collection(tmp_path / "numbers.db")) < BUSY_SECONDS / 2
 
 
+@pytest.mark.parametrize("logger", ["docket.dependencies", "prefect.server.models.deployments"])
 def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, logger: str
 ) -> None:
     prepare_sqlite()
-    docket = logging.getLogger("docket.dependencies")
+    repeated = logging.getLogger(logger)
+    monkeypatch.setattr(logging.getLogger("prefect"), "propagate", True)  # `caplog` listens at the root.
 
     async def log_a_refusal() -> None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/numbers.db", isolation_level="AUTOCOMMIT")
@@ -94,8 +96,8 @@ def test_a_refused_transaction_that_is_repeated_is_in_the_log_only_when_asked_fo
             await writer.exec_driver_sql("PRAGMA journal_mode = WAL")
             await writer.exec_driver_sql("CREATE TABLE IF NOT EXISTS numbers (number)")
             refused = await refuse(reader, writer)
-        docket.error("again: a refusal", exc_info=refused)
-        docket.error("again: another mistake", exc_info=ValueError("mine"))
+        repeated.error("again: a refusal", exc_info=refused)
+        repeated.error("again: another mistake", exc_info=ValueError("mine"))
         await engine.dispose()
 
     asyncio.run(log_a_refusal())
