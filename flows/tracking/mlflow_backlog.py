@@ -20,7 +20,7 @@ from flows.tracking.publish import (
     publish_bound,
     publish_checkpoint,
     publish_description,
-    publish_exactness,
+    publish_inexact,
     publish_report,
     publish_result,
     publish_step,
@@ -52,6 +52,7 @@ class MlflowBacklog:
         self._load = system_load(run, tracker)
         self._sound = False
         self._bound: BoundEntry | None = None
+        self._inexact = False
         self._last: deque[Callable[[], None]] = deque()
         self._once: deque[Callable[[], None]] = deque(
             [
@@ -69,7 +70,6 @@ class MlflowBacklog:
 
     def follow_ledger(self) -> None:
         """The files of committed steps can be read from now on."""
-        self._once.append(lambda: publish_exactness(self._run, self._tracker))
         if self.published >= START:
             self._once.append(self._send_again)
         self._sound = True
@@ -115,6 +115,11 @@ class MlflowBacklog:
         if crossed is not None and crossed != self._bound:
             publish_bound(self._tracker, crossed)
             self._bound = crossed
+            yield
+        # A redo may come at any time: what a later step reads was damaged.
+        if not self._inexact and ledger.inexact_steps():
+            publish_inexact(self._tracker)
+            self._inexact = True
             yield
         held = self._file.record.models
         first = min([held + 1, *self._lost_models])

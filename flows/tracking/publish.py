@@ -72,10 +72,9 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     log_datasets(tracker, run.config, run.source)
 
 
-def publish_exactness(run: RunContext, tracker: Tracker) -> None:
+def publish_inexact(tracker: Tracker) -> None:
     """A tag on a run of which an update, redone after a stop, gave another policy than before."""
-    if run.directory.ledger.inexact_steps():
-        tracker.set_tags({"inexact": "true"})
+    tracker.set_tags({"inexact": "true"})
 
 
 def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:

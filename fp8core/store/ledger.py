@@ -330,8 +330,9 @@ class LedgerView:
         return {**self.artifacts(step), **dict(redone)}
 
     def inexact_steps(self) -> list[int]:
-        """Steps whose update, redone, gave another policy, of the steps that were read."""
-        redone = [entry for tasks in self._read.tail.redone.values() for entry in tasks.values()]
+        """Steps whose update, redone, gave another policy."""
+        # Copies: another thread may append.
+        redone = [entry for tasks in list(self._all().redone.values()) for entry in list(tasks.values())]
         return sorted({entry.step for entry in redone if entry.gave_policy})
 
     def step(self, number: int) -> StepEntry | None:

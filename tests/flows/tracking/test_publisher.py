@@ -18,6 +18,7 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.store.ledger import ENTRY, RedoEntry
 from fp8core.store.run_view import Provenance
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"
@@ -113,6 +114,43 @@ def test_a_killed_neighbour_is_shown_as_killed(copy_of_trained, runs, open_track
     write_record(folder, TrackingRecord.begun(neighbour.uri, neighbour.experiment_id, neighbour.run_id))
     publish(copy)
     assert neighbour.client.get_run(neighbour.run_id).info.status == "KILLED"
+
+
+def redo_of(entry: Any) -> RedoEntry:
+    """Of an update that gave another policy; the same one serves."""
+    return RedoEntry(step=entry.step, task=entry.task, outputs=entry.outputs, code_version="c")
+
+
+def updates(copy: Any) -> list[tuple[str, Any]]:
+    lines = (copy.folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    entries = [(line, ENTRY.validate_json(line)) for line in lines]
+    return [(line, entry) for line, entry in entries if entry.event == "task" and entry.task == "train"]
+
+
+def inexact(copy: Any) -> str | None:
+    record = read_record(copy.folder)
+    assert record is not None
+    run = MlflowClient(copy.config.tracking.uri).get_run(record.run_id)
+    return run.data.tags.get("inexact")  # type: ignore[no-any-return]
+
+
+def test_a_redo_before_the_last_checkpoint_is_tagged_by_a_later_process(copy_of_trained, runs) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    ledger = copy.folder / "ledger.jsonl"
+    line, entry = updates(copy)[0]
+    ledger.write_text(ledger.read_text().replace(line, f"{line}{redo_of(entry).model_dump_json()}\n"))
+    publish(copy)
+    assert inexact(copy) == "true"
+
+
+def test_a_redo_that_comes_after_the_start_is_tagged(copy_of_trained, runs) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    with session_of(copy) as (session, _):
+        assert within(10, lambda: session.mlflow.published == 3)
+        assert inexact(copy) is None
+        session.run.directory.ledger.append(redo_of(updates(copy)[-1][1]))
+        session.publisher.wake()
+        assert within(10, lambda: inexact(copy) == "true")
 
 
 # --- outages ---

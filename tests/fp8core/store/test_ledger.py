@@ -230,7 +230,9 @@ def histories(draw: st.DrawFn, longest: int) -> list[Entry]:
                 entries.append(segment(i))
             case "redo" if any(isinstance(entry, TaskEntry | StepEntry) for entry in entries):
                 reached = max(entry.step for entry in entries if isinstance(entry, TaskEntry | StepEntry))
-                entries.append(redo(draw(st.integers(0, reached)), draw(names), str(i)))
+                entries.append(
+                    redo(draw(st.integers(0, reached)), draw(names), draw(st.sampled_from(["policy", str(i)])))
+                )
     return entries
 
 
@@ -240,6 +242,7 @@ QUESTIONS: dict[str, Callable[[LedgerView, int], object]] = {
     "redone": LedgerView.redone,
     "effective_outputs": LedgerView.effective_outputs,
     "step": LedgerView.step,
+    "inexact_steps": lambda view, _: view.inexact_steps(),
     "steps": lambda view, _: view.steps(),
     "last_step": lambda view, _: view.last_step(),
     "checkpoints": lambda view, _: view.checkpoints(),
