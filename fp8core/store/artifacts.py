@@ -304,7 +304,9 @@ class RolloutShards:
             path.unlink()
         self._maker.unlink(missing_ok=True)
         if self._folder.is_dir():
-            durable.sweep(self._folder)
+            # Only the run writes here; a forked child of a killed one may hold a lock for a while.
+            for left in durable.temporary_files(self._folder):
+                left.unlink()
             self._folder.rmdir()
 
     def _committed(self) -> list[Path]:

@@ -11,6 +11,7 @@ Both refuse a link, and neither waits for a FIFO or a device.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -21,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -146,19 +147,32 @@ def write_file(path: Path, data: bytes) -> None:
 def _replaced(path: Path) -> Iterator[BinaryIO]:
     """The new content of a file, which takes its name when the block ends well (errors: `write_file`)."""
     make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        temporary, content = _temporary(path)
         try:
-            with temporary.open("xb") as file:
+            with content as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+                # Before the file is closed, which would leave it to `sweep`.
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
         sync_path(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
+
+
+def _temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside `path`, locked (flock) until it is closed, or its writer is killed. Raises OSError."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        file = temporary.open("xb")
+        with suppress(OSError):  # A file system without locks can hold no run, so that nothing is swept there.
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # A sweep came before the lock.
 
 
 def ensure_file(path: Path, data: bytes) -> None:
@@ -198,17 +212,31 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
-def sweep(folder: Path) -> list[Path]:
-    """Remove the temporary files that killed writers left under a folder; returns them sorted.
-
-    Only for the holder of the run's lock, before it writes: a temporary file in use would be removed too.
-    """
-    orphans = [
+def temporary_files(folder: Path) -> list[Path]:
+    """The temporary files under a folder, sorted: in use, or left by killed writers."""
+    return sorted(
         Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
-    ]
-    for orphan in orphans:
-        orphan.unlink()
-    return sorted(orphans)
+    )
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove the temporary files that killed writers left under a folder; returns them sorted. Raises OSError.
+
+    Not every writer holds the run's lock: one of another process goes on.
+    """
+    return [path for path in temporary_files(folder) if _remove_abandoned(path)]
+
+
+def _remove_abandoned(temporary: Path) -> bool:
+    try:
+        with open(temporary, "rb", opener=stored_file) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()
+    except (FileNotFoundError, BlockingIOError):
+        return False  # It took its name meanwhile, or is being written.
+    except NotOwnFileError:
+        temporary.unlink(missing_ok=True)
+    return True
 
 
 def whole_end(file: FileIO) -> int:

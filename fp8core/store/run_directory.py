@@ -89,8 +89,12 @@ class RunDirectory:
                 durable.refuse_link(path / name)
                 durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
-            return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger), origin)
-        except UserError:
+            try:
+                return cls(path, ArtifactStore(path, origin), lock, ledger, _sweep(path, ledger), origin)
+            except BaseException:
+                ledger.close()
+                raise
+        except BaseException:
             lock.release()
             raise
 

@@ -1,7 +1,9 @@
 import hashlib
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from io import FileIO
 from itertools import islice
@@ -13,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8core.errors import UserError
+from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, RolloutShards
 from fp8core.store.durable import (
     append_durably,
@@ -87,6 +90,46 @@ def test_sweep_takes_only_our_temporary_files(tmp_path: Path) -> None:
         path.touch()
     assert sweep(tmp_path) == orphans
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(keep)
+
+
+def test_sweep_leaves_what_another_is_writing(tmp_path: Path) -> None:
+    with durable._replaced(tmp_path / "a.json") as file:
+        file.write(b"new")
+        assert sweep(tmp_path) == []
+    assert (tmp_path / "a.json").read_bytes() == b"new"
+
+
+def test_a_file_that_takes_its_name_during_a_sweep_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / f".a.json.{'0' * 32}.tmp"
+    temporary.touch()
+    walk = os.walk
+
+    def renamed_after(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        yield from walk(folder)
+        temporary.replace(tmp_path / "a.json")
+
+    monkeypatch.setattr("os.walk", renamed_after)
+    assert sweep(tmp_path) == []
+    assert (tmp_path / "a.json").exists()
+
+
+def test_writers_and_sweeps_beside_each_other_do_not_fail(tmp_path: Path) -> None:
+    ends = threading.Event()
+
+    def sweep_on() -> int:
+        swept = 0
+        while not ends.is_set():
+            swept += len(sweep(tmp_path))
+        return swept
+
+    with ThreadPoolExecutor(2) as pool:
+        sweeping = [pool.submit(sweep_on) for _ in range(2)]
+        try:
+            for _ in range(300):
+                write_file(tmp_path / "a.json", b"one")
+        finally:
+            ends.set()
+    assert all(each.result() >= 0 for each in sweeping)
 
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 17, 65_534, 65_535, 65_536, 65_537, 140_000]), max_size=6)

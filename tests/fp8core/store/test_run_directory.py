@@ -127,6 +127,19 @@ def test_a_refused_ledger_frees_the_lock(tmp_path: Path) -> None:
     del caught
 
 
+def test_any_error_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fp8core.store.durable.sweep", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            RunDirectory.create_or_open(tmp_path)
+    RunDirectory.create_or_open(tmp_path).close()
+    # The traceback keeps the refused objects alive up to here: nothing was freed by chance.
+    del caught
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match=rf"^cannot create the folder {tmp_path}/runs: File exists$"):
