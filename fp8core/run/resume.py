@@ -277,16 +277,17 @@ def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], te
     made_by = known.code_version if known is not None else code_of(run, index)
     if run.config.replay.level != "tolerant" and made_by == run.code_version:
         raise RedoError(text)
+    redo = RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version)
     if ledger.step(index) is None:
-        # Its later tasks have yet to run, and are to find this policy.
+        # Its later tasks have yet to run, and are to find this policy. A kill must not leave this without the redo.
         stored: TaskEntry = ledger.tasks(index)[task]
-        ledger.append(stored.model_copy(update={"outputs": outputs}))
+        ledger.append(stored.model_copy(update={"outputs": outputs}), redo)
     else:
         last = ledger.last_step()
         assert last is not None, "this step is committed"
         # The shards of the open step are of the policy that is replaced.
         shards_of(run, last + 1).clear()
-    ledger.append(RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version))
+        ledger.append(redo)
     other = "" if made_by == run.code_version else f"; code version {made_by[:12]} made it, this is other code"
     run.console.note(f"{text}{other}: the run goes on from the new policy and is inexact")
 

@@ -420,20 +420,22 @@ class Ledger(LedgerView):
             raise unwritable(path, error) from error
         return cls(path, file, read)
 
-    def append(self, entry: Entry) -> None:
-        """Append an entry durably. Raises UserError (a full disk), and then appends nothing."""
+    def append(self, *entries: Entry) -> None:
+        """Append entries durably, in one write. Raises UserError (a full disk), and then appends nothing."""
         with self._lock:
             index = self._read.tail
-            reason = index.misplaced(entry)
-            assert reason is None, reason
+            for reason in map(index.misplaced, entries):
+                assert reason is None, reason
             # Repeated with every checkpoint, so that the tail has the last process start and crossing.
-            repeated = [*index.segments[-1:], *index.bounds[-1:]] if isinstance(entry, CheckpointEntry) else []
-            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*repeated, entry])
+            checkpoint = any(isinstance(entry, CheckpointEntry) for entry in entries)
+            repeated = [*index.segments[-1:], *index.bounds[-1:]] if checkpoint else []
+            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*repeated, *entries])
             try:
                 append_durably(self._file, lines)
             except OSError as error:
                 raise UserError(f"cannot append to the ledger {self._path}: {error.strerror}") from error
-            index.add(entry)
+            for entry in entries:
+                index.add(entry)
             self._read = self._read._replace(end=self._read.end + len(lines))
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from fp8core.run.execute import carried
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.resume import RedoError, ensure, history
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.ledger import RedoEntry
+from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import RunView
 
@@ -290,6 +290,25 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
         assert begin(run) == 0
         ensure(run, 3, {"scales"})
         assert run.trainer.digest() == run_copy.records[4]["weights_digest"]
+
+
+def test_a_kill_while_a_redo_of_the_step_that_was_cut_is_entered_leaves_all_of_it(run_copy, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def append(ledger, *entries, append=Ledger.append):
+        append(ledger, *entries)
+        if any(isinstance(entry, TaskEntry) and entry.task == "train" for entry in entries):
+            raise Killed
+
+    run_copy.cut_after(3, "evaluate")
+    run_copy.forge_update(3)
+    with monkeypatch.context() as patched, run_copy.opened(**{"replay.level": "tolerant"}) as run:
+        patched.setattr(Ledger, "append", append)
+        with pytest.raises(Killed):
+            begin(run)
+    assert run_copy.ledger.inexact_steps() == [3]
+    assert run_copy.ledger.redone(3)["train"].outputs == run_copy.ledger.tasks(3)["train"].outputs
 
 
 def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run, run_copy):

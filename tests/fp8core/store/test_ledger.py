@@ -135,6 +135,10 @@ def test_an_append_that_fails_half_way_leaves_the_ledger_readable(
         ledger.append(step(1))
     assert path.stat().st_size == whole
     assert ledger.last_step() == 0
+    with file_size_limit(whole + len(step(1).model_dump_json()) + 30), pytest.raises(UserError):
+        ledger.append(step(1), step(2))
+    assert path.stat().st_size == whole
+    assert ledger.last_step() == 0
     ledger.append(step(1))
     assert Ledger.open(path).last_step() == 1
 
