@@ -112,6 +112,7 @@ class PrefectExecution(Execution):
                         "inputs": quote({port: artifacts[artifact] for port, artifact in planned.inputs.items()}),
                     },
                     {"inputs": {ended[producer].run for producer in self._producers[planned.name]}},
+                    here=planned.spec.redo,
                 )
                 for planned in run.plan.ready(set(ended))
             }
@@ -126,11 +127,15 @@ class PrefectExecution(Execution):
 
 @dataclass(frozen=True)
 class TaskCall:
-    """A Prefect task, its parameters, and the task runs that it comes after, by parameter."""
+    """A Prefect task, its parameters, and the task runs that it comes after, by parameter.
+
+    With `here` it runs in the calling thread, whatever else is under way: an update of the live trainer does.
+    """
 
     task: Any
     parameters: dict[str, Any]
     after: dict[str, set[RunInput]]
+    here: bool = False
 
 
 class TaskOutcome(NamedTuple):
@@ -143,8 +148,10 @@ class TaskOutcome(NamedTuple):
 def side_by_side(
     ready: Callable[[Mapping[str, TaskOutcome]], Mapping[str, TaskCall]], halt: Callable[[], None]
 ) -> dict[str, TaskOutcome]:
-    """Results by name of Prefect tasks that run at once. The first of those that may begin runs in this thread: a call
-    costs less than a submission.
+    """Results by name of Prefect tasks that run at once.
+
+    Where none is under way, the first of those that may begin runs in this thread: a call costs less than a submission.
+    Beside others it would hide their failures, and keep what they make possible from beginning.
 
     Args:
         ready: from what has ended to what may begin; what has begun already is left out.
@@ -154,12 +161,14 @@ def side_by_side(
     assert within is not None, "tasks are called within a flow run"
     runner, begun, ended = within.task_runner, dict[str, Any](), dict[str, TaskOutcome]()
     try:
-        while (calls := [(name, call) for name, call in ready(ended).items() if name not in begun]) or begun:
-            if calls:
-                (own, call), *others = calls
-                for name, other in others:
-                    begun[name] = runner.submit(other.task, other.parameters, dependencies=other.after)
-                ended[own] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
+        while (calls := {name: call for name, call in ready(ended).items() if name not in begun}) or begun:
+            may_be_here = [name for name, call in calls.items() if call.here] or ([] if begun else [*calls])
+            own = calls.pop(may_be_here[0]) if may_be_here else None
+            for name, call in calls.items():
+                begun[name] = runner.submit(call.task, call.parameters, dependencies=call.after)
+            if own is not None:
+                value = run_task_sync(own.task, parameters=own.parameters, dependencies=own.after)
+                ended[may_be_here[0]] = _value(value)
             else:
                 wait_for_one([future.wrapped_future for future in begun.values()], return_when=FIRST_COMPLETED)
             # The state of Prefect's own future is a question to the server.

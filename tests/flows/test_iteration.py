@@ -64,6 +64,45 @@ def test_a_task_begins_when_what_it_needs_has_ended_whatever_else_is_under_way()
     assert in_a_flow(*calls, TaskCall(setting, {"index": 1, "event": event}, {}), after={"2": "0"}) == [10, True, None]
 
 
+@as_task("failing")
+def failing(index: int, event: threading.Event) -> None:
+    event.wait(timeout=60)
+    raise ValueError("why")
+
+
+@as_task("unending")
+def unending(index: int, begun: threading.Event, halt: threading.Event, halted: list[bool]) -> None:
+    begun.set()
+    halted.append(halt.wait(timeout=20))
+
+
+def test_a_failure_halts_a_task_that_begins_after_it_has() -> None:
+    begun, halt, halted = threading.Event(), threading.Event(), list[bool]()
+    calls = [
+        TaskCall(stored, {"index": 1}, {}),
+        TaskCall(failing, {"index": 1, "event": begun}, {}),
+        TaskCall(unending, {"index": 1, "begun": begun, "halt": halt, "halted": halted}, {}),
+    ]
+    with pytest.raises(ValueError, match="why"):
+        in_a_flow(*calls, after={"2": "0"}, halt=halt)
+    assert halted == [True]
+
+
+@as_task("placed")
+def placed(index: int, event: threading.Event) -> str:
+    event.set()
+    return threading.current_thread().name
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_an_update_runs_in_the_calling_thread_beside_others(here: bool) -> None:
+    event = threading.Event()
+    calls = [TaskCall(stored, {"index": 1}, {}), TaskCall(waiting, {"index": 1, "event": event}, {})]
+    _, waited, name = in_a_flow(*calls, TaskCall(placed, {"index": 1, "event": event}, {}, here), after={"2": "0"})
+    assert waited
+    assert (name == threading.current_thread().name) == here
+
+
 @as_task("cached")
 def stored(index: int) -> Any:
     return Completed(name="Cached", data=10 * index)
