@@ -105,10 +105,14 @@ def test_damaged_artifacts_of_the_start_are_made_again(whole_run, run_copy):
 
 def test_a_damaged_shelf_of_warm_starts_is_trained_again(run_copy):
     damage(run_copy.file(0, "weights"), "delete")
-    for path in (run_copy.folder.parent / "warm_starts").rglob("*.safetensors"):
+    shelf = run_copy.folder.parent / "warm_starts"
+    for path in shelf.rglob("*.safetensors"):
         damage(path, "flip")
+    killed = path.with_name(f".{path.name}.{'0' * 32}.tmp")
+    killed.touch()
     with run_copy.opened() as run:
         begin(run)
+    assert not killed.exists()
     assert "it is trained again" in run_copy.said
     assert "step 0: artifact weights was damaged" in run_copy.said
 
