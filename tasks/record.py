@@ -277,7 +277,7 @@ def stream_metrics(
 
     Args:
         before, after: the stream before and after the update.
-        chunks: tokens one after the other that were written beside it (`schedule`).
+        chunks: tokens one after the other that might be written beside it (`schedule`); completions may end before.
         evicted: prompts that got too old (`evictions`).
     """
     open_: dict[tuple[int, int], bool] = {}
