@@ -64,6 +64,11 @@ class TokenBatch:
         recorded = None if experts is None else _pad_experts(experts, tokens.shape[1])
         return cls(tokens, valid, valid & (columns >= starts), recorded)
 
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[Sequence[int]]) -> "TokenBatch":
+        """From prompts alone: the last token of each serves as its completion."""
+        return cls.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
+
     @property
     def positions(self) -> Tensor:
         """int64 [B, T], from 0 in every row; 0 on padding."""

@@ -5,23 +5,11 @@ bit for bit, that of an engine which stops there.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling
-
-
-def generated(
-    engine: RolloutEngine,
-    groups: Sequence[PromptGroup],
-    sampling: Sampling,
-    tokenizer: Tokenizer,
-    strings: Sequence[str],
-) -> Iterator[list[Completion]]:
-    """The engine's completions, each up to the token that completes the first of the strings."""
-    for completions in engine.generate(groups, sampling):
-        yield [cut_at(completion, tokenizer, strings) for completion in completions]
+from fp8core.rollout.engine import Completion
 
 
 def text_until(text: str, strings: Sequence[str]) -> str:

@@ -21,16 +21,21 @@ def checkpoint_due(run: RunContext, index: int) -> bool:
 
 def missing_checkpoint(run: RunContext) -> int | None:
     """The last committed iteration, when its checkpoint was due and a kill came before it; else None."""
-    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
-    entered = START if newest is None else newest.step
-    return last if last is not None and last > entered and checkpoint_due(run, last) else None
+    last = _beyond_checkpoints(run)
+    return last if last is not None and checkpoint_due(run, last) else None
 
 
 def unsaved_step(run: RunContext) -> int | None:
     """The last committed iteration, when no checkpoint holds its policy and the trainer still does; else None."""
+    last = _beyond_checkpoints(run)
+    return last if last is not None and run.ready_trainer().version == last else None
+
+
+def _beyond_checkpoints(run: RunContext) -> int | None:
+    """The last committed iteration, when it is later than the newest checkpoint; else None."""
     last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
     entered = START if newest is None else newest.step
-    return last if last is not None and last > entered and run.ready_trainer().version == last else None
+    return last if last is not None and last > entered else None
 
 
 def save_state(run: RunContext, index: int) -> None:

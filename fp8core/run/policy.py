@@ -332,9 +332,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
     """Ship the weights as a training would, and check what arrived."""
-    some = prompts[: config.rollout.prompts_per_step]
-    # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
-    batch = TokenBatch.of([tokens[:-1] or tokens for tokens in some], [tokens[-1:] for tokens in some])
+    batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
     scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
     shipped = trainer.export()
     check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)

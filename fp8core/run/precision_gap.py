@@ -20,10 +20,10 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, PolicyScales, Sampling
 from fp8core.run.build import build_engine
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import heldout_accuracy, prompt_table
+from fp8core.run.rollouts import heldout_accuracy, prompt_groups, prompt_table
 from fp8core.store.ledger import START
 
 _CONFIDENCE = 0.95
@@ -39,10 +39,7 @@ def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
     count, rollout = compared_prompts(run.config), run.config.rollout
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
-    groups = [
-        PromptGroup(i, name, tuple(ids), (0,), (sample_seed(run.config.seed, START, i, 0),))
-        for i, (name, ids) in enumerate(zip(names, tokens, strict=True))
-    ]
+    groups = prompt_groups(run, START, prompts, 1)
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
     sampled = [done for finished in run.ready_engine().generate(groups, sampling) for done in finished]
     precision = contract_in("bf16", run.config.precision)

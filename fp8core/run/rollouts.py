@@ -75,9 +75,12 @@ def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutSha
     return RolloutShards(run.directory.path / "shards" / f"{index:05d}", kind, made_by)
 
 
-def prompt_groups(run: RunContext, index: int, prompts: pa.Table) -> list[PromptGroup]:
-    """Requests of an iteration, with one seed a sample; `prompts` is of kind `prompts`."""
-    samples = tuple(range(run.config.rollout.group_size))
+def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | None = None) -> list[PromptGroup]:
+    """Requests of an iteration, with one seed a sample; `prompts` is of kind `prompts`.
+
+    `size`: samples of a prompt; None: `rollout.group_size`.
+    """
+    samples = tuple(range(run.config.rollout.group_size if size is None else size))
     return [
         PromptGroup(
             group=row["group"],
@@ -287,18 +290,9 @@ def heldout_accuracy(
         The content of an artifact of kind `evaluation`, and the episodes in order of group. Comparisons of trainings
         pair prompts by scores (docs/guides/parity.md).
     """
-    asked = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count]).to_pylist()
+    prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
-    groups = [
-        PromptGroup(
-            group=row["group"],
-            prompt_id=row["prompt_id"],
-            prompt=tuple(row["tokens"]),
-            samples=(0,),
-            seeds=(sample_seed(run.config.seed, START, row["group"], 0),),
-        )
-        for row in asked
-    ]
+    asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
     longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
     found = [one for batch in while_going(run, played) for one in batch]

@@ -118,8 +118,7 @@ def first_scales(run: RunContext) -> TaskResult:
     def body() -> dict[str, Ref]:
         problems = run.source.training(1, run.config.rollout.prompts_per_step, run.config.seed)
         prompts = prompt_table(run, problems)["tokens"].to_pylist()
-        # TokenBatch needs a completion; the last prompt token serves, so that exactly the prompts are seen.
-        batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
+        batch = TokenBatch.of_prompts(prompts)
         try:
             histograms = run.ready_trainer().statistics(batch).histograms()
         except GroupNotFinite as error:

@@ -15,7 +15,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -147,16 +147,6 @@ class Head(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.step}:{self.digest}"
-
-
-def first_broken_link(manifests: Sequence[StepManifest]) -> int | None:
-    """The first step, of a run's manifests in order, that does not name the one before it; None: all do."""
-    expected = None
-    for manifest in manifests:
-        if manifest.record.predecessor != expected:
-            return manifest.record.step
-        expected = record_digest(manifest)
-    return None
 
 
 _LARGEST = 1 << 16

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from manifest_chain import first_broken_link
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -33,7 +34,7 @@ from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import folder_digest
 from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry
-from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
 
 SETTINGS: dict[str, Any] = {

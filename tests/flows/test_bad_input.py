@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from manifest_chain import first_broken_link
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from fp8core.config.run import public_dump
 from fp8core.errors import UserError
 from fp8core.run.build import check_inputs
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import RunDirectory
 
 TINY_GSM8K = {

@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 import pyarrow as pa
 import pytest
+from manifest_chain import first_broken_link
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -23,7 +24,7 @@ from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.run.open import plan_of
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.manifest import StepManifest, first_broken_link
+from fp8core.store.manifest import StepManifest
 
 ERROR, DIFFERING = "alignment/token_mult_prob_error", "alignment/tokens_differing"
 

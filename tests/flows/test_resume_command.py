@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifest_chain import first_broken_link
 from mlflow import MlflowClient
 
 from flows import cli
@@ -21,7 +22,7 @@ from fp8core.errors import UserError
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
-from fp8core.store.manifest import StepManifest, current_code, first_broken_link, record_digest
+from fp8core.store.manifest import StepManifest, current_code, record_digest
 from fp8core.store.run_directory import LEDGER, RunDirectory
 from fp8core.store.run_view import RunView
 

@@ -3,20 +3,10 @@
 import pytest
 import torch
 
-from fp8core.rollout.engine import Completion, Sampling
-from fp8core.rollout.stop_strings import generated, text_until
+from fp8core.rollout.engine import Completion
+from fp8core.rollout.stop_strings import cut_at, text_until
 
 SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
-
-
-class Written:
-    """An engine that has written something already."""
-
-    def __init__(self, completion):
-        self.completion = completion
-
-    def generate(self, groups, sampling):
-        yield [self.completion]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +22,8 @@ def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
     tokens = [*bpe_tokenizer.encode(SAID), *bpe_tokenizer.eos_ids]
     logprobs = [-float(place) for place in range(len(tokens))]
     experts = torch.arange(3 + len(tokens) - 1)[:, None, None]
-    engine = Written(Completion(0, 0, tokens, logprobs, "stop", experts))
-    ((found,),) = generated(engine, [], Sampling(1.0, 99, bpe_tokenizer.eos_ids), bpe_tokenizer, strings)
+    written = Completion(0, 0, tokens, logprobs, "stop", experts)
+    found = cut_at(written, bpe_tokenizer, strings)
     count = len(found.tokens)
     assert (found.tokens, found.logprobs) == (tokens[:count], logprobs[:count])
     assert len(found.experts) == 3 + count - 1, "of the prompt, and of all tokens but the last"
@@ -42,7 +32,7 @@ def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
         assert found.finish == "stop_string"
         assert not any(string in bpe_tokenizer.decode(found.tokens[:-1]) for string in strings)
     else:
-        assert found == engine.completion
+        assert found == written
 
 
 def test_a_run_trains_on_what_is_left(whole_run, loop_run):

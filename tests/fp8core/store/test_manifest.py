@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from manifest_chain import first_broken_link
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from fp8core.config.precision import PrecisionContract
@@ -24,7 +25,6 @@ from fp8core.store.manifest import (
     StepRecord,
     code_version,
     fingerprint,
-    first_broken_link,
     git_state,
     hardware,
     library_versions,
