@@ -1,6 +1,7 @@
 """The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
 
 from flows.tracking.tracker import Table
+from fp8core.config.steps import UPDATES
 from fp8core.report.completions import (
     Row,
     heldout_pairs,
@@ -25,7 +26,6 @@ HELDOUT_COLUMNS = (
     *("prompt", "first", "first_reward", "last", "last_reward"),
     *("first_length", "last_length", "first_step", "last_step"),
 )
-_TRAIN = "tasks.train:train"
 
 
 def sample_table(run: RunContext, index: int) -> Table:
@@ -157,7 +157,7 @@ def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
     """Advantage of each completion of a step, by group and sample, as the update computed it; a mean over its tokens
     where they differ."""
     store, artifacts = run.directory.store, run.directory.ledger.artifacts(index)
-    planned = next((step for step in run.plan.steps if step.uses == _TRAIN), None)
+    planned = next((step for step in run.plan.steps if step.uses in UPDATES), None)
     if planned is None:
         return {}
     ports = [port for port in ("rollouts", "rewards", "logprobs", "reference", "turns") if port in planned.inputs]
@@ -165,8 +165,10 @@ def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
     if not all(store.path(ref).exists() for ref in refs.values()):
         return {}
     tables = {port: store.get_table(ref) for port, ref in refs.items()}
-    rewards, added = tables["rewards"], (tables.get("reference"), run.config, tables.get("turns"))
-    batch, _ = rollout_batch(tables["rollouts"], rewards, tables["logprobs"], *added)
+    rollouts, rewards = tables["rollouts"], tables["rewards"]
+    # Without stored log-probs the old ones are the rollout's own, or of the forward, and no advantage needs these.
+    old = tables.get("logprobs", rollouts if run.config.logprobs.source == "rollout" else None)
+    batch, _ = rollout_batch(rollouts, rewards, old, tables.get("reference"), run.config, tables.get("turns"))
     values = batch.advantages
     if values.dim() == 2:
         values = (values * batch.mask).sum(dim=1) / batch.mask.sum(dim=1).clamp_min(1)

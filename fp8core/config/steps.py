@@ -121,7 +121,7 @@ _PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
 _EPISODES, _FINISH_EPISODES = "tasks.rollout:episodes", "tasks.stream:finish_episodes"
 _SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
 _PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"
-_UPDATES = (_UPDATE, _SCORING_UPDATE)
+UPDATES = (_UPDATE, _SCORING_UPDATE)
 
 
 def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
@@ -156,7 +156,7 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     provides = prompts.provides | rollout.provides
     finish = StepConfig(name=rollout.name, uses=_FINISH, needs={"stream": "stream", **both}, provides=provides)
     ahead = StepConfig(name="ahead", uses=_AHEAD, needs={"left": "left", **both})
-    learnt = next((step.inputs().get("rewards") for step in pipeline.steps if step.uses in _UPDATES), None)
+    learnt = next((step.inputs().get("rewards") for step in pipeline.steps if step.uses in UPDATES), None)
     steps = list[StepConfig]()
     for step in pipeline.steps:
         if step is prompts:
@@ -218,7 +218,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
 
 
 _EVALUATE, _EVALUATE_EPISODES = "tasks.evaluate:evaluate", "tasks.evaluate:evaluate_episodes"
-_READ_TURNS = ("tasks.reward:reward", "tasks.filter:filter", *_UPDATES, _RECORD)
+_READ_TURNS = ("tasks.reward:reward", "tasks.filter:filter", *UPDATES, _RECORD)
 
 
 def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:
