@@ -499,4 +499,5 @@ ENGINE = EngineEntry(
     memory=_memory,
     arithmetic=lambda config: "exact",
     continues=lambda config: "equal",
+    keeps_cache=True,
 )

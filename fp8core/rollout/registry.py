@@ -86,6 +86,7 @@ class EngineEntry:
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room:
             `equal` with the tokens that it would write in one go, `anew` with others of the same distribution.
+        keeps_cache: whether it can keep, over an update, what older weights wrote into its cache.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings, dotted keys, with which it runs its own model; an aligned one computes FP8 alone.
@@ -106,6 +107,7 @@ class EngineEntry:
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
+    keeps_cache: bool = False
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
     stock: Mapping[str, str] = field(default_factory=dict)

@@ -169,7 +169,7 @@ def _refuse_ahead(config: RunConfig) -> None:
         f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not config.pipeline.in_turn,
         "rollout.top_k": rollout.top_k is not None,
         "rollout.top_p": rollout.top_p < 1,
-        "training.trainer=megatron": config.training.trainer == "megatron",
+        f"training.trainer={config.training.trainer}": not trainer_of(config.training).scores_updates,
     }
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
@@ -253,7 +253,7 @@ def uncorrected_lag(config: RunConfig) -> str | None:
 def _refuse_kept_cache(config: RunConfig) -> None:
     """Refuse to keep a cache of older weights where no engine does, or where a replay is to be equal without it."""
     place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
-    if engine != "embedded":
+    if not engine_entry(config).keeps_cache:
         raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
     if not config.pipeline.in_flight_weight_updates:
         raise UserError(f"{place}: with pipeline.in_flight_weight_updates=false no update finds a cache; unset one")

@@ -1,8 +1,8 @@
 """The trainers there are, each registered once: its settings, what it refuses, needs and holds, and how it is built.
 
-Code outside this package takes the entry of a configuration (`trainer_of`) and calls what it holds; it compares no
-names. `build` imports what a trainer needs: Megatron is optional, and Transformer Engine reads its environment when
-it is imported.
+Code outside this package takes the entry of a configuration (`trainer_of`) and calls what it holds. Only
+`fp8core.config`, which is imported without torch, compares names. `build` imports what a trainer needs: Megatron is
+optional, and Transformer Engine reads its environment when it is imported.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,8 @@ class TrainerEntry:
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
         arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
             aligned model runs too; on a CPU their references. `own`: neither.
-        scores_updates: whether an update gives the log-probs of its forward (`trainer.ScoringTrainer`).
+        scores_updates: whether an update gives the log-probs of its forward, and passes those of older policies
+            (`trainer.ScoringTrainer`).
         device: where it computes here.
         build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`warm_start`).
         check_machine: raises UserError for what a machine has not installed, for GPUs that are missing, and for formats

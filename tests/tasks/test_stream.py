@@ -542,13 +542,17 @@ def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):
     ("settings", "reason"),
     [
         ({"rollout.stop_strings": ["#"]}, "rollout.stop_strings is not computed"),
+        (
+            {"training.trainer": "megatron", "correction.method": "token_tis"},
+            "training.trainer=megatron is not computed",
+        ),
         ({"rollout.top_k": 4}, "rollout.top_k is not computed"),
     ],
 )
 def test_what_is_not_computed_ahead_is_refused(settings, reason):
     config = load_config("tiny", {"pipeline.mode": "asynchronous", **settings})
     with pytest.raises(UserError, match=f"^pipeline.mode=asynchronous: .*{reason}"):
-        plan_of(config)
+        pipeline_of(config)
 
 
 def test_an_engine_sleeps_while_a_resumed_run_makes_the_update_of_stored_rollouts(run_copy, events):
