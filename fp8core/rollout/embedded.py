@@ -14,7 +14,16 @@ from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
-from fp8core.rollout.engine import Completion, Finish, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
+from fp8core.rollout.engine import (
+    Completion,
+    Finish,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    Sampling,
+    SyncReport,
+    check_scales,
+)
 from fp8core.rollout.kv_cache import KvCache, StoredRow
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
@@ -84,11 +93,8 @@ class EmbeddedEngine:
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
-        if scales.version != version:
-            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
-        needs_scales = any(layer.attention.name == "fp8" for layer in self._decoder.formats.layers)
-        if needs_scales and len(scales.layers) != self._decoder.arch.num_layers:
-            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._decoder.arch.num_layers}")
+        fp8_cache = any(layer.attention.name == "fp8" for layer in self._decoder.formats.layers)
+        check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
         self._open = self._rescaled(scales) if self._keeps_cache else {}
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, stored)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import Truncation
 
@@ -210,6 +211,29 @@ def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
     """Signed 64-bit seed of one completion."""
     text = f"rollout/{run_seed}/{step}/{group}/{sample}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
+    """Refuse scales that do not fit the weights they are sent with; `needed` layers have some, 0: nothing needs them.
+
+    Raises:
+        ValueError: they are of another version, or of another number of layers.
+    """
+    if scales.version != version:
+        raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
+    if needed and len(scales.layers) != needed:
+        raise ValueError(f"{len(scales.layers)} layers have scales, the model has {needed}")
+
+
+def check_lengths(groups: Sequence[PromptGroup], max_new_tokens: int, setting: str, longest: int) -> None:
+    """Raises UserError where a prompt with its completion may be longer than `longest`, the tokens of `setting`."""
+    for group in groups:
+        length = len(group.prompt) + max_new_tokens
+        if length > longest:
+            raise UserError(
+                f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens={max_new_tokens} are "
+                f"{length}, {setting} is {longest}"
+            )
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ from fp8core.rollout.engine import (
     SharedWeights,
     SyncReport,
     TensorSpec,
+    check_lengths,
+    check_scales,
     share_weights,
     specs_of,
 )
@@ -143,10 +145,7 @@ class SglangEngine:
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         """`update` begins: refuse what does not fit; nothing is written."""
-        if scales.version != version:
-            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
-        if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
-            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
+        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
         if sent != self._sent:
             slots = fitted_slots(sent, self._parameters)
             self._sent, self._slots = dict(sent), {name: astuple(slot) for name, slot in slots.items()}
@@ -305,13 +304,7 @@ class SglangEngine:
     def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
         for refusal in temperature_refusals(sampling.temperature):
             raise UserError(refusal)
-        for group in groups:
-            length = len(group.prompt) + sampling.max_new_tokens
-            if length > self._longest:
-                raise UserError(
-                    f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
-                    f"{sampling.max_new_tokens} are {length}, rollout.sglang.context_length is {self._longest}"
-                )
+        check_lengths(groups, sampling.max_new_tokens, "rollout.sglang.context_length", self._longest)
 
 
 class HostPipe:

@@ -45,6 +45,8 @@ from fp8core.rollout.engine import (
     SharedWeights,
     SyncReport,
     TensorSpec,
+    check_lengths,
+    check_scales,
     share_weights,
     specs_of,
 )
@@ -179,7 +181,7 @@ class VllmEngine:
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         """`update` begins: refuse what does not fit; nothing is written."""
-        self._check_scales(scales, version)
+        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
         if sent != self._sent:
             filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
             shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
@@ -356,12 +358,6 @@ class VllmEngine:
                 raise
             raise EngineLost("vLLM's engine core ended") from error
 
-    def _check_scales(self, scales: PolicyScales, version: int) -> None:
-        if scales.version != version:
-            raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
-        if self._has_fp8_cache() and len(scales.layers) != self._arch.num_layers:
-            raise ValueError(f"{len(scales.layers)} layers have scales, the model has {self._arch.num_layers}")
-
     def _has_fp8_cache(self) -> bool:
         return self._contract.rollout.kv_cache == "fp8"
 
@@ -380,15 +376,6 @@ class VllmEngine:
                 sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
             found[name] = spec.dtype, spec.shape, hex_digits(_agreed(f"bytes of {name}", sums))
         return digest_of(found)
-
-    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        for group in groups:
-            length = len(group.prompt) + sampling.max_new_tokens
-            if length > self._longest:
-                raise UserError(
-                    f"prompt {group.prompt_id}: {len(group.prompt)} tokens and rollout.max_new_tokens="
-                    f"{sampling.max_new_tokens} are {length}, rollout.vllm.max_model_len is {self._longest}"
-                )
 
     def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
         """Queue a request, and return its name; `settings` are of `SamplingParams`."""
@@ -472,7 +459,8 @@ class VllmSession:
         Raises:
             UserError: a prompt and its completion are longer than the engine allows; none was sent then.
         """
-        self._engine._check_requests(groups, self._sampling)
+        longest = self._engine._longest
+        check_lengths(groups, self._sampling.max_new_tokens, "rollout.vllm.max_model_len", longest)
         for group in groups:
             for i in range(len(group.seeds)):
                 self._requests[self._engine._submit_sample(group, i, self._sampling)] = group, i
