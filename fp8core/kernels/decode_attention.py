@@ -9,6 +9,8 @@ Nothing depends on the batch: keys are split by their position alone, and parts 
 attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`sequence_attention`).
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,10 @@ class DecodeAttention:
                 *(self._head_dim**-0.5, out, out.stride(0), self._partial, self._arrived),
             )
             self._kernel.launch((self.kv_heads, count, self.partitions), 32 * _WARPS, arguments)
+
+
+shared_decode_attention = cache(DecodeAttention)
+"""The same for equal arguments: one kernel and workspace for all layers, which run one after the other."""
 
 
 def cache_definitions(shape: torch.Size, strides: tuple[int, ...], group: int, partition: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ to FP16 once a layer, in the order in which tensor cores read them. Then 192 que
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -162,3 +163,7 @@ class SequenceAttention:
             )
             grid = min(self._blocks, len(pieces) * self._kv_heads)
             self._attend.launch((grid, 1, 1), _THREADS, arguments)
+
+
+shared_sequence_attention = cache(SequenceAttention)
+"""The same for equal arguments: one kernel and workspace for all layers, which run one after the other."""

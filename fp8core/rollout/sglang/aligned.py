@@ -8,7 +8,6 @@ Requests with one new token go through `kernels.decode_attention`, those with mo
 `kernels.sequence_attention`, which has the same bytes. Importing this module gives SGLang the models.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 from torch import Tensor
 
-from fp8core.kernels.decode_attention import DecodeAttention
-from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
+from fp8core.kernels.decode_attention import shared_decode_attention
+from fp8core.kernels.sequence_attention import Batch, Span, batches, shared_sequence_attention
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.logprobs import token_statistics
@@ -56,7 +55,8 @@ class AlignedAttention(ScaledAttention):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(codes, layer, out)
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
-        kernel = _sequence_attention(keys.device, keys.shape, keys.stride(), _group(layer), self._longest)
+        layout = keys.device, keys.shape, keys.stride()
+        kernel = shared_sequence_attention(*layout, _group(layer), self._longest)
         split, table = (-1, layer.tp_q_head_num, layer.head_dim), self.forward_metadata.page_table
         work, scales = self._work(layer, forward_batch), internals.scale_buffers(layer)
         kernel(codes.view(split), keys, values, table, work, scales, out.view(split))
@@ -65,7 +65,8 @@ class AlignedAttention(ScaledAttention):
     def _decode(self, codes: Tensor, layer: Any, out: Tensor) -> None:
         """Write the rows of `out` that are a request's one new token."""
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
-        kernel = _decode_attention(keys.device, keys.shape, keys.stride(), _group(layer), self._longest, self._requests)
+        layout = keys.device, keys.shape, keys.stride()
+        kernel = shared_decode_attention(*layout, _group(layer), self._longest, self._requests)
         step, split = self.forward_metadata, (-1, layer.tp_q_head_num, layer.head_dim)
         queries = Queries(step.page_table, step.cu_seqlens_q, step.cache_seqlens_int32)
         kernel(codes.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
@@ -87,21 +88,6 @@ class AlignedAttention(ScaledAttention):
 def _group(layer: Any) -> int:
     found: int = layer.tp_q_head_num // layer.tp_k_head_num
     return found
-
-
-@cache
-def _decode_attention(
-    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int, requests: int
-) -> DecodeAttention:
-    """One kernel and workspace for all layers, which run one after the other."""
-    return DecodeAttention(device, shape, stride, group, longest, requests)
-
-
-@cache
-def _sequence_attention(
-    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int
-) -> SequenceAttention:
-    return SequenceAttention(device, shape, stride, group, longest)
 
 
 class AlignedSampler(SeededSampler):

@@ -30,7 +30,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from fp8core.kernels.sequence_attention import Batch, SequenceAttention, Span, batches
+from fp8core.kernels.sequence_attention import Batch, Span, batches, shared_sequence_attention
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.fused import HeadLayout
@@ -132,19 +132,12 @@ class AlignedImpl(FlashAttentionImpl):
         self._decode(layer, query, kv_cache, attn_metadata.decodes, output)
         if attn_metadata.prompts:
             keys, values = keys_and_values(kv_cache, self.head_size)
-            kernel = _sequence_attention(keys.device, keys.shape, keys.stride(), self.num_queries_per_kv, self._longest)
+            layout = keys.device, keys.shape, keys.stride()
+            kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest)
             split, table = (-1, self.num_heads, self.head_size), attn_metadata.decodes.block_table
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
         return output
-
-
-@cache
-def _sequence_attention(
-    device: torch.device, shape: torch.Size, stride: tuple[int, ...], group: int, longest: int
-) -> SequenceAttention:
-    """One kernel and workspace for all layers, which run one after the other."""
-    return SequenceAttention(device, shape, stride, group, longest)
 
 
 @cache

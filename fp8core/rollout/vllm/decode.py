@@ -4,7 +4,6 @@ Registered under the name that vLLM keeps for backends from outside (`register_b
 is FlashAttention's own: metadata, prompts, how the cache is laid out and written.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-from fp8core.kernels.decode_attention import DecodeAttention
+from fp8core.kernels.decode_attention import shared_decode_attention
 from fp8core.numerics.attention import Queries
 
 
@@ -42,7 +41,8 @@ class SharedKernel:
     def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
         """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
         keys, values = keys_and_values(kv_cache, self._size)
-        attention = _attention(keys.device, keys.shape, keys.stride(), self._group, self._longest, self._queries)
+        layout = keys.device, keys.shape, keys.stride()
+        attention = shared_decode_attention(*layout, self._group, self._longest, self._queries)
         heads = (-1, self._heads, self._size)
         scales = (layer._q_scale, layer._k_scale, layer._v_scale)
         attention(query.view(heads), keys, values, queries, scales, output.view(heads))
@@ -96,16 +96,3 @@ def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     else:
         keys, values = codes.transpose(1, 2).split(head_size, dim=-1)
     return keys, values
-
-
-@cache
-def _attention(
-    device: torch.device,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    group: int,
-    longest: int,
-    queries: int,
-) -> DecodeAttention:
-    """One kernel and workspace for all layers, which run one after the other."""
-    return DecodeAttention(device, shape, stride, group, longest, queries)
