@@ -311,11 +311,11 @@ def graph_microseconds(call: Call, calls: int = 10) -> float:
     return event_microseconds(graph.replay, calls=1) / calls
 
 
-def event_microseconds(call: Call, calls: int, repeats: int = 7) -> float:
-    """Median over the repeats, a call."""
+def event_microseconds(call: Call, calls: int) -> float:
+    """Median over seven repeats, a call."""
     call()
     found = []
-    for _ in range(repeats):
+    for _ in range(7):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()

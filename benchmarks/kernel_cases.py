@@ -85,18 +85,18 @@ _KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 }
 
 
-def _near_ties(rule: str, dtype: torch.dtype, groups: int = 2048) -> Tensor:
-    """Groups [groups, 128] of a random amax and 127 values whose quotients lie on or next to a boundary of two codes.
+def _near_ties(rule: str, dtype: torch.dtype) -> Tensor:
+    """Groups [2048, 128] of a random amax and 127 values whose quotients lie on or next to a boundary of two codes.
 
     A midpoint times the scale and its two neighbours are the hardest inputs to decide. The quotient has to be rounded
     to FP32 as a division does.
     """
     generator = torch.Generator().manual_seed(7)
-    amax = torch.exp2(20 * torch.randn(groups, generator=generator)).to(dtype).float()
+    amax = torch.exp2(20 * torch.randn(2048, generator=generator)).to(dtype).float()
     scales = scale_from_amax(amax, "pow2" if rule == "pow2" else "fp32")
     grid = decode(torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn))
     midpoints = (grid[:-1] + grid[1:]) / 2
-    pick = torch.randint(0, len(midpoints), (groups, TILE - 1), generator=generator)
+    pick = torch.randint(0, len(midpoints), (len(amax), TILE - 1), generator=generator)
     x = (midpoints[pick] * scales[:, None]).to(dtype)
     towards = torch.tensor([0.0, _FLOAT32_MAX]).to(dtype)[torch.randint(0, 2, x.shape, generator=generator)]
     stay = torch.rand(x.shape, generator=generator) < 1 / 3
@@ -105,7 +105,7 @@ def _near_ties(rule: str, dtype: torch.dtype, groups: int = 2048) -> Tensor:
     return torch.cat([amax[:, None], torch.minimum(x, amax[:, None]) * sign], dim=1).to(dtype)
 
 
-def _as_tiles(x: Tensor, side: int = 4) -> Tensor:
+def _as_tiles(x: Tensor) -> Tensor:
     """Tiles of one amax each: a group is repeated over the rows of its tile."""
-    groups = x[: side * side].view(side, side, 1, TILE).expand(side, side, TILE, TILE)
-    return groups.permute(0, 2, 1, 3).reshape(side * TILE, side * TILE).contiguous()
+    groups = x[:16].view(4, 4, 1, TILE).expand(4, 4, TILE, TILE)
+    return groups.permute(0, 2, 1, 3).reshape(4 * TILE, 4 * TILE).contiguous()

@@ -176,7 +176,7 @@ def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: fl
         began, log = time.monotonic(), logs / f"{training.variant}.log"
         with log.open("ab") as output:
             code = run_until(training.command, output, deadline - grace, deadline)
-        print(f"{training.variant}: {_outcome(training, code)}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{training.variant}: {_outcome(code)}, {time.monotonic() - began:.0f} s", flush=True)
         if not training.done and code != TERMINATED and time.monotonic() < deadline:
             said = log.read_text(errors="replace")[-_SHOWN:]
             print(said, flush=True)
@@ -185,7 +185,7 @@ def _train(trainings: Sequence[Training], logs: Path, deadline: float, grace: fl
             yield None
 
 
-def _outcome(training: Training, code: int) -> str:
+def _outcome(code: int) -> str:
     if code == 0:
         return "done"
     return f"stopped after a step ({code})" if code == TERMINATED else f"ended with {code}"

@@ -368,16 +368,16 @@ def _same(row: Row) -> tuple[str, int, bool]:
     return row["model"], row["layers"], row["checkpointing"]
 
 
-def parts_table(rows: Sequence[Row], model: str = "qwen3-8b") -> str:
-    """Milliseconds of GPU time of a step by part, one column a precision."""
-    of_model = (row for row in _of(rows, "training_trace") if row["model"] == model and row["checkpointing"])
+def parts_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of GPU time of a step of Qwen3-8B by part, one column a precision."""
+    of_model = (row for row in _of(rows, "training_trace") if row["model"] == "qwen3-8b" and row["checkpointing"])
     # The last of each.
     traces = {row["precision"]: row for row in of_model if not row["deterministic"]}
     parts = dict.fromkeys(part for row in traces.values() for part in row["parts_ms"])
     ordered = sorted(parts, key=lambda part: -max(row["parts_ms"].get(part, 0.0) for row in traces.values()))
     lines = [[part, *(f"{row['parts_ms'].get(part, 0.0):,.0f}" for row in traces.values())] for part in ordered]
     lines.append(["whole step", *(f"{1000 * row['traced_seconds']:,.0f}" for row in traces.values())])
-    return table([f"{_TRAINED[model]}, ms of a step", *(_TRAINING[name] for name in traces)], lines)
+    return table([f"{_TRAINED['qwen3-8b']}, ms of a step", *(_TRAINING[name] for name in traces)], lines)
 
 
 def width_table(rows: Sequence[Row]) -> str:

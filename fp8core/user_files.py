@@ -77,10 +77,10 @@ def read_input(path: Path, largest: int) -> bytes:
     return content
 
 
-def read_text(path: Path, largest: int = LARGEST_JSON) -> str:
-    """A UTF-8 file; raises UserError as `read_input` does, and on another encoding."""
+def read_text(path: Path) -> str:
+    """A UTF-8 file of at most `LARGEST_JSON` bytes; raises UserError as `read_input` does, and on another encoding."""
     try:
-        return read_input(path, largest).decode("utf-8")
+        return read_input(path, LARGEST_JSON).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
 

@@ -101,7 +101,6 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     bounds: Sequence[Bound] = ()
-    x_scale: Scale = "linear"
     y_scale: Scale = "linear"
     include: Sequence[float] = ()
     note: str = ""

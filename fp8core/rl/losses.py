@@ -195,18 +195,16 @@ def reinforce(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutp
     return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
 
 
-def binary_tv(
-    inputs: LossInputs, bound: float = 0.2, penalty: float = 1e-3, aggregate: Aggregate = token_mean
-) -> LossOutput:
-    """-w A r + penalty * (log r)^2, without the first term where the probability itself has moved more than `bound` in
-    A's direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy.
+def binary_tv(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutput:
+    """-w A r + 0.001 (log r)^2, without the first term where the probability itself has moved more than 0.2 in A's
+    direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy.
     """
     x = masked_inputs(inputs)
     log_ratio = clamp_exponent(x.current - x.old)
     ratio = log_ratio.exp()
     moved = (x.current.exp() - x.old.exp()).detach()
-    trusted = torch.where(x.advantages > 0, moved <= bound, moved >= -bound)
-    terms = torch.where(trusted, -x.weights * x.advantages * ratio, 0.0) + penalty * log_ratio.square()
+    trusted = torch.where(x.advantages > 0, moved <= 0.2, moved >= -0.2)
+    terms = torch.where(trusted, -x.weights * x.advantages * ratio, 0.0) + 1e-3 * log_ratio.square()
     return loss_output(inputs, aggregate(terms, inputs.mask, inputs.denominator), ratio, ~trusted)
 
 
@@ -366,13 +364,11 @@ def reference_penalty(
     estimate: Callable[[Tensor], Tensor] = k3,
     aggregate: Aggregate = token_mean,
     behaviour: Tensor | None = None,
-    input_bound: float = 20.0,
-    output_bound: float = 10.0,
 ) -> Tensor:
     """Aggregated KL estimate, an FP64 scalar, differentiable in `current`.
 
-    `current`, `reference`: log-probs, float [B, T]; `mask`: bool [B, T]. d is clamped to +-`input_bound` and the
-    estimate to +-`output_bound` (the defaults are NeMo RL's); a token beyond a bound has no gradient.
+    `current`, `reference`: log-probs, float [B, T]; `mask`: bool [B, T]. d is clamped to +-20 and the
+    estimate to +-10, as in NeMo RL by default; a token beyond a bound has no gradient.
 
     `behaviour`: float [B, T], log-probs of the policy that the tokens count as sampled from. The estimate is multiplied
     by exp(current - behaviour), before the outer clamp. NeMo RL's default is `current` itself, detached (a ratio of 1
@@ -380,10 +376,10 @@ def reference_penalty(
     here exponents are clamped to +-20. None multiplies by nothing, as in GRPO and verl.
     """
     d = torch.where(mask, reference.detach().double() - current.double(), 0.0)
-    bounded = d.clamp(-input_bound, input_bound)
+    bounded = d.clamp(-20.0, 20.0)
     terms = estimate(bounded)
     if behaviour is not None:
         log_ratio = torch.where(mask, current.double() - behaviour.detach().double(), 0.0)
         ratio = clamp_exponent(log_ratio).exp()
         terms = torch.where(d == bounded, ratio, ratio.detach()) * terms
-    return aggregate(terms.clamp(-output_bound, output_bound), mask, denominator)
+    return aggregate(terms.clamp(-10.0, 10.0), mask, denominator)

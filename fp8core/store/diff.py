@@ -81,11 +81,9 @@ def metric_differences(
     return [metric for metric in found if not _agrees(metric, relative, absolute)]
 
 
-def content_differences(
-    field: str, ours: Contents, theirs: Contents, order: Sequence[str] = ()
-) -> Iterator[Difference]:
+def content_differences(field: str, ours: Contents, theirs: Contents) -> Iterator[Difference]:
     """The artifacts (`field.task.name`) that differ between two records, or a record and a ledger, task by task."""
-    for task in _in_order({*ours, *theirs}, order):
+    for task in sorted({*ours, *theirs}):
         yield from _of_task(field, task, ours.get(task, {}), theirs.get(task, {}))
 
 
