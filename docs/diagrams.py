@@ -114,7 +114,7 @@ def modules() -> None:
     )
     page.text(45, 206, "fp8core/ (imports neither Prefect nor MLflow)", 12, "start", True)
     page.box(160, 250, 220, 52, "run/\nopen, loop, commit, resume", DATA, 13)
-    page.box(400, 250, 220, 52, "rollout/\nregistry, embedded, vllm/", ENGINE, 13)
+    page.box(400, 250, 220, 52, "rollout/\nregistry, embedded, vllm/, sglang/", ENGINE, 13)
     page.box(640, 250, 220, 52, "training/\nregistry, exact, packed/, megatron/", TRAINER, 12)
     page.box(840, 250, 150, 52, "store/\nledger, artifacts", DATA, 13)
     page.box(160, 318, 220, 44, "config, data, rewards, cluster", DATA, 13)

@@ -141,8 +141,8 @@ def check_engine(config: RunConfig, node: Node) -> None:
     """Refuse a contract that engine or trainer cannot keep where they compute, before anything is loaded.
 
     Raises:
-        UserError: vLLM or Megatron is chosen and missing, of an unknown version, or without what the contract asks for;
-            or a trainer or an engine is to run on a GPU that is not there, or in formats that it has not; or the engine
+        UserError: a chosen library is missing, of an unknown version, or without what the contract asks for; or a
+            trainer or an engine is to run on a GPU that is not there, or in formats that it has not; or the engine
             would answer an environment's second turn without the first.
     """
     if config.environment is not None and continuation_of(config) == "none":

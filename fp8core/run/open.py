@@ -131,7 +131,7 @@ def _refuse_source(config: RunConfig) -> None:
 def _refuse_truncation(config: RunConfig) -> None:
     """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
 
-    GPUs are refused too: vLLM draws from whole distributions here, and its aligned model gives their log-probs.
+    GPUs are refused too: engines there draw from whole distributions, and aligned models give their log-probs.
     """
     rollout = config.rollout
     contract, reason = contract_of(config)

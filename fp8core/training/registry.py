@@ -44,8 +44,8 @@ class TrainerEntry:
         chosen: whether a configuration selects it.
         packages: distributions whose versions `check_machine` asks for (`Node.version`).
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
-        arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which vLLM's
-            aligned model runs too; on a CPU their references. `own`: neither.
+        arithmetic: `exact`: the operations of the embedded engine. `kernels`: those of the packed kernels, which
+            aligned models of engines run too; on a CPU their references. `own`: neither.
         scores_updates: whether an update gives the log-probs of its forward, and passes those of older policies
             (`trainer.ScoringTrainer`).
         device: where it computes here.
