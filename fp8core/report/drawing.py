@@ -344,10 +344,11 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
         axes = figure.add_axes(_axes_box(figure, y, height))
         means = np.ma.masked_invalid([bucket_means(values, columns) for values in panel])
         cells = np.ma.masked_less_equal(means, 0.0)
-        mesh = axes.pcolormesh(edges, range(len(panel) + 1), cells, norm=norm, cmap=_PALE_TO_DARK, rasterized=True)
+        sides = np.arange(len(panel) + 1) - 0.5
+        mesh = axes.pcolormesh(edges, sides, cells, norm=norm, cmap=_PALE_TO_DARK, rasterized=True)
         axes.set_title(name, fontsize=11, loc="left", pad=4)
         axes.set_ylabel(heatmap.y_label)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
         axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
         axes.tick_params(labelbottom=False)
         axes.set_xlim(edges[0], max(edges[-1], heatmap.last_x + 0.5))
@@ -355,7 +356,7 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
         for i, values in enumerate(cells):
             for a, b, value in _runs(edges, values.filled(math.nan)):
                 words = f"{name}, {heatmap.y_label} {i}, {heatmap.x_label} {_span(a, b)}: {short(value)}"
-                spots.append(Spot(axes, a, b, words, i, i + 1))
+                spots.append(Spot(axes, a, b, words, i - 0.5, i + 0.5))
     axes.tick_params(labelbottom=True)
     axes.set_xlabel(heatmap.x_label)
     scale = figure.add_axes((0.6, (y - 36.0) / figure.bbox.height, 0.36, 10.0 / figure.bbox.height))

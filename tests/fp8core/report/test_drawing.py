@@ -173,6 +173,12 @@ def test_a_heat_map_names_layer_step_and_value_and_joins_what_is_equal() -> None
     ]
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_each_layer_of_a_heat_map_has_a_number_and_no_other_has(layers: int) -> None:
+    root = parsed(Heatmap("Scales", "step", "layer", [11, 12], {"keys": [[0.5, 0.7]] * layers}))
+    assert {word for word in words_of(root) if word.isdigit()} == {"11", "12", *map(str, range(layers))}
+
+
 def test_a_heat_map_of_many_layers_and_steps_stays_small() -> None:
     rows = [[1.0 + (i * step) % 13 for step in range(5000)] for i in range(48)]
     text = figure_html(Heatmap("Scales", "step", "layer", range(5000), {name: rows for name in "qkv"}))
