@@ -105,6 +105,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
+def part_of(name: str, parts: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """The part of a step that a kernel belongs to: the first of which a word is in its name."""
+    return next((part for part, words in parts if any(word in name for word in words)), "other")
+
+
 # Processes
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import vllm_hopper_cases as cases
-from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
+from benchmarks.harness import PRECISIONS, Row, RowFile, ended, part_of, start, table
 from benchmarks.vllm_hopper import prepare
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
@@ -221,11 +221,6 @@ def decode_trace(engine: Any, requests: int, context: int) -> dict[str, Any]:
     return {"requests": requests, "context": context, **step_parts(trace["names"], trace["launches"])}
 
 
-def part_of(name: str) -> str:
-    """The part of a step that a kernel belongs to."""
-    return next((part for part, words in PARTS if any(word in name for word in words)), "other")
-
-
 def step_parts(names: Sequence[str], launches: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Milliseconds of the median decode step: in all, by part, by kernel, and with nothing running.
 
@@ -264,7 +259,7 @@ def _step(names: Sequence[str], launches: Sequence[Sequence[int]], before: Seque
         idle += max(0, begin - busy_until)
         busy_until = max(busy_until, begin + length)
         short = names[name][:120]
-        parts[part_of(names[name])] += length
+        parts[part_of(names[name], PARTS)] += length
         kernels[short] += length
         counts[short] += 1
     span = launches[-1][1] + launches[-1][2] - before[1] - before[2]

@@ -66,7 +66,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import ROOT, provenance, write_rows
+from benchmarks.harness import ROOT, part_of, provenance, write_rows
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -287,11 +287,6 @@ PARTS = (
 )
 
 
-def part_of(name: str) -> str:
-    """The part of a step that a kernel belongs to."""
-    return next((part for part, words in PARTS if any(word in name for word in words)), "other")
-
-
 def traced(step: Callable[[], float], device: torch.device) -> dict[str, Any]:
     """Milliseconds of one step by part and by kernel (the 40 that take most), and its wall-clock time while traced."""
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
@@ -301,7 +296,7 @@ def traced(step: Callable[[], float], device: torch.device) -> dict[str, Any]:
     kernels: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
         milliseconds = (event.device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1000
-        parts[part_of(event.key)] += milliseconds
+        parts[part_of(event.key, PARTS)] += milliseconds
         kernels[event.key[:120]] += milliseconds
     largest = dict(sorted(kernels.items(), key=lambda item: -item[1])[:40])
     return {"traced_seconds": seconds, "parts_ms": dict(parts), "kernels_ms": largest}

@@ -56,6 +56,9 @@ def mode(request):
     return request.param
 
 
+ASYNCHRONOUS = pytest.mark.parametrize("mode", ["asynchronous"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def ahead(loop_run, settings, mode):
     """For reading only."""
@@ -101,9 +104,8 @@ def test_tokens_of_the_environment_are_not_counted_as_generated(ahead, mode):
         assert metrics["rollout/decode_steps_beside_update"] == steps
 
 
-def test_an_update_lands_within_a_turn_and_between_two(ahead, mode):
-    if mode != "asynchronous":
-        return
+@ASYNCHRONOUS
+def test_an_update_lands_within_a_turn_and_between_two(ahead):
     landed = {"within": 0, "between": 0}
     for step in range(1, 4):
         versions = {
@@ -181,10 +183,9 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
         place.write_text(DIGITS)
 
 
-def test_an_episode_that_the_run_did_not_play_makes_a_replay_different(ahead, mode):
+@ASYNCHRONOUS
+def test_an_episode_that_the_run_did_not_play_makes_a_replay_different(ahead):
     """More of them end beside the update, so prompts of which nothing is recorded enter."""
-    if mode != "asynchronous":
-        return
     (verdict,) = verdicts(ahead, [1], "pipeline.ahead_tokens=30", "pipeline.max_staleness=3")
     assert verdict.outcome == "different"
     (cause,) = (cause for cause in verdict.causes if "configuration differs" in cause)
@@ -245,10 +246,9 @@ def stopped():
     raise RuntimeError("stopped")
 
 
-def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, mode, tmp_path, monkeypatch):
+@ASYNCHRONOUS
+def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, tmp_path, monkeypatch):
     """At first it played more parts, some to the end of their episodes; the environments rest where they were then."""
-    if mode != "asynchronous":
-        return
     found = []
     for name, tries in (("again", [9, 1]), ("once", [1])):
         run = type(ahead)(shutil.copytree(ahead.folder, tmp_path / name / ahead.folder.name))
@@ -304,14 +304,19 @@ def test_a_prompt_whose_episodes_all_fail_does_not_stand_for_its_step(loop_run, 
     assert len(run.records) == 4
 
 
-@pytest.mark.parametrize(("task", "after"), [("ahead", "rollout"), ("rollout", "prompts"), ("evaluate", "sync")])
+@pytest.mark.parametrize(
+    ("task", "after", "kind"),
+    [
+        ("ahead", "rollout", MODES["asynchronous"]),
+        pytest.param("ahead", "rollout", MODES["one_step_off"], marks=pytest.mark.slow),
+        ("rollout", "prompts", {"pipeline.mode": "synchronous"}),
+        ("evaluate", "sync", {"pipeline.mode": "synchronous"}),
+    ],
+)
 def test_a_step_that_is_halted_waits_for_no_environment(
-    loop_run, settings, copy_of, mode, halted_ahead, tmp_path, task, after
+    loop_run, settings, copy_of, halted_ahead, tmp_path, task, after, kind
 ):
     """One that would take a minute for an answer, beside a task that has failed."""
-    if (task, mode) in {("rollout", "one_step_off"), ("evaluate", "one_step_off")}:
-        return
-    kind = MODES[mode] if task == "ahead" else {"pipeline.mode": "synchronous"}
     place, stalls, answered = tmp_path / "stalling.py", tmp_path / "stalls", tmp_path / "answered"
     stall = f"""if pathlib.Path({str(stalls)!r}).exists():
             time.sleep(60)

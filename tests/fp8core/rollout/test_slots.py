@@ -249,13 +249,9 @@ def held():
     }
 
 
-def _specs(tensors):
-    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-
-
 def test_experts_lie_one_after_another_gate_above_up(experts, held):
-    slots = find_slots(_specs(experts), {})
-    check_fit(_specs(experts), slots, _specs(held))
+    slots = find_slots(specs_of(experts), {})
+    check_fit(specs_of(experts), slots, specs_of(held))
     for name, slot in slots.items():
         slot.of(held[slot.parameter]).copy_(experts[name])
     for e in range(4):
@@ -277,18 +273,18 @@ def test_experts_lie_one_after_another_gate_above_up(experts, held):
 )
 def test_a_missing_part_of_an_expert_is_named(experts, held, missing, complaint):
     del experts[f"{EXPERTS}.{missing}"]
-    _refused(_specs(experts), _specs(held), complaint)
+    _refused(specs_of(experts), specs_of(held), complaint)
 
 
 def test_an_expert_too_many_is_refused(experts, held):
     experts[f"{EXPERTS}.4.down_proj.weight"] = experts[f"{EXPERTS}.0.down_proj.weight"]
-    _refused(_specs(experts), _specs(held), r"experts.4.down_proj.weight: .* rows from 1024 of .*w2_weight")
+    _refused(specs_of(experts), specs_of(held), r"experts.4.down_proj.weight: .* rows from 1024 of .*w2_weight")
 
 
 def test_parts_of_unlike_height_do_not_overlap(experts, held):
     for name, rows in ((f"{EXPERTS}.0.gate_proj.weight", 640), (f"{EXPERTS}.0.up_proj.weight", 128)):
         experts[name] = torch.zeros(rows, 256, dtype=torch.uint8)
-    _refused(_specs(experts), _specs(held), r"w13_weight: rows from 128 to 640 are sent twice")
+    _refused(specs_of(experts), specs_of(held), r"w13_weight: rows from 128 to 640 are sent twice")
 
 
 def test_a_router_keeps_its_name():
