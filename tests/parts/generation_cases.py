@@ -14,10 +14,21 @@ from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
+from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed, share_weights, specs_of
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.engine import (
+    Completion,
+    PolicyScales,
+    Probe,
+    PromptGroup,
+    Sampling,
+    sample_seed,
+    share_weights,
+    specs_of,
+)
 from fp8core.run.policy import check_formats, check_report
 
 STOPS = frozenset({3, 7, 9})
@@ -62,6 +73,69 @@ def errors(policy: Any, groups: Sequence[PromptGroup], found: Found, temperature
 def check_near(policy: Any, groups: Sequence[PromptGroup], found: Found) -> None:
     """Drawn at temperature 1, in the mean as near to the trainer as the contract's format allows (`Bounds`)."""
     assert errors(policy, groups, found, 1.0).mean() < policy.bounds(groups, found, 1.0).mean
+
+
+def check_logprobs_are_those_of_the_distribution_sampled_from(engine: Any, policy: Any, temperature: float) -> None:
+    """Near the reference at this temperature, in the sense of `Bounds`, and far from it at another."""
+    groups = build_groups(8, 4)
+    found = collect(engine, groups, Sampling(temperature, 12, STOPS))
+    error, bounds = errors(policy, groups, found, temperature), policy.bounds(groups, found, temperature)
+    assert error.mean() < bounds.mean
+    assert error.max() < bounds.largest
+    if temperature != 1.0:
+        assert errors(policy, groups, found, 1.0).mean() > 3 * bounds.mean
+
+
+def check_known_tokens_are_scored(engine: Any, policy: Any, temperature: float) -> None:
+    """One token of every completion, and one that the policy would hardly draw, against the trainer's log-probs."""
+    groups = build_groups(8, 1)
+    drawn = collect(engine, groups, Sampling(temperature, 1, STOPS))
+    unlikely = [replace(completion, tokens=[completion.tokens[0] ^ 1]) for completion in drawn]
+    means = []
+    for known in (drawn, unlikely):
+        probes = [Probe(group.prompt, done.tokens[0]) for group, done in zip(groups, known, strict=True)]
+        (row,) = engine.score(probes, temperature)
+        expected = torch.cat(policy.logprobs(groups, known, temperature))
+        assert (torch.tensor(row) - expected).abs().max() < policy.bounds(groups, known, temperature).largest
+        means.append(sum(row) / len(row))
+    assert means[0] > means[1]
+
+
+def check_greedy_tokens_are_the_references(engine: Any, policy: Any, contract: PrecisionContract) -> int:
+    """Tokens part from the reference's only where its own two best are nearer than log-probs may err.
+
+    The engine takes a where the reference takes b, so it holds a for at least as likely as b: it errs by at least the
+    reference's b above the engine's a. That error must lie within the bounds, in FP8 the reference's own (`Bounds`).
+
+    Returns:
+        How many of twelve completions are the reference's.
+    """
+    groups, sampling = build_groups(12, 1), Sampling(0.0, 12, STOPS)
+    reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(contract, 2), 64)
+    reference.update(policy.trainer.export(), policy.scales, 0)
+    found, expected = collect(engine, groups, sampling), collect(reference, groups, sampling)
+    largest, agreed, whole = policy.bounds(groups, found, 1.0).largest, 0, 0
+    for done, best in zip(found, expected, strict=True):
+        pairs = enumerate(zip(done.tokens, best.tokens, strict=False))
+        parting = next((i for i, (a, b) in pairs if a != b), None)
+        whole += parting is None
+        agreed += len(done.tokens) if parting is None else parting
+        if parting is not None:
+            error = best.logprobs[parting] - done.logprobs[parting]
+            assert error < largest, f"group {done.group}, position {parting}: no tie"
+    assert agreed >= sum(len(done.tokens) for done in found) / 2
+    return whole
+
+
+def check_generation_follows_every_update(engine: Any, policies: tuple[Any, Any]) -> None:
+    groups = build_groups(4, 4)
+    for policy in (policies[1], policies[0], policies[1]):
+        report = engine.update(policy.tensors, policy.scales, policy.version)
+        check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
+        assert engine.fingerprint() == policy_digest(policy.tensors)
+        found = collect(engine, groups, Sampling(1.0, 12, frozenset({3})))
+        error, others = (errors(of, groups, found, 1.0).mean() for of in (policy, policies[1 - policy.version]))
+        assert error < policy.bounds(groups, found, 1.0).mean < 1 < others
 
 
 def check_greedy_logprobs_are_those_of_temperature_one(engine: Any, policy: Any) -> None:

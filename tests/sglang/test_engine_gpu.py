@@ -9,30 +9,29 @@ import psutil
 import pytest
 import torch
 from episode_cases import drawn_by_session
-from generation_cases import build_groups, collect
+from generation_cases import (
+    STOPS,
+    build_groups,
+    check_generation_follows_every_update,
+    check_greedy_tokens_are_the_references,
+    check_known_tokens_are_scored,
+    check_logprobs_are_those_of_the_distribution_sampled_from,
+    check_near,
+    collect,
+    errors,
+)
 from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
 
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, RopeScaling
-from fp8core.models.weights import rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import PolicyScales, Probe, Sampling
+from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.rollout.slots import EngineUpdateError
 from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = pytest.mark.gpu
 
-STOPS = frozenset({3, 7, 9})
 SAMPLING = Sampling(1.0, 12, frozenset({3}))
-
-
-def _logprobs(found):
-    return torch.tensor([logprob for completion in found for logprob in completion.logprobs])
-
-
-def _error(policy, groups, found):
-    return float((_logprobs(found) - torch.cat(policy.logprobs(groups, found, 1.0))).abs().mean())
 
 
 def test_it_runs_what_the_contract_says(engine, policies):
@@ -46,43 +45,16 @@ def test_it_runs_what_the_contract_says(engine, policies):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, temperature):
-    groups = build_groups(8, 4)
-    found = collect(engine, groups, Sampling(temperature, 12, STOPS))
-    reported, bounds = _logprobs(found), policies[0].bounds(groups, found, temperature)
-    error = (reported - torch.cat(policies[0].logprobs(groups, found, temperature))).abs()
-    assert error.mean() < bounds.mean
-    assert error.max() < bounds.largest
-    if temperature != 1.0:
-        untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
-        assert (reported - untempered).abs().mean() > 3 * bounds.mean
+    check_logprobs_are_those_of_the_distribution_sampled_from(engine, policies[0], temperature)
 
 
 def test_greedy_tokens_are_the_references(engine, policies):
-    """They part only where the reference's own two best are nearer than log-probs may err."""
-    policy, groups, sampling = policies[0], build_groups(12, 1), Sampling(0.0, 12, STOPS)
-    reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(FP8, 2), 64)
-    reference.update(policy.trainer.export(), policy.scales, 0)
-    found, expected = collect(engine, groups, sampling), collect(reference, groups, sampling)
-    largest, agreed = policy.bounds(groups, found, 1.0).largest, 0
-    for done, best in zip(found, expected, strict=True):
-        pairs = list(zip(done.tokens, best.tokens, strict=False))
-        parting = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        agreed += len(done.tokens) if parting is None else parting
-        if parting is not None:
-            assert best.logprobs[parting] - done.logprobs[parting] < largest, f"group {done.group}: no tie"
-    assert agreed >= sum(len(done.tokens) for done in found) / 2
+    check_greedy_tokens_are_the_references(engine, policies[0], FP8)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_known_tokens_are_scored_whether_they_would_be_drawn_or_not(engine, policies, temperature):
-    groups = build_groups(8, 1)
-    drawn = collect(engine, groups, Sampling(temperature, 1, STOPS))
-    unlikely = [replace(completion, tokens=[completion.tokens[0] ^ 1]) for completion in drawn]
-    for known in (drawn, unlikely):
-        probes = [Probe(group.prompt, done.tokens[0]) for group, done in zip(groups, known, strict=True)]
-        (row,) = engine.score(probes, temperature)
-        expected = torch.cat(policies[0].logprobs(groups, known, temperature))
-        assert (torch.tensor(row) - expected).abs().max() < policies[0].bounds(groups, known, temperature).largest
+    check_known_tokens_are_scored(engine, policies[0], temperature)
 
 
 def test_completions_stop_where_they_should(engine):
@@ -121,7 +93,7 @@ def test_a_session_takes_requests_while_others_run(engine, policies):
     assert len(found) == 32
     assert {done.finish for done in found} == {"stop", "length", "open"}
     asked = [replace(group, prompt=(*group.prompt, 5, 6)) for group in groups[:4]] + groups[4:]
-    assert _error(policies[0], asked, found) < policies[0].bounds(asked, found, 1.0).mean
+    check_near(policies[0], asked, found)
 
 
 def test_a_session_that_is_left_ends(engine):
@@ -141,14 +113,7 @@ def test_prompts_that_are_too_long_are_refused(engine):
 
 
 def test_generation_follows_every_update(engine, policies):
-    groups = build_groups(4, 4)
-    for policy in (policies[1], policies[0], policies[1]):
-        report = engine.update(policy.tensors, policy.scales, policy.version)
-        check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
-        assert engine.fingerprint() == policy_digest(policy.tensors)
-        found = collect(engine, groups, SAMPLING)
-        other = policies[1 - policy.version]
-        assert _error(policy, groups, found) < policy.bounds(groups, found, 1.0).mean < 1 < _error(other, groups, found)
+    check_generation_follows_every_update(engine, policies)
 
 
 def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
@@ -228,7 +193,7 @@ def test_bf16_and_llama(sglang_build):
         check_formats(engine.describe(), BF16)
         groups = build_groups(6, 2)
         # Both round: the reference alone is 0.028 from FP32 (transformers on a CPU, of this model).
-        assert _error(policy, groups, collect(engine, groups, SAMPLING)) < 0.056
+        assert errors(policy, groups, collect(engine, groups, SAMPLING), 1.0).mean() < 0.056
     finally:
         engine.close()
 
@@ -252,7 +217,7 @@ def test_memory_is_given_back_and_taken(sglang_build, policies):
         for policy in policies:
             engine.update(policy.tensors, policy.scales, policy.version)
             groups = build_groups(4, 2)
-            assert _error(policy, groups, collect(engine, groups, SAMPLING)) < 1
+            assert errors(policy, groups, collect(engine, groups, SAMPLING), 1.0).mean() < 1
             awake = torch.cuda.mem_get_info()[0]
             engine.sleep()
             assert torch.cuda.mem_get_info()[0] > awake + (1 << 30)

@@ -1,16 +1,16 @@
 """What vLLM samples, and the log-probs it reports, against the forward that trains; for Qwen3 and for Llama."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, build_policy
 from generation_cases import (
     STOPS,
     build_groups,
     check_a_generation_that_is_left_gives_way_to_an_update,
     check_greedy_logprobs_are_those_of_temperature_one,
+    check_greedy_tokens_are_the_references,
     check_groups_come_whole_and_as_they_finish,
+    check_known_tokens_are_scored,
+    check_logprobs_are_those_of_the_distribution_sampled_from,
     check_small_model,
     check_tokens_come_as_often_as_their_logprobs_say,
     collect,
@@ -24,68 +24,24 @@ from generation_cases import (
 
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, RopeScaling
-from fp8core.models.weights import rollout_formats
-from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import Probe, Sampling
+from fp8core.rollout.engine import Sampling
 
 pytestmark = pytest.mark.vllm
 
 
 def test_greedy_tokens_are_the_references(engine, policies):
-    """Tokens part from the reference's only where its own two best are nearer than log-probs may err.
-
-    vLLM takes a where the reference takes b, so it holds a for at least as likely as b: it errs by at least the
-    reference's b above vLLM's a. That error must lie within the bounds, in FP8 the reference's own (`Bounds`).
-    """
-    policy, groups, sampling = policies[0], build_groups(12, 1), Sampling(0.0, 12, STOPS)
-    reference = EmbeddedEngine(policy.trainer.arch, rollout_formats(CONTRACT, 2), 64)
-    reference.update(policy.trainer.export(), policy.scales, 0)
-    found, expected = collect(engine, groups, sampling), collect(reference, groups, sampling)
-    largest = policy.bounds(groups, found, 1.0).largest
-    partings = [_parting(done.tokens, best.tokens) for done, best in zip(found, expected, strict=True)]
-    for done, best, parting in zip(found, expected, partings, strict=True):
-        if parting is not None:
-            error = best.logprobs[parting] - done.logprobs[parting]
-            assert error < largest, f"group {done.group}, position {parting}: no tie"
-    agreed = sum(len(done.tokens) if at is None else at for done, at in zip(found, partings, strict=True))
-    assert agreed >= sum(len(done.tokens) for done in found) / 2
-    assert ON_GPU or partings.count(None) >= 6
-
-
-def _parting(tokens, others):
-    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
-
-
-def _logprobs(found):
-    return torch.tensor([logprob for completion in found for logprob in completion.logprobs])
+    equal = check_greedy_tokens_are_the_references(engine, policies[0], CONTRACT)
+    assert ON_GPU or equal >= 6
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_logprobs_are_those_of_the_distribution_sampled_from(engine, policies, temperature):
-    """Near the reference at this temperature, in the sense of `Bounds`, and far from it at another."""
-    groups = build_groups(8, 4)
-    found = collect(engine, groups, Sampling(temperature, 12, STOPS))
-    reported, bounds = _logprobs(found), policies[0].bounds(groups, found, temperature)
-    error = (reported - torch.cat(policies[0].logprobs(groups, found, temperature))).abs()
-    assert error.mean() < bounds.mean
-    assert error.max() < bounds.largest
-    if temperature != 1.0:
-        untempered = torch.cat(policies[0].logprobs(groups, found, 1.0))
-        assert (reported - untempered).abs().mean() > 3 * bounds.mean
+    check_logprobs_are_those_of_the_distribution_sampled_from(engine, policies[0], temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_known_tokens_are_scored_whether_they_would_be_drawn_or_not(engine, policies, temperature):
-    """One token of every completion, and one that the policy would hardly draw, against the trainer's log-probs."""
-    groups = build_groups(8, 1)
-    drawn = collect(engine, groups, Sampling(temperature, 1, STOPS))
-    unlikely = [replace(completion, tokens=[completion.tokens[0] ^ 1]) for completion in drawn]
-    for known in (drawn, unlikely):
-        probes = [Probe(group.prompt, done.tokens[0]) for group, done in zip(groups, known, strict=True)]
-        (row,) = engine.score(probes, temperature)
-        expected = torch.cat(policies[0].logprobs(groups, known, temperature))
-        assert (torch.tensor(row) - expected).abs().max() < policies[0].bounds(groups, known, temperature).largest
-    assert _logprobs(drawn).mean() > torch.tensor(row).mean()
+    check_known_tokens_are_scored(engine, policies[0], temperature)
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(engine, policies):

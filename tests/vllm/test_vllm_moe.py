@@ -4,7 +4,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import CONTRACT, ON_GPU, OPTIONS, ROUNDS_OTHERWISE, SHAPE, build_policy, in_bf16
+from conftest import (
+    CONTRACT,
+    ON_GPU,
+    OPTIONS,
+    ROUNDS_OTHERWISE,
+    SHAPE,
+    build_policy,
+    check_a_fault_shows,
+    check_parameters_stay_where_they_are,
+    in_bf16,
+)
 from generation_cases import build_groups, collect
 
 from fp8core.alignment.operations import compare, operations
@@ -17,7 +27,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
 from fp8core.rollout.vllm.worker import captured_values
-from fp8core.run.policy import SyncError, check_formats, check_report
+from fp8core.run.policy import check_formats, check_report
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -108,21 +118,12 @@ def test_experts_on_the_same_inputs_are_the_references(engine, policies):
 
 
 def test_parameters_stay_where_they_are(engine, policies):
-    before = engine.call_worker("policy_addresses")
-    engine.update(policies[1].tensors, policies[1].scales, 1)
-    assert engine.call_worker("policy_addresses") == before
+    check_parameters_stay_where_they_are(engine, policies[1])
 
 
 @pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    policy = policies[1]
-    engine.call_worker("policy_commit_fault", fault)
-    try:
-        report = engine.update(policy.tensors, policy.scales, 1)
-        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
-            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
-    finally:
-        engine.call_worker("policy_commit_fault", "")
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 @dataclass(frozen=True)

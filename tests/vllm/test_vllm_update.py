@@ -2,10 +2,20 @@
 
 import pytest
 import torch
-from conftest import CONTRACT, HAS_TILES, ON_GPU, TRUNCATES, update_in_parts
+from conftest import (
+    CONTRACT,
+    HAS_TILES,
+    ON_GPU,
+    TRUNCATES,
+    check_a_fault_shows,
+    check_parameters_stay_where_they_are,
+    update_in_parts,
+)
 from generation_cases import (
     build_groups,
     check_a_policy_that_lacks_a_tensor_is_never_held,
+    check_generation_follows_every_update,
+    check_near,
     collect,
     sent_and_held_scales,
 )
@@ -24,20 +34,8 @@ pytestmark = pytest.mark.vllm
 SAMPLING = Sampling(1.0, 12, frozenset({3}))
 
 
-def _error(policy, groups, found):
-    reported = torch.tensor([logprob for completion in found for logprob in completion.logprobs])
-    return float((reported - torch.cat(policy.logprobs(groups, found, 1.0))).abs().mean())
-
-
 def test_generation_follows_every_update(engine, policies):
-    groups = build_groups(4, 4)
-    for policy in (policies[1], policies[0], policies[1]):
-        report = engine.update(policy.tensors, policy.scales, policy.version)
-        check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
-        assert engine.fingerprint() == policy_digest(policy.tensors)
-        found = collect(engine, groups, SAMPLING)
-        other = policies[1 - policy.version]
-        assert _error(policy, groups, found) < policy.bounds(groups, found, 1.0).mean < 1 < _error(other, groups, found)
+    check_generation_follows_every_update(engine, policies)
 
 
 def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
@@ -48,9 +46,7 @@ def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
 
 
 def test_parameters_stay_where_they_are(engine, policies):
-    before = engine.call_worker("policy_addresses")
-    engine.update(policies[1].tensors, policies[1].scales, 1)
-    assert engine.call_worker("policy_addresses") == before
+    check_parameters_stay_where_they_are(engine, policies[1])
 
 
 def test_the_engine_runs_what_the_contract_says(engine, policies):
@@ -80,7 +76,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
         engine.update(tensors, policies[1].scales, 1)
     groups = build_groups(2, 2)
     found = collect(engine, groups, SAMPLING)
-    assert _error(policies[0], groups, found) < policies[0].bounds(groups, found, 1.0).mean
+    check_near(policies[0], groups, found)
     assert engine.fingerprint() == policy_digest(policies[0].tensors)
 
 
@@ -88,14 +84,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    policy = policies[1]
-    engine.call_worker("policy_commit_fault", fault)
-    try:
-        report = engine.update(policy.tensors, policy.scales, 1)
-        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
-            check_report(report, policy_digest(policy.tensors), policy.scales, 1)
-    finally:
-        engine.call_worker("policy_commit_fault", "")
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
