@@ -3,9 +3,9 @@
     python -m benchmarks.real_checkpoint build/real
     python -m benchmarks.asynchronous_hopper --out FOLDER --seconds 560
     nvidia-cuda-mps-control -d                                         trainings compute at the same time, not in turn
-    python -m benchmarks.asynchronous_hopper --out FOLDER --seconds 560 --steps 300 --seeds 0 1 2 asynchronous
-    python -m benchmarks.asynchronous_hopper --out FOLDER --seconds 560 --steps 40 --config h200-small \
-        --staleness 2 [--variant bf16] synchronous asynchronous
+    python -m benchmarks.asynchronous_hopper --out FOLDER asynchronous --seconds 560 --steps 300 --seeds 0 1 2
+    python -m benchmarks.asynchronous_hopper --out FOLDER synchronous asynchronous --seconds 560 \
+        --steps 40 --config h200-small --staleness 2 [--variant bf16]
 
 One mode trains after another, from the same checkpoint; the seeds of a mode train side by side. Every token is scored
 again by the weights of the version that wrote it. Each training is a row of kind `grpo_step` in
