@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30
 """A flow run of a worker sends a heartbeat this often."""
-# Both names of Prefect's setting.
-_DATABASE = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
+# Both names of Prefect's setting, and the one that names a database in parts.
+_DATABASE = (
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_SERVER_DATABASE_DRIVER",
+)
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 

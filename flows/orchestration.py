@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar, cast
 from uuid import UUID
 
 import httpx
-from prefect import get_run_logger, runtime, task
+from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -151,7 +151,7 @@ def side_by_side(
     """Results by name of Prefect tasks that run at once.
 
     Where none is under way, the first of those that may begin runs in this thread: a call costs less than a submission.
-    Beside others it would hide their failures, and keep what they make possible from beginning.
+    Later ones would hide failures of those under way, and keep what these make possible from beginning.
 
     Args:
         ready: from what has ended to what may begin; what has begun already is left out.
@@ -162,13 +162,14 @@ def side_by_side(
     runner, begun, ended = within.task_runner, dict[str, Any](), dict[str, TaskOutcome]()
     try:
         while (calls := {name: call for name, call in ready(ended).items() if name not in begun}) or begun:
-            may_be_here = [name for name, call in calls.items() if call.here] or ([] if begun else [*calls])
-            own = calls.pop(may_be_here[0]) if may_be_here else None
+            updates = [name for name, call in calls.items() if call.here]
+            own = next(iter(updates or ([] if begun else calls)), None)
             for name, call in calls.items():
-                begun[name] = runner.submit(call.task, call.parameters, dependencies=call.after)
+                if name != own and not call.here:
+                    begun[name] = runner.submit(call.task, call.parameters, dependencies=call.after)
             if own is not None:
-                value = run_task_sync(own.task, parameters=own.parameters, dependencies=own.after)
-                ended[may_be_here[0]] = _value(value)
+                call = calls[own]
+                ended[own] = _value(run_task_sync(call.task, parameters=call.parameters, dependencies=call.after))
             else:
                 wait_for_one([future.wrapped_future for future in begun.values()], return_when=FIRST_COMPLETED)
             # The state of Prefect's own future is a question to the server.
@@ -241,30 +242,42 @@ class LoggedLines:
     """A text file whose whole lines go to Prefect's log of this flow run too, without their colours.
 
     A worker reads its training's output. In a run of a deployment, output is dropped once the worker is gone. Else
-    rich, which prints our lines and Prefect's, would end the process.
+    rich, which prints our lines and Prefect's, would end the process. The output of a command is kept: who ends its
+    reader ends it too.
     """
 
     def __init__(self, file: TextIO) -> None:
         """Called in the flow; other threads may write."""
+        within = FlowRunContext.get()
+        assert within is not None, "called in the flow"
+        assert within.flow_run is not None, "a flow runs with its run"
         self._file, self._log, self._rest = file, get_run_logger(), ""
-        self._before = drop_unread_output if runtime.deployment.id is not None else _keep_output
+        self._deployed = within.flow_run.deployment_id is not None
         for handler in logging.getLogger().handlers:
             if isinstance(handler, PrefectConsoleHandler):
-                handler.addFilter(self._is_to_print)
+                handler.addFilter(_is_unprinted)
+                if self._deployed:
+                    handler.addFilter(_drop_before)
 
     def write(self, text: str) -> int:
         *lines, self._rest = f"{self._rest}{text}".split("\n")
         for line in filter(str.strip, lines):
             self._log.info("%s", Text.from_ansi(line).plain, extra={_PRINTED: True})
-        self._before()
+        if self._deployed:
+            drop_unread_output()
         return self._file.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def _is_to_print(self, record: logging.LogRecord) -> bool:
-        self._before()
-        return not hasattr(record, _PRINTED)
+
+def _is_unprinted(record: logging.LogRecord) -> bool:
+    return not hasattr(record, _PRINTED)
+
+
+def _drop_before(record: logging.LogRecord) -> bool:
+    drop_unread_output()
+    return True
 
 
 def drop_unread_output() -> None:
@@ -277,10 +290,6 @@ def drop_unread_output() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
-
-
-def _keep_output() -> None:
-    """Of a command: its user ends it with what reads its output."""
 
 
 def failed(reason: str, cause: BaseException | None = None) -> State[Any]:

@@ -101,9 +101,9 @@ def silent_run_rule(seconds: int) -> AutomationCore:
 def crash(client: SyncPrefectClient, flow_runs: Iterable[str], reason: str) -> None:
     """Set the state Crashed on those of these flow runs that are shown as under way; their processes are gone.
 
-    A few attempts, as somebody waits. Raises httpx.HTTPError: the server does not answer, or refuses.
+    One attempt, as somebody waits. Raises httpx.HTTPError: the server does not answer, or refuses.
     """
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 3}):
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
         shown = FlowRunFilter(
             id=FlowRunFilterId(any_=[UUID(number) for number in flow_runs]),
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY)),

@@ -190,7 +190,8 @@ class Services:
             while not service.wait(_POLL_SECONDS):
                 if len(self._signals) > 1 or time.monotonic() > deadline:
                     service.kill()
-            after(service)
+            if len(self._signals) < 2:
+                after(service)
         self._reaper.end(b"goodbye\n")
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:

@@ -23,6 +23,7 @@ from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read
 from flows.tracking.store import (
     Outage,
     Refusal,
+    prepare_store,
     refuse_strange_artifacts,
     resolve_tracking_uri,
     store_errors,
@@ -339,6 +340,8 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
     else:
         tracker, record = opened(training)
     with suppress(Outage), store_errors(uri):  # During an outage the publisher does this when it is over.
+        # MLflow would make the tables of a lost store itself, and a kill would leave half of them.
+        prepare_store(uri, config.runs)
         if not tracker.exists():
             lost, (tracker, record) = tracker.run_id, opened(training)
             news.append(f"MLflow has lost run {lost}: run {tracker.run_id} gets everything from step {START} on")

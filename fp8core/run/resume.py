@@ -279,7 +279,7 @@ def _differs(run: RunContext, index: int, task: str, outputs: dict[str, Ref], te
         raise RedoError(text)
     redo = RedoEntry(step=index, task=task, outputs=outputs, code_version=run.code_version)
     if ledger.step(index) is None:
-        # Its later tasks have yet to run, and are to find this policy. A kill must not leave this without the redo.
+        # Its later tasks have yet to run, and are to find this policy. A kill leaves both lines or none.
         stored: TaskEntry = ledger.tasks(index)[task]
         ledger.append(stored.model_copy(update={"outputs": outputs}), redo)
     else:

@@ -167,7 +167,7 @@ def _temporary(path: Path) -> tuple[Path, BinaryIO]:
     """A new file beside `path`, locked (flock) until it is closed, or its writer is killed. Raises OSError."""
     while True:
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        file = temporary.open("xb")
+        file = temporary.open("x+b")  # NFS locks no file that is only written.
         with suppress(OSError):  # A file system without locks can hold no run, so that nothing is swept there.
             fcntl.flock(file, fcntl.LOCK_SH)
         if os.fstat(file.fileno()).st_nlink:
@@ -220,22 +220,23 @@ def temporary_files(folder: Path) -> list[Path]:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove the temporary files that killed writers left under a folder; returns them sorted. Raises OSError.
+    """Remove the temporary files that killed writers left under a folder; returns them sorted.
 
-    Not every writer holds the run's lock: one of another process goes on.
+    Not every writer holds the run's lock: one of another process goes on. Files that another user owns stay.
     """
     return [path for path in temporary_files(folder) if _remove_abandoned(path)]
 
 
 def _remove_abandoned(temporary: Path) -> bool:
     try:
-        with open(temporary, "rb", opener=stored_file) as file:
+        with open(temporary, "r+b", opener=stored_file) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary.unlink()
-    except (FileNotFoundError, BlockingIOError):
-        return False  # It took its name meanwhile, or is being written.
     except NotOwnFileError:
         temporary.unlink(missing_ok=True)
+    except OSError:
+        # It took its name meanwhile, is being written, or is another user's. No run waits for its end.
+        return False
     return True
 
 
