@@ -388,6 +388,8 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # Nothing else holds this object: vLLM needs no deep copy of it, a third of the time of a request here.
+            skip_clone=True,
             **settings,
         )
         self._ask(self._llm.add_request, name, tokens_input(list(tokens)), parameters)

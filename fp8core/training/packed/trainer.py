@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -251,6 +250,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._decoder.drop_weights()
 
     def _training_weights(self) -> Tensor:
+        if self._optimiser.updates == 0:
+            # Beside weights or gradients, moments would keep whole segments of theirs in torch's cache for good.
+            self._decoder.drop_weights()
+            self._optimiser.hold()
         return self._inference_weights()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -375,18 +378,24 @@ class AdamW:
     def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
         self._masters, self._config = dict(masters), training
         self.updates = 0
+        self._moments: dict[str, Tensor] | None = None
 
-    @cached_property
+    @property
     def moments(self) -> dict[str, Tensor]:
         """By `exp_avg/<name>` and `exp_avg_sq/<name>`; a trainer that never learns makes none."""
-        # torch's cache has what the passes before used. Moments in parts of it would keep the rest for good.
-        torch.cuda.empty_cache()
-        dtype = _FORMATS[self._config.optimiser_state]
-        return {
-            f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
-            for name, master in self._masters.items()
-            for moment in _MOMENTS
-        }
+        return self.hold()
+
+    def hold(self) -> dict[str, Tensor]:
+        """Make the moments, if there are none, in memory that torch's cache has none of."""
+        if self._moments is None:
+            torch.cuda.empty_cache()
+            dtype = _FORMATS[self._config.optimiser_state]
+            self._moments = {
+                f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
+                for name, master in self._masters.items()
+                for moment in _MOMENTS
+            }
+        return self._moments
 
     def step(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
         """One update; gradients are multiplied by `gradient_factor` first, which is what clips their norm."""
