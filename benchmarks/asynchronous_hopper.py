@@ -157,7 +157,7 @@ def mode_table(rows: Sequence[Row]) -> str:
                 f"{row['seconds']['wall']:.2f}",
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
                 f"{row['tokens_verified']:,}",
-                str(row["tokens_differing"]),
+                f"{row['tokens_differing']:,}",
                 f"{row['staleness_mean']:.2f}",
                 f"{row['staleness_max']:.0f}",
                 f"{row['heldout'][-1]:.3f}" if row["heldout"] else "",
