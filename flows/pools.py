@@ -1,4 +1,4 @@
-"""Setup of a Prefect server for our deployments: work pools, and a rule for runs that fell silent.
+"""Setup of a Prefect server for our deployments: work pools, and rules for runs whose process is gone.
 
     python -m flows.pools
 
@@ -43,6 +43,9 @@ _POOLS = {
     GPU: "Runs on GPUs, one at a time. `fp8-grpo up` starts a worker where there is a GPU; without one a run waits.",
 }
 SILENT = "fp8-grpo: a flow run that falls silent has crashed"
+UNBEGUN = "fp8-grpo: a flow run that does not begin has crashed"
+# From the moment a worker takes a flow run until its process has imported everything. On a busy machine, minutes.
+_BEGIN_SECONDS = 900
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _JOB = {
     # No place for a command, a folder or variables of a run's own: a worker ignores what the server did not check.
@@ -59,41 +62,56 @@ async def prepare(client: PrefectClient) -> None:
 
     Flow runs send heartbeats as the environment of their worker sets it (`service_environment`).
 
-    A worker reports when the process of a flow run dies. The rule is for when the worker died too, as with its machine.
-    Without it the run would be shown as running, and hold its place in the pool, for ever.
+    A worker reports when the process of a flow run dies. The rules are for when the worker died too, as with its
+    machine. Without them the run would be shown as pending or running, and hold its place in the pool, for ever.
     """
     for name, words in _POOLS.items():
         pool = WorkPoolCreate(
             name=name, description=words, type=ProcessWorker.type, base_job_template=_JOB, concurrency_limit=1
         )
         await client.create_work_pool(pool, overwrite=True)
-    rule = silent_run_rule(4 * HEARTBEAT_SECONDS)
-    known = await client.read_automations_by_name(SILENT)
-    if not known:
-        await client.create_automation(rule)
-    elif AutomationCore.model_validate(known[0].model_dump(include=set(AutomationCore.model_fields))) != rule:
-        # Only then: a change drops what the rule has seen, and with it runs that are silent already.
-        await client.update_automation(known[0].id, rule)
+    for rule in lost_run_rules(4 * HEARTBEAT_SECONDS, _BEGIN_SECONDS):
+        known = await client.read_automations_by_name(rule.name)
+        if not known:
+            await client.create_automation(rule)
+        elif AutomationCore.model_validate(known[0].model_dump(include=set(AutomationCore.model_fields))) != rule:
+            # Only then: a change drops what the rule has seen, and with it runs that are silent already.
+            await client.update_automation(known[0].id, rule)
 
 
-def silent_run_rule(seconds: int) -> AutomationCore:
-    """Crashed is a flow run that sent heartbeats and then, for `seconds`, neither one nor a final state."""
+def lost_run_rules(silent: int, unbegun: int) -> list[AutomationCore]:
+    """Two kinds of flow run have crashed.
+
+    One sent heartbeats, and then for `silent` seconds neither one nor a final state. Of the other a worker said that it
+    begins, and it did not within `unbegun` seconds. That is one of a deployment: a step of a training is announced long
+    before it begins.
+    """
+    heard, taken = f"No heartbeat for {silent} s", f"Not begun within {unbegun} s"
+    begins, of_deployment = "prefect.flow-run.Pending", {"prefect.resource.role": "deployment"}
+    return [
+        _rule(SILENT, heard, _HEARTBEAT, {_HEARTBEAT}, silent),
+        _rule(UNBEGUN, taken, begins, {"prefect.flow-run.Running"}, unbegun, of_deployment),
+    ]
+
+
+def _rule(
+    name: str, reason: str, after: str, expected: set[str], seconds: int, related: dict[str, str] | None = None
+) -> AutomationCore:
     return AutomationCore(
-        name=SILENT,
-        description=f"No heartbeat for {seconds} s. A retry continues the training from its folder.",
+        name=name,
+        description=f"{reason}. A retry continues the training from its folder.",
         trigger=EventTrigger(
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            match_related=ResourceSpecification(related or {}),
             for_each={"prefect.resource.id"},
-            after={_HEARTBEAT},
-            expect={_HEARTBEAT, *(f"prefect.flow-run.{end}" for end in _ENDS)},
+            after={after},
+            expect={*expected, *(f"prefect.flow-run.{end}" for end in _ENDS)},
             posture=Posture.Proactive,
             threshold=1,
             within=timedelta(seconds=seconds),
         ),
         actions=[
-            ChangeFlowRunState(
-                name="Crashed", state=StateType.CRASHED, message=f"No heartbeat for {seconds} s: its machine is gone?"
-            )
+            ChangeFlowRunState(name="Crashed", state=StateType.CRASHED, message=f"{reason}: its machine is gone?")
         ],
     )
 
