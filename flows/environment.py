@@ -33,6 +33,8 @@ _DATABASE = (
     "PREFECT_API_DATABASE_CONNECTION_URL",
     "PREFECT_SERVER_DATABASE_DRIVER",
 )
+# MLflow's thread besides changes the environment, while Prefect may copy it for a flow: that ends with a KeyError.
+_NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 
@@ -47,6 +49,12 @@ def leave_working_directory_out() -> None:
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     here, ours = Path.cwd(), Path(__file__).parents[1]
     sys.path[:] = [place for place in sys.path if Path(place).absolute() != here or here == ours]
+
+
+def disable_telemetry() -> None:
+    """Prefect and MLflow tell their makers nothing about this process, unless the user has set that they may."""
+    for name, value in _NO_TELEMETRY.items():
+        os.environ.setdefault(name, value)
 
 
 def search_last(folder: Path) -> None:
@@ -287,7 +295,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
     return {
         # A worker looks for runs more often than once in 15 seconds.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        **_NO_TELEMETRY,
         # `prefect deployment run --watch` prints the log as it comes, and stops three seconds after the end.
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",

@@ -32,7 +32,7 @@ from flows.cli import (
     verify,
 )
 from flows.cli.arguments import refuse_other_files
-from flows.environment import leave_working_directory_out
+from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import stopped
 from flows.termination import keep_interrupt, leave_import
 from fp8core.errors import StoredFileError, UserError
@@ -64,6 +64,7 @@ _COMMANDS = (
 def call(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Mistakes of the user are one line on stderr."""
     leave_working_directory_out()
+    disable_telemetry()
     # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
     atexit.register(freeze)
     try:

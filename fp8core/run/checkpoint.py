@@ -11,6 +11,7 @@ from fp8core.run.policy import initial_trainer
 from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.ledger import START, CheckpointEntry
+from fp8core.store.run_directory import checkpoint_folders
 from fp8core.training.saved_state import check_checkpoint
 
 
@@ -125,15 +126,15 @@ def _prune(run: RunContext, index: int) -> None:
 
     So do those from which every policy follows that a resumed run scores tokens with, now and later.
     """
-    folders = sorted((run.directory.path / "checkpoints").glob("[0-9]*"))
-    older = folders[: -(run.config.checkpoint.keep + 1)]
+    folders = checkpoint_folders(run.directory.path)
+    older = [*folders][: -(run.config.checkpoint.keep + 1)]
     if run.config.pipeline.reach:
-        reached = [folder for folder in folders if int(folder.name) <= index - run.config.pipeline.reach]
-        older = [folder for folder in older if folder in reached[:-1]]
+        reached = [step for step in folders if step <= index - run.config.pipeline.reach]
+        older = [step for step in older if step in reached[:-1]]
     kept = _kept_steps(run, index) if older else set()
-    for folder in older:
-        if int(folder.name) not in kept:
-            remove_folder(folder)
+    for step in older:
+        if step not in kept:
+            remove_folder(folders[step])
 
 
 def _kept_steps(run: RunContext, index: int) -> set[int]:

@@ -149,16 +149,29 @@ class RunDirectory:
         self.close()
 
 
+def checkpoint_folders(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run by their steps, ascending."""
+    folders = (run / "checkpoints").glob("[0-9]*")
+    return dict(sorted((int(folder.name), folder) for folder in folders if folder.name.isdecimal()))
+
+
 def _sweep(path: Path, ledger: Ledger) -> list[Path]:
-    """Removes unfinished files and checkpoints, and the shards of steps that were killed before they cleared them."""
+    """Removes unfinished files and checkpoints, and the shards of steps that were killed before they cleared them.
+
+    A checkpoint without a line is never loaded, and would count as one of those that are kept.
+    """
     shards = sorted((path / "shards").glob("[0-9]*"))
     committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
     for folder in committed:
         RolloutShards(folder).clear()
     partial = sorted((path / "checkpoints").glob(durable.partial_folder(Path("*")).name))
-    for folder in partial:
+    entered = next((entry.step for entry in ledger.newest_checkpoints()), START)
+    last = ledger.last_step() or START
+    # Of a later step than the last one, the end of the ledger was cut off: all of that is left to the user.
+    unnamed = [folder for step, folder in checkpoint_folders(path).items() if entered < step <= last]
+    for folder in (*partial, *unnamed):
         shutil.rmtree(folder)
-    return durable.sweep(path) + committed + partial
+    return durable.sweep(path) + committed + partial + unnamed
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -12,7 +12,7 @@ found by what lies outside of it. This is a head that the reader noted, signatur
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from fp8core.config.steps import PipelineConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.deletion_log import Deletion, read_deletions
 from fp8core.store.diff import content_differences
 from fp8core.store.durable import Report, file_digest, folder_digest
 from fp8core.store.json_text import shown, value_differences
 from fp8core.store.kinds import wrong_kinds
-from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.ledger import START, CheckpointEntry, LedgerView, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import (
     Content,
     Head,
@@ -295,14 +296,17 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
     """Every artifact that the ledger names: present and unchanged, or removed by gc."""
     named = references(view)
     owners = {reference.ref.digest: reference for reference in named}
-    removed = defaultdict(list)
+    removed, deletions, looked_again = defaultdict(list), view.deletions, False
     for reference in named:
         ref = reference.ref
-        path, deletion = view.folder / ref.uri, view.deletions.get(ref.digest)
+        path = view.folder / ref.uri
         try:
             size, digest = path.stat().st_size, file_digest(path, report)
         except FileNotFoundError:
-            if deletion is None:
+            if ref.digest not in deletions and not looked_again:
+                # A gc beside this names all that it removes, and then begins.
+                deletions, looked_again = _deletions_now(view), True
+            if (deletion := deletions.get(ref.digest)) is None:
                 yield reference.error("the file is missing")
             else:
                 removed[reference.step, deletion.reason, deletion.when].append(ref)
@@ -317,6 +321,13 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
         kinds = ", ".join(ref.kind for ref in refs)
         problem = f"removed ({reason}, {when}): {kinds}; {sum(ref.size for ref in refs)} bytes"
         yield Finding("note", "artifacts", problem, step=step)
+
+
+def _deletions_now(view: RunView) -> Mapping[str, Deletion]:
+    try:
+        return read_deletions(view.folder)
+    except UserError:  # The view has its problem already.
+        return view.deletions
 
 
 def _tables(view: RunView) -> Iterator[Finding]:
@@ -429,12 +440,30 @@ def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
                     pruned.append(step)
         elif deletion is not None:
             yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)
-        elif step == max(entries):
+        elif step == max(entries) and not _has_later_checkpoint(view, step):
             yield Finding("error", entry.uri, "the folder is missing, and it is the newest checkpoint", step=step)
         else:
             pruned.append(step)
     if pruned:
-        yield Finding("note", "checkpoints", f"pruned, as later ones replace them: steps {spans(pruned)}")
+        yield from _pruned(view, entries, pruned)
+
+
+def _pruned(view: RunView, entries: Collection[int], pruned: Sequence[int]) -> Iterator[Finding]:
+    yield Finding("note", "checkpoints", f"pruned, as later ones replace them: steps {spans(pruned)}")
+    if view.config is not None and (reach := view.config.pipeline.reach):
+        oldest = max(view.steps, default=START) - reach
+        if (needed := {step for step in entries if step <= oldest}) and needed <= {*pruned}:
+            problem = f"none up to step {oldest} is there: a resume makes the policies since then from the first one"
+            yield Finding("note", "checkpoints", problem)
+
+
+def _has_later_checkpoint(view: RunView, step: int) -> bool:
+    """True if the live run has written another one since the view was made, and may have pruned this one."""
+    try:
+        newest = next(LedgerView.glance(view.folder / LEDGER).newest_checkpoints(), None)
+    except UserError:  # The view has its problem already.
+        return False
+    return newest is not None and newest.step > step
 
 
 def _weights(view: RunView, entry: CheckpointEntry) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref, RolloutShards
-from fp8core.store.ledger import SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.run_directory import RunDirectory, refuse_in_use
+from fp8core.store.ledger import CheckpointEntry, SegmentEntry, StepEntry, TaskEntry
+from fp8core.store.run_directory import RunDirectory, checkpoint_folders, refuse_in_use
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
 TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
@@ -88,6 +88,27 @@ def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         assert run.swept == [orphan]
     assert not orphan.exists()
+
+
+def test_a_checkpoint_that_was_killed_before_its_line_is_swept_on_opening(tmp_path: Path) -> None:
+    ref = Ref(kind="manifest", digest="ab" * 32, uri=f"artifacts/ab/{'ab' * 32}.json", size=3)
+    with RunDirectory.create_or_open(tmp_path) as run:
+        for step in range(4):
+            run.ledger.append(StepEntry(step=step, manifest=ref, weights_digest="w", committed_ms=1))
+        run.ledger.append(CheckpointEntry(step=2, uri="checkpoints/00002", digest="d", weights_digest="w"))
+    names = "00002", "00003", "00004", "00003 of mine"
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with RunDirectory.create_or_open(tmp_path) as run:
+        assert run.swept == [tmp_path / "checkpoints/00003"]
+    # Beyond the last step, the end of the ledger is gone.
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names} - {"00003"}
+
+
+def test_checkpoints_are_ordered_by_their_numbers(tmp_path: Path) -> None:
+    for name in ("100000", "99980", "99990", "00007"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [*checkpoint_folders(tmp_path)] == [7, 99980, 99990, 100000]
 
 
 def test_shards_of_committed_steps_are_swept_on_opening(
