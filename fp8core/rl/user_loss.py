@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
+from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, described_error
@@ -149,12 +151,32 @@ def loss_source(path: str) -> str:
     Raises:
         UserError: as `load_loss`, when it cannot be imported.
     """
-    file = _file(path)
-    if file is None:
-        source = _imported(path).__file__
-        assert source is not None, "a module with a function has a file"
-        file = Path(source)
-    return hashlib.sha256(_source(path, file)).hexdigest()
+    return hashlib.sha256(_source(path, _found(path))).hexdigest()
+
+
+def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
+    """A loss as processes with another working folder find it, and its `loss_source`; None: it is one of ours.
+
+    Raises:
+        UserError: as `loss_source`.
+    """
+    if loss.policy in SHIPPED_LOSSES:
+        return loss, None
+    file, function = _file(loss.policy), loss.policy.rpartition(":")[2]
+    path = loss.policy if file is None else f"{file}:{function}"
+    return loss.model_copy(update={"policy": path}), loss_source(loss.policy)
+
+
+def refuse_other_loss(path: str, digest: str) -> None:
+    """Raises UserError: this process finds no file of a `shared_loss`, or another one than has this digest."""
+    host = socket.gethostname()
+    try:
+        found = loss_source(path)
+    except UserError as error:
+        raise UserError(f"{error} (on {host}, which trains; all nodes need the file)") from error
+    if found != digest:
+        other = f"{_found(path)} on {host}, which trains, has digest {found[:12]}"
+        raise UserError(f"loss.policy={path}: {other}, the file of this run {digest[:12]}; copy it there")
 
 
 _loaded: dict[tuple[Path, bytes], ModuleType] = {}
@@ -173,6 +195,15 @@ def _imported(path: str) -> ModuleType:
 def _file(path: str) -> Path | None:
     place = path.rpartition(":")[0]
     return Path(place).absolute() if place.endswith(".py") else None
+
+
+def _found(path: str) -> Path:
+    """The file of a loss, which is imported where its path is that of a module."""
+    if (file := _file(path)) is not None:
+        return file
+    source = _imported(path).__file__
+    assert source is not None, "a module with a function has a file"
+    return Path(source)
 
 
 def _source(path: str, file: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""No weights of a whole model lie in Ray's object store, whatever a run starts from."""
+"""What ranks start from: no weights of a whole model in Ray's object store, and the loss of this process."""
 
 import importlib
 import io
@@ -12,11 +12,11 @@ import torch
 from ray._private.serialization import SerializationContext
 
 from fp8core.config.load import load_config
-from fp8core.errors import StoredFileError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.models.checkpoint import InitialWeights, save_checkpoint
 from fp8core.report.console import Console
 from fp8core.run import start
-from fp8core.run.build import build_base, build_teacher, open_cluster
+from fp8core.run.build import build_base, build_teacher, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.ledger import START
@@ -126,3 +126,19 @@ def test_ranks_that_make_other_weights_from_one_source_are_refused(two_nodes, mo
         ):
             cluster.build_trainer(config, base.arch, source(base.arch, 0, pid))
         cluster.build_trainer(config, base.arch, source(base.arch, 0, 0)).close()
+
+
+def test_ranks_take_a_loss_from_the_file_of_this_process_wherever_they_were_started(two_nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    header = "from fp8core.rl.user_loss import policy_loss\n@policy_loss()\n"
+    Path("mine.py").write_text(f"{header}def loss(tokens, options): return -tokens.ratio * tokens.advantages\n")
+    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
+    config = load_config("tiny", {**settings, "loss.policy": "mine.py:loss"})
+    base = build_base(config)
+    with closing(open_cluster(config)) as cluster:
+        build_trainer(config, base.arch, base.tensors, cluster).close()
+        # A name under which each process sees its own folder, as nodes that share no volume do.
+        other = load_config("tiny", {**settings, "loss.policy": "/proc/self/cwd/mine.py:loss"})
+        with pytest.raises(UserError, match=r"^loss\.policy=/proc/self/cwd/mine\.py:loss: .* \(on \S+, which trains"):
+            build_trainer(other, base.arch, base.tensors, cluster)
+        assert cluster.gang.alive

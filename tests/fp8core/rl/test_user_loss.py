@@ -1,6 +1,7 @@
 """Losses of the user's own: what they see, what becomes of their terms, and what a broken one is told."""
 
 import os
+import socket
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import AGGREGATIONS, ClipRange, Denominator, LossInputs, clipped_surrogate, token_mean
 from fp8core.rl.objective import Objective
-from fp8core.rl.user_loss import load_loss, loss_source
+from fp8core.rl.user_loss import load_loss, loss_source, refuse_other_loss, shared_loss
 
 HEADER = """
 import torch
@@ -163,3 +164,21 @@ def test_an_edited_file_is_other_code(written):
     given, clip = inputs(), ClipRange(low=0.2, high=0.28)
     values = [loss(given, clip, token_mean).loss.item() for loss in (first, load_loss(path, {}))]
     assert values[1] == pytest.approx(2 * values[0], rel=1e-12)
+
+
+def test_a_process_with_another_folder_finds_the_file_or_refuses_another_one(written, tmp_path, monkeypatch):
+    path = written(SURROGATE)
+    monkeypatch.chdir(tmp_path)
+    shared, digest = shared_loss(LossConfig(policy="mine.py:loss", options={"slack": 0.5}))
+    assert (shared.policy, shared.options, digest) == (path, {"slack": 0.5}, loss_source(path))
+    refuse_other_loss(shared.policy, digest)
+    written(SURROGATE.replace("torch.maximum", "torch.minimum"))
+    host = socket.gethostname()
+    with pytest.raises(
+        UserError, match=rf"^loss\.policy={path}: {tmp_path}/mine\.py on {host}, which trains, has digest"
+    ):
+        refuse_other_loss(shared.policy, digest)
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(UserError, match=rf"{tmp_path}/mine\.py cannot be read: No such file .* \(on {host}, which "):
+        refuse_other_loss(shared.policy, digest)
+    assert shared_loss(LossConfig()) == (LossConfig(), None)
