@@ -42,7 +42,9 @@ main()
 # The beginning of its last line for an answer of another server, or for none.
 _NO_HEAD = "ray.exceptions.RpcError"
 
-# Ray ends this process a minute after its head has gone: an error of ours has to be earlier.
+# Ray ends this process so long after its head has gone, and by default after a minute. Our error comes earlier, at
+# the next call of a member, which a slow verifier may hold back.
+_RAY_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s", "600"
 _HEAD_SECONDS = 5.0
 _HEAD_CONNECT_SECONDS = 2.0
 _HEAD_FAILURES = 5
@@ -58,19 +60,35 @@ class HeadWatch:
         """The cluster's address in the configuration, and HOST:PORT of its head."""
         host, _, port = head.rpartition(":")
         self._named, self._place = address, (host.strip("[]"), int(port))
-        self._looked, self._failures = time.monotonic(), 0
+        self._failures, self._lost = 0, False
+        self._error: OSError | None = None
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """Look every few seconds beside the caller, who may make no call for minutes."""
+        threading.Thread(target=self._watch, daemon=True, name="head watch").start()
+
+    def end(self) -> None:
+        """Look no more; a second call does nothing."""
+        self._ended.set()
 
     def look(self) -> None:
-        """Try a connection, if the last one was seconds ago. Raises HeadLost: several in turn have failed."""
-        if time.monotonic() - self._looked < _HEAD_SECONDS:
-            return
-        error = self.silence()
-        self._failures = 0 if error is None else self._failures + 1
-        if error is not None and self._failures >= _HEAD_FAILURES:
+        """Try a connection. The head is lost after several failures in turn."""
+        self._error = self.silence()
+        self._failures = 0 if self._error is None else self._failures + 1
+        self._lost = self._failures >= _HEAD_FAILURES
+
+    def check(self) -> None:
+        """Raises HeadLost: the head was found lost."""
+        if self._lost:
+            assert self._error is not None, "the last look has failed"
             place = f"cluster.address={self._named}: its head at {':'.join(map(str, self._place))}"
-            why = f"does not answer ({first_line(error)}); `fp8-grpo resume` continues the run"
-            raise HeadLost(f"{place} {why}") from error
-        self._looked = time.monotonic()
+            why = f"does not answer ({first_line(self._error)}); `fp8-grpo resume` continues the run"
+            raise HeadLost(f"{place} {why}") from self._error
+
+    def _watch(self) -> None:
+        while not self._lost and not self._ended.wait(_HEAD_SECONDS):
+            self.look()
 
     def silence(self) -> OSError | None:
         """The error of a connection now; None where the head answers."""
@@ -90,6 +108,8 @@ def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = 
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
+    if not own:
+        os.environ.setdefault(*_RAY_PATIENCE)
     named = f"cluster.address={settings.address}" if option is None else f"{option} {settings.address}"
     if settings.address not in (None, "auto"):
         _refuse_silence(settings.address, named)

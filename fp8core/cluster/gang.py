@@ -35,7 +35,7 @@ from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
 _PATIENCE_SECONDS = 10.0
-# Between two looks for the head.
+# Of a wait, between two questions for the head.
 _SLICE_SECONDS = 5.0
 _LAST_WORDS = 400
 # Libraries may write gigabytes.
@@ -106,6 +106,7 @@ class Gang:
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
         self._head = HeadWatch(settings.address, ray.get_runtime_context().gcs_address)
+        self._head.begin()
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             if lost is None:
@@ -172,10 +173,10 @@ class Gang:
         """The first call to end, of some by their references; raises MemberLost: none does in time (or `HeadLost`)."""
         deadline = time.monotonic() + self._answer_seconds
         while (left := deadline - time.monotonic()) > 0:
+            self._refuse_lost_head()
             done, _ = ray.wait(list(pending), num_returns=1, timeout=min(left, _SLICE_SECONDS))
             if done:
                 return done[0]
-            self._look_for_head()
         silent = dict.fromkeys(f"{member.name}: {_where(member)}" for member in pending.values())
         lost = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
         self._end_members(lost)
@@ -228,6 +229,7 @@ class Gang:
 
     def close(self) -> None:
         """End all members, give their places back, and leave the cluster; a second call does nothing."""
+        self._head.end()
         # Without its head, requests would wait until Ray ends this process; all places have ended with it.
         if self._head.silence() is None:
             self._end_members()
@@ -295,9 +297,9 @@ class Gang:
         self._all += started.values()
         return started
 
-    def _look_for_head(self) -> None:
+    def _refuse_lost_head(self) -> None:
         try:
-            self._head.look()
+            self._head.check()
         except HeadLost as error:
             self._end_members(error)
             # Only a head gives places back; Ray would wait for it until this process ends.

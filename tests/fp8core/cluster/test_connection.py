@@ -172,9 +172,7 @@ def test_an_import_of_ray_that_hangs_or_says_much_holds_nothing_up(silent, monke
     assert time.monotonic() - began < 30
 
 
-def test_a_head_that_takes_no_connection_several_times_in_turn_is_lost(monkeypatch):
-    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.0)
-
+def test_a_head_that_takes_no_connection_several_times_in_turn_is_lost():
     def listen() -> socket.socket:
         return socket.create_server(("127.0.0.1", port))
 
@@ -189,20 +187,46 @@ def test_a_head_that_takes_no_connection_several_times_in_turn_is_lost(monkeypat
             watch.look()
     for _ in range(4):
         watch.look()
+    watch.check()
+    watch.look()
     said = f"^cluster.address=auto: its head at 127.0.0.1:{port} does not answer .*; `fp8-grpo resume` continues"
     with pytest.raises(HeadLost, match=said):
-        watch.look()
+        watch.check()
+
+
+def test_a_head_is_looked_for_beside_a_process_that_makes_no_call(monkeypatch):
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watch = HeadWatch("auto", f"127.0.0.1:{listener.getsockname()[1]}")
+        watch.begin()
+        time.sleep(0.3)
+        watch.check()
+
+    def ask() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            watch.check()
+
+    with pytest.raises(HeadLost):
+        ask()
+
+
+def without_head(*arguments: str) -> float:
+    """Seconds until a process was told so, which Ray would end."""
+    script, began = Path(__file__).with_name("without_head.py"), time.monotonic()
+    found = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=300)
+    assert found.stdout.startswith("HeadLost cluster.address="), (found.stdout, found.stderr, time.monotonic() - began)
+    assert found.returncode == 0
+    return float(found.stdout.split()[-1])
 
 
 @pytest.mark.slow
 def test_a_run_that_waits_ends_with_an_error_before_ray_ends_it_for_want_of_its_head():
-    """In a process of its own, which Ray would end."""
-    script = Path(__file__).with_name("without_head.py")
-    began = time.monotonic()
-    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-    assert found.stdout.startswith("HeadLost cluster.address="), (found.stdout, found.stderr, time.monotonic() - began)
-    assert float(found.stdout.split()[-1]) < 60
-    assert found.returncode == 0
+    assert without_head("300", "5") < 60
+
+
+def test_a_run_whose_calls_end_soon_is_told_of_its_lost_head():
+    assert without_head("0.1", "1") < 60
 
 
 def test_a_node_tells_the_versions_of_further_packages(cluster):
