@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -15,6 +16,7 @@ from uuid import uuid4
 import ray
 import torch
 from ray.exceptions import (
+    ActorHandleNotFoundError,
     ActorUnschedulableError,
     GetTimeoutError,
     OutOfMemoryError,
@@ -231,7 +233,7 @@ class Gang:
         """End all members, give their places back, and leave the cluster; a second call does nothing."""
         self._head.end()
         # Without its head, requests would wait until Ray ends this process; all places have ended with it.
-        if self._head.silence() is None:
+        if ray.is_initialized() and self._head.silence() is None:
             self._end_members()
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -310,7 +312,10 @@ class Gang:
         # Other threads may wait for them, and see no more than their end.
         self._ended_by = self._ended_by or reason
         for member in self._all:
-            ray.kill(member.actor)
+            # Members end with their session, which another gang may have closed; Ray would begin a new one here.
+            if ray.is_initialized():
+                with suppress(ActorHandleNotFoundError):
+                    ray.kill(member.actor)
         self._all = []
 
 

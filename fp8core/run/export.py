@@ -99,23 +99,23 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         return
     config = original.config(step)
     original.refuse_removed(config, step)
-    with (
-        scratch_folder(original.folder, step + 1, config) as folder,
-        scratch_run(config, original.folder, folder, console, original.environment(step)) as run,
-    ):
-        wanted = carried(run, step + 1)["policy"]
-        begin(run)
-        if carried(run, step + 1)["policy"] != wanted:
-            raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
-        trainer = run.ready_trainer()
-        # The warm start names its weights as a whole, Megatron's trainer those of each process.
-        digest = masters_digest(run.initial_policy(), torch.device("cpu")) if step == START else trainer.digest()
-        _refuse_other_weights(original, step, digest)
-        trainer.save_policy(folder / "policy", run.tokenizer)
-        state = folder / "state"
-        state.mkdir()
-        if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.
-            trainer.save(state)
+    with scratch_folder(original.folder, step + 1, config) as folder:
+        with scratch_run(config, original.folder, folder, console, original.environment(step)) as run:
+            wanted = carried(run, step + 1)["policy"]
+            begin(run)
+            if carried(run, step + 1)["policy"] != wanted:
+                raise UserError(f"run {original.folder.name}: the policy after step {step} cannot be restored equal")
+            trainer = run.ready_trainer()
+            # The warm start names its weights as a whole, Megatron's trainer those of each process.
+            whole = step == START
+            digest = masters_digest(run.initial_policy(), torch.device("cpu")) if whole else trainer.digest()
+            _refuse_other_weights(original, step, digest)
+            trainer.save_policy(folder / "policy", run.tokenizer)
+            state = folder / "state"
+            state.mkdir()
+            if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.
+                trainer.save(state)
+        # The caller may need the places of its processes.
         yield Policy(folder / "policy", digest, state)
 
 

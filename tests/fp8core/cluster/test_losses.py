@@ -62,6 +62,18 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "OOM" not in str(lost.value)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gang_closes_whose_session_another_one_has_closed(address, again):
+    with ranks(address, 1) as outer:
+        with ranks(address, 1):
+            pass
+        if again:
+            members_node(load_config("tiny", {"cluster": {"address": address, "ranks": 1}}))
+        outer.close()
+        assert not outer.alive
+        assert not ray.is_initialized()
+
+
 def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(address, tmp_path, monkeypatch):
     """Each process sees its own working folder under one name, as nodes that share no volume do."""
     monkeypatch.chdir(tmp_path)

@@ -1,17 +1,23 @@
 """A resume checks what it reads, makes damaged files again where that is possible, and says what it did."""
 
+import io
 import shutil
 
 import pyarrow.compute as pc
 import pytest
 
 from fp8core.errors import UserError
+from fp8core.models.checkpoint import find_checkpoint
+from fp8core.report.console import Console
+from fp8core.run.context import live_run
 from fp8core.run.execute import carried
+from fp8core.run.export import stored_policy
 from fp8core.run.loop import Execution, begin, train
+from fp8core.run.replay import RunSnapshot
 from fp8core.run.resume import RedoError, ensure, history
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 
 # Every artifact of an iteration, and a way to damage it.
@@ -184,6 +190,14 @@ def test_without_any_checkpoint_every_update_is_redone_from_policy_0(whole_run, 
         assert begin(run) == 4
         assert run.trainer.digest() == whole_run.records[4]["weights_digest"]
     assert run_copy.said.count("the checkpoint is missing; an older state is taken") == 2
+
+
+def test_a_policy_that_is_restored_for_others_holds_no_process_of_a_run(whole_run):
+    original = RunSnapshot.read(whole_run.folder, read_description(whole_run.folder))
+    with stored_policy(original, 3, Console(io.StringIO(), 3)) as policy:
+        with pytest.raises(KeyError):
+            live_run(policy.folder.parent)
+        find_checkpoint(policy.folder).load()
 
 
 def test_a_checkpoint_that_was_pruned_is_not_missed(run_copy):
