@@ -94,7 +94,12 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
-    values = _numeric(public_dump(config))
+    return dump_digest(public_dump(config))
+
+
+def dump_digest(dump: Mapping[str, Any]) -> str:
+    """`config_digest` of a dumped configuration, as it is written."""
+    values = _numeric(dump, dump)
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -109,14 +114,18 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 
 def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`config_differences`, of the settings that `config_digest` covers."""
-    return config_differences(_numeric(old), _numeric(new))
+    """`config_differences`, of the settings that `config_digest` covers for one of the two."""
+    measure = old if _ranks_count(old) else new
+    return config_differences(*(_numeric(dump, measure) for dump in (old, new)))
 
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
+    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers.
+
+    `replay.level` may change: the record of each step has its own.
+    """
     fewer = [{"steps": dump["steps"]} for dump in (old, new)] if new["steps"] < old["steps"] else [{}, {}]
-    dumps = (_numeric(_as_begun(dump)) for dump in (old, new))
+    dumps = (_numeric(_as_begun(dump), new) for dump in (old, new))
     found = config_differences(*({**steps, **dump} for steps, dump in zip(fewer, dumps, strict=True)))
     if any(line.startswith("pipeline.mode: ") for line in found):
         # Another mode has other steps, which nobody has set.
@@ -138,14 +147,21 @@ def _as_begun(dump: Mapping[str, Any]) -> dict[str, Any]:
     return {**dump, "pipeline": {**dump["pipeline"], "steps": steps}}
 
 
-def _numeric(dump: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a dumped configuration that determine numbers."""
+def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a dumped configuration that determine numbers; those of `measure` decide whether ranks do."""
     kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
-    repeats = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
-    if dump["training"]["trainer"] == "megatron" or repeats:
-        # Sums over GPUs depend on their number, and Megatron's digest of weights on what each of them holds.
+    if _ranks_count(measure):
         kept["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
     return kept
+
+
+def _ranks_count(dump: Mapping[str, Any]) -> bool:
+    """True if the number of ranks determines numbers, or what promises to repeat them.
+
+    Sums over GPUs depend on it, and Megatron's digest of weights on what each of them holds.
+    """
+    repeats = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
+    return repeats or dump["training"]["trainer"] == "megatron"
 
 
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:

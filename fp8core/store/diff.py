@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from fp8core.config.load import NON_NUMERIC_KEYS, leaves, numeric_differences
+from fp8core.config.load import NON_NUMERIC_KEYS, dump_digest, leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.steps import with_mode
 from fp8core.errors import StoredFileError, UserError
@@ -239,7 +239,7 @@ def _with_mappings(config: RunConfig) -> dict[str, Any]:
 def _written_differently(ours: RunView, theirs: RunView) -> bool:
     if ours.config is None or theirs.config is None:
         return False
-    return bool(numeric_differences(ours.description.config, theirs.description.config))
+    return dump_digest(ours.description.config) != dump_digest(theirs.description.config)
 
 
 def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:

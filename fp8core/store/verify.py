@@ -126,11 +126,14 @@ def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
                 yield commit.error(f"its record names the predecessor {shown(named)}, which is {shown(before[1])}")
             yield from _record(view, commit, manifest.record)
             yield from _observations(commit, manifest.observed)
-            configurations[manifest.record.config_digest].append(commit.step)
+            configurations[manifest.record.config_digest, manifest.record.level].append(commit.step)
             before = (commit.step, record_digest(manifest))
-    expected = config_digest(view.config) if view.config is not None else None
-    for digest, steps in configurations.items():
-        if expected not in (None, digest):
+    for (digest, level), steps in configurations.items():
+        if view.config is None:
+            break
+        # A run may go on at another level, which each record names.
+        replay = view.config.replay.model_copy(update={"level": level})
+        if (expected := config_digest(view.config.model_copy(update={"replay": replay}))) != digest:
             problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
             yield Finding("error", "run.json", f"{problem} {shown(digest)}")
 

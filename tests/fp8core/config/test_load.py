@@ -14,9 +14,11 @@ from fp8core.config.load import (
     UNDECIDED,
     config_differences,
     config_digest,
+    dump_digest,
     load_config,
     load_open_config,
     may_continue,
+    numeric_differences,
     origins,
     reload_config,
     shipped_names,
@@ -418,6 +420,26 @@ def test_the_number_of_ranks_makes_the_numbers_of_gpus_and_of_megatron(settings,
     one, two = (load_config("tiny", {**settings, "cluster.ranks": ranks}) for ranks in (1, 2))
     assert may_continue(public_dump(one), public_dump(two)) == hindrances
     assert (config_digest(one) != config_digest(two)) is bool(hindrances)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "hindrances"),
+    [
+        (("deterministic", 4), ("tolerant", 4), []),
+        (("tolerant", 4), ("deterministic", 4), []),
+        (("deterministic", 4), ("tolerant", 8), []),
+        # A replay of what promises equal digests takes the ranks that the run was begun with.
+        (("tolerant", 4), ("deterministic", 8), ["cluster.ranks: 4 -> 8"]),
+    ],
+)
+def test_a_run_on_gpus_goes_on_at_another_level(before, after, hindrances: list[str]) -> None:
+    old, new = (
+        public_dump(load_config("tiny", {"training.device": "cuda", "replay.level": level, "cluster.ranks": ranks}))
+        for level, ranks in (before, after)
+    )
+    assert may_continue(old, new) == hindrances
+    assert numeric_differences(old, new) == ([] if before[1] == after[1] else ["cluster.ranks: 4 -> 8"])
+    assert dump_digest(old) != dump_digest(new)
 
 
 def test_runs_of_earlier_versions_are_continued() -> None:

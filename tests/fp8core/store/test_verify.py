@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8core.config.load import load_config
+from fp8core.config.load import config_digest, load_config, reload_config
 from fp8core.config.run import KeepConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
@@ -85,6 +85,13 @@ def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None
     data = canonical_json(json.loads(file.read_bytes()), "manifest")
     ref = ArtifactStore(run).put_json("manifest", json.loads(data))
     edit_ledger(run, set_in("manifest", value=ref.model_dump()), event="step", step=step)
+
+
+def in_record(**values: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["record"] |= values
+
+    return change
 
 
 # --- an intact run ---
@@ -463,6 +470,15 @@ def test_an_edited_configuration_is_named_once_for_all_steps(run: Path) -> None:
     (found,) = findings(run)
     assert found.place == "run.json"
     assert "the records of steps 0-3 say" in found.problem
+
+
+def test_a_run_on_gpus_that_went_on_at_another_level_has_the_configuration_of_each_step(run: Path) -> None:
+    edit_json(run / "run.json", set_in("config", "training", "device", value="cuda"))
+    settings = json.loads((run / "run.json").read_bytes())["config"]
+    for step, level in enumerate(("exact", "exact", "tolerant", "tolerant")):
+        digest = config_digest(reload_config(settings, {"replay.level": level}))
+        forge(run, step, in_record(level=level, config_digest=digest))
+    assert [found for found in findings(run) if found.place == "run.json"] == []
 
 
 def test_a_configuration_that_cannot_be_read_is_named_and_digests_are_still_checked(run: Path) -> None:
