@@ -21,6 +21,8 @@ RESULT, ERROR, FINISHED = "result", "error", "finished"
 CLOSE, STOP, ADD = "close", "stop", "add"
 _RESOLVED = (
     *("attention_backend", "sampling_backend", "kv_cache_dtype", "page_size", "max_running_requests"),
+    # As it was asked for: what SGLang makes of free memory differs between engines, and between starts.
+    "max_total_tokens",
     *("chunked_prefill_size", "enable_deterministic_inference", "disable_radix_cache", "context_length"),
 )
 # For the end of the last batch to arrive, and for the cache to be dropped.
@@ -134,10 +136,7 @@ class Host:
     def resolved(self) -> dict[str, Any]:
         """SGLang's settings, as it resolved them."""
         settings = self._engine.server_args
-        return {name: getattr(settings, name) for name in _RESOLVED} | {
-            "graphs": str(settings.cuda_graph_config),
-            "max_total_tokens": self._engine.get_server_info()["max_total_num_tokens"],
-        }
+        return {name: getattr(settings, name) for name in _RESOLVED} | {"graphs": str(settings.cuda_graph_config)}
 
     def generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
         """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running.

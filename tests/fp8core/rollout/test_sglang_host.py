@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import uvloop
 from fp8core.errors import EngineLost
 from fp8core.rollout.engine import PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
-from fp8core.rollout.sglang.host import CLOSE, FINISHED, RESULT, STOP, Host
+from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP, Host
 
 # Together more than the buffer of any pipe.
 GROUPS, TOKENS = 64, 20_000
+PLACES = {"model_path": "unused", "custom_weight_loader": ["unused"]}
 REQUEST = {"tokens": [1, 2], "sampling": {}}
 
 
@@ -58,7 +60,7 @@ class Late(Answering):
 def hosted(engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[Any, "Future[list[bool]]"]:
     """The parent's end of a host's pipe, and the host's answers to so many generations, in a thread of its own."""
     ours, theirs = Pipe()
-    host = Host(theirs, engine, {"model_path": "unused", "custom_weight_loader": ["unused"]})
+    host = Host(theirs, engine, PLACES)
     wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
     def answers() -> list[bool]:
@@ -219,3 +221,22 @@ def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor
     with pytest.raises(EngineLost, match="SGLang's host ended"):
         session.step()
     session.close()
+
+
+class Measuring(Answering):
+    """Has settings, and room for as many tokens as its GPU had memory for when it started."""
+
+    def __init__(self, asked: int | None, found: int) -> None:
+        super().__init__(endless=False)
+        self.server_args = SimpleNamespace(**dict.fromkeys(_RESOLVED, 64), cuda_graph_config="none")
+        self.server_args.max_total_tokens, self._found = asked, found
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"max_total_num_tokens": self._found}
+
+
+@pytest.mark.parametrize("asked", [None, 4096])
+def test_engines_that_found_other_free_memory_describe_the_same_settings(asked: int | None) -> None:
+    one, other = (Host(Pipe()[0], Measuring(asked, found), PLACES).resolved() for found in (635_648, 635_584))
+    assert one == other
+    assert one["max_total_tokens"] == asked
