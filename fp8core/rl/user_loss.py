@@ -114,7 +114,9 @@ class UserLoss:
         wrong = tokens.mask & ~terms.isfinite()
         if wrong.any():
             row, token = wrong.nonzero()[0].tolist()
-            raise self._refused(f"returned {terms[row, token].item()} for token {token} of row {row}")
+            raise self._refused(
+                f"returned {terms[row, token].item()} for token {token} of row {row} of its micro-batch"
+            )
         if tokens.current.requires_grad and not terms.requires_grad:
             raise self._refused("returned terms that do not depend on tokens.current: nothing would be learnt")
         return terms

@@ -107,13 +107,13 @@ def shared_out(
         end: called with the number of all parts when the own ones are computed, or one of them has failed.
 
     Raises:
-        ValueError, GroupNotFinite: of the first part whose computation raised it.
+        ValueError, GroupNotFinite, UserError: of the first part whose computation raised it.
     """
-    own: list[Result | ValueError | GroupNotFinite] = []
+    own: list[Result | ValueError | GroupNotFinite | UserError] = []
     for index in ranks.own(len(parts)):
         try:
             own.append(compute(parts[index]))
-        except (ValueError, GroupNotFinite) as error:
+        except (ValueError, GroupNotFinite, UserError) as error:
             # The other processes wait for a result of ours.
             own.append(error)
             break

@@ -109,7 +109,7 @@ def test_a_function_that_breaks_later_names_the_token(written):
     row, token = given.mask.nonzero()[3].tolist()
     with torch.no_grad():
         given.current[row, token] = -60.0
-    with pytest.raises(UserError, match=f"returned nan for token {token} of row {row}"):
+    with pytest.raises(UserError, match=f"returned nan for token {token} of row {row} of its micro-batch"):
         loss(given, ClipRange(low=0.2, high=0.2), token_mean)
 
 

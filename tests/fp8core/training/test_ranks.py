@@ -1,4 +1,4 @@
-"""Weights that ranks keep together, as threads that hand each other their shares."""
+"""What ranks do together, as threads: weights that they keep, and errors of one of them."""
 
 import threading
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8core.errors import UserError
 from fp8core.training import ranks
-from fp8core.training.ranks import ALONE, Alone, KeptWeights
+from fp8core.training.ranks import ALONE, Alone, GroupNotFinite, KeptWeights, shared_out
 
 
 class Group(Alone):
@@ -59,3 +60,27 @@ def test_all_ranks_get_all_bytes_back_and_keep_as_little_as_each_other(tensors, 
     largest = max(tensor.nbytes for tensor in expected.values())
     sizes = [len(shared[rank]) for rank in shared]
     assert not sizes or max(sizes) - min(sizes) <= largest + 16
+
+
+class Second(Alone):
+    """The second of two processes; the first has computed its part."""
+
+    rank, count = 1, 2
+
+    def own(self, parts):
+        return range(1, parts, 2)
+
+    def joined(self, own):
+        return ["first", *own]
+
+
+@pytest.mark.parametrize("kind", [ValueError, GroupNotFinite, UserError])
+def test_an_error_of_one_part_is_handed_to_all_before_it_is_raised(kind):
+    ended, error = list[int](), kind("the second part")
+
+    def compute(part):
+        raise error
+
+    with pytest.raises(kind, match="the second part"):
+        shared_out(Second(), [0, 1], compute, ended.append)
+    assert ended == [2]
