@@ -204,8 +204,10 @@ def verdict(plan: RunPlan) -> str:
     """In words, for a plan that is not refused."""
     phases = [phase for device in plan.devices for phase in device.phases]
     if all(phase.surely_fits for phase in phases):
-        closest = min(phases, key=lambda phase: phase.left)
-        if closest.left >= _CLOSE:
+        # An engine may fill its share of a GPU with its cache, and stays in it: nothing is left, and all fits.
+        judged = (phase for phase in phases if phase.left > 0)
+        closest = min(judged, key=lambda phase: phase.left, default=None)
+        if closest is None or closest.left >= _CLOSE:
             return "fits"
         return (
             f"fits closely: {closest.left:.1%} is left while {closest.name}, and estimates err by more; if memory runs "

@@ -301,6 +301,16 @@ def test_little_room_is_said_with_what_to_lower(planned, left, said):
     assert found == "fits" or found.endswith(fullest.advice)
 
 
+def test_a_cache_that_fills_the_share_of_its_engine_is_not_close(planned):
+    apart = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.5}
+    plan = planned("qwen3-8b", parallel=Parallel(8), **apart)
+    (generating,) = (each for device in plan.devices for each in device.phases if each.name == "generating")
+    assert generating.left == 0
+    assert verdict(plan) == "fits"
+    full = planned("qwen3-8b", parallel=Parallel(8), **apart, rollout__vllm__kv_cache_gib=125.0)
+    assert verdict(full).startswith("fits closely: ")
+
+
 def test_a_host_is_refused_by_what_is_needed_for_certain(configured):
     config = configured("qwen3-8b", rollout__engine="embedded")
     arch = model_shape(config)
