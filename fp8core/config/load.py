@@ -160,8 +160,9 @@ def _ranks_count(dump: Mapping[str, Any]) -> bool:
 
     Sums over GPUs depend on it, and Megatron's digest of weights on what each of them holds.
     """
-    repeats = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
-    return repeats or dump["training"]["trainer"] == "megatron"
+    repeats: bool = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
+    megatron: bool = dump["training"]["trainer"] == "megatron"
+    return repeats or megatron
 
 
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:
