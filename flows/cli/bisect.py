@@ -162,13 +162,21 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
     sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
-    with closing(build_local_trainer(without_adapters(config), policy.architecture, policy.tensors)) as trainer:
+    with closing(build_local_trainer(_alone(config), policy.architecture, policy.tensors)) as trainer:
         # Adapters are merged in the policy already; other masters are wider than it.
         if config.training.lora is None:
             trainer.load(folder / last.uri)
         scales = next(content["layers"] for content in found if content["version"] == last.step)
         task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
         return Subject(config, trainer.arch, trainer.masters, task)
+
+
+def _alone(config: "RunConfig") -> "RunConfig":
+    """The configuration for a whole policy in this process, whatever grid shared it, which is scored as it is."""
+    sizes = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
+    training = without_adapters(config).training
+    megatron = training.megatron.model_copy(update=sizes)
+    return config.model_copy(update={"training": training.model_copy(update={"megatron": megatron})})
 
 
 def sequences_of(rollouts: list[dict[str, Any]]) -> "TokenBatch":
@@ -196,7 +204,7 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
     # TokenBatch needs a completion; the last prompt token serves.
     batch = TokenBatch.of([tokens[:-1] or tokens for tokens in prompts], [tokens[-1:] for tokens in prompts])
-    with closing(build_local_trainer(without_adapters(config), base.arch, base.tensors)) as trainer:
+    with closing(build_local_trainer(_alone(config), base.arch, base.tensors)) as trainer:
         amax = covered_amax(trainer.statistics(batch).histograms(), config.calibration.covered_percentile)
         scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
         completions = _completions(config, base, trainer.export(), scales, prompts)

@@ -67,6 +67,13 @@ def test_commands_on_a_run_have_the_environment_of_its_training(command, alone, 
     assert os.environ[rule] == "0"
 
 
+def test_a_policy_that_a_grid_has_shared_is_bisected_in_one_process(alone, capsys):
+    grid = ("cluster.ranks=4", "training.megatron.tensor_parallel=2", "training.megatron.sequence_parallel=true")
+    settings = [flag for setting in (*grid, "training.megatron.pipeline_parallel=2") for flag in ("--set", setting)]
+    assert main(["bisect", str(alone.folder), "--prompts", "2", *settings]) == 0
+    assert "total" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_two_ranks_share_the_model_and_a_killed_one_is_replaced(launch, runs):
@@ -82,6 +89,7 @@ def test_two_ranks_share_the_model_and_a_killed_one_is_replaced(launch, runs):
     places = ArtifactStore(hurt.folder).get_json(hurt.ledger.steps()[2].manifest)["observed"]["cluster"]
     assert places["rank 1"]["pid"] not in killed
     assert hurt.summary["weights_digest"] == together.summary["weights_digest"]
+    assert main(["bisect", str(together.folder), "--prompts", "2"]) == 0
 
 
 def kill_rank_after_a_step(manifest, killed):
