@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from fp8core.environments.protocol import Action, Ending, Outcome, Role, Said, Task, Tool, ToolCall, Turn
+from fp8core.environments.tool_calls import DEEPEST, is_too_deep
 from fp8core.rewards.scorer import MOST_REWARD
 
 DETAIL_CHARACTERS = 200
@@ -117,7 +118,24 @@ def _tool(tool: Any) -> Tool:
     name, description, parameters = _parts(tool, 3, "a tool")
     if not isinstance(parameters, dict):
         raise ValueError("parameters of a tool are no object")
+    _refuse_parameters(parameters)
     return Tool(_text(name, "the name of a tool"), _text(description, "the description of a tool"), parameters)
+
+
+def _refuse_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raises ValueError on what templates, `instructions` or a parser of calls cannot read."""
+    if is_too_deep(parameters):
+        raise ValueError(f"parameters of a tool are deeper than {DEEPEST}")
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not all(isinstance(about, dict | bool) for about in properties.values()):
+        raise ValueError("parameters.properties of a tool are no object of objects or booleans")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError("parameters.required of a tool is no list of texts")
+    try:
+        json.dumps(parameters, allow_nan=False)
+    except ValueError as error:
+        # NaN differs from itself: an environment that is asked again would seem to answer otherwise.
+        raise ValueError("parameters of a tool have NaN or an infinity, which JSON has not") from error
 
 
 def _common(reply: Turn | Outcome) -> dict[str, Any]:

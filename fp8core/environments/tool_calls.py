@@ -136,7 +136,8 @@ def _read_json(text: str, start: int) -> tuple[Any, int]:
     """A JSON value that begins at `start`, and where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, start)
-        _refuse_deep(value)
+        if is_too_deep(value):
+            raise _Malformed(f"JSON is deeper than {DEEPEST}")
         # Of texts with lone surrogates no bytes can be made.
         text[start:end].encode()
         json.dumps(value, ensure_ascii=False).encode()
@@ -161,7 +162,8 @@ def _finite(written: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def _refuse_deep(value: Any) -> None:
+def is_too_deep(value: Any) -> bool:
+    """True of JSON deeper than `DEEPEST`, which no function that calls itself may meet."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -171,8 +173,8 @@ def _refuse_deep(value: Any) -> None:
             for below in (each.values() if isinstance(each, dict) else each)
         ]
         if not level:
-            return
-    raise _Malformed(f"JSON is deeper than {DEEPEST}")
+            return False
+    return True
 
 
 def _refuse_many(calls: Sequence[ToolCall]) -> None:

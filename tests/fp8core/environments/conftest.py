@@ -182,6 +182,13 @@ class Hostile:
     def do_draw(self, text):
         import random
         return self.do_say(str(random.random()))
+
+
+def nested(depth):
+    found = 1
+    for _ in range(depth):
+        found = {"a": found}
+    return found
 """
 
 LIMITS = EpisodeLimits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128, reply_bytes=1 << 16, processes=8)

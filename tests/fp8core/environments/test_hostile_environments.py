@@ -130,6 +130,40 @@ def test_it_ends_as_crashed(pool: EnvironmentPool, text: str, detail: str) -> No
     assert said.detail.isprintable()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "detail"),
+    [
+        ("{'properties': None}", "parameters.properties of a tool are no object of objects or booleans"),
+        ("{'properties': []}", "parameters.properties of a tool are no object of objects or booleans"),
+        ("{'properties': {'a': 'text'}}", "parameters.properties of a tool are no object of objects or booleans"),
+        ("{'properties': {'a': {}}, 'required': None}", "parameters.required of a tool is no list of texts"),
+        ("{'properties': {'a': {}}, 'required': 'a'}", "parameters.required of a tool is no list of texts"),
+        ("{'properties': {'a': {}}, 'required': [1]}", "parameters.required of a tool is no list of texts"),
+        ("nested(900)", "parameters of a tool are deeper than 32"),
+        ("nested(33)", "parameters of a tool are deeper than 32"),
+        ("{'default': float('nan')}", "parameters of a tool have NaN or an infinity, which JSON has not"),
+        ("{'default': [float('-inf')]}", "parameters of a tool have NaN or an infinity, which JSON has not"),
+    ],
+)
+def test_odd_parameters_of_a_tool_end_the_episode_and_not_the_run(
+    pool: EnvironmentPool, parameters: str, detail: str
+) -> None:
+    pool.begin(EPISODE, Task(f"give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', {parameters}),))", "", 0))
+    assert reply(pool, EPISODE) == Outcome("crashed", detail=f"ValueError: {detail}")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["{}", "{'properties': {'a': True, 'b': {'type': 'string'}}, 'required': ['a']}", "nested(32)"],
+)
+def test_other_parameters_of_a_tool_pass(pool: EnvironmentPool, parameters: str) -> None:
+    pool.begin(EPISODE, Task(f"give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', {parameters}),))", "", 0))
+    said = reply(pool, EPISODE)
+    assert isinstance(said, Turn)
+    assert said.tools[0].name == "a"
+    pool.end(EPISODE)
+
+
 @pytest.mark.parametrize("text", ["spin", "power"])
 def test_processor_time_is_bounded_even_in_a_function_of_c(pool: EnvironmentPool, text: str) -> None:
     assert ask(pool, text) == Outcome("timeout", detail="more than 1 s of processor time")
