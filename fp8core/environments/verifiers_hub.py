@@ -243,6 +243,20 @@ def _refuse(loaded: Any, name: str) -> None:
         raise UserError(f"the rubric of {name} scores all episodes of a prompt together; here each is scored alone")
     if not loaded.score_rollouts:
         raise UserError(f"{name} makes an environment with score_rollouts=False, which has no reward")
+    for member in _members(loaded):
+        if (seconds := getattr(member, "timeout_seconds", None)) is not None:
+            raise UserError(
+                f"{name} makes {type(member).__name__} with timeout_seconds={seconds!r}, which the policy's own time "
+                "would use up; set it to None, and environment.timeout_seconds to bound each answer"
+            )
+
+
+def _members(loaded: Any) -> Iterator[Any]:
+    """The environment itself, and those of a group at any depth."""
+    yield loaded
+    if isinstance(loaded, verifiers.EnvGroup):
+        for member in loaded.envs:
+            yield from _members(member)
 
 
 @contextlib.contextmanager

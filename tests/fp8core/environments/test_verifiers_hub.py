@@ -75,8 +75,12 @@ def share(state):
     return 1 / len(state["trajectory"]) if state["stop_condition"] == "found" else 0.0
 
 
-def guess(turns=3):
-    return Guess(dataset=DATA, rubric=vf.Rubric(funcs=[share]), max_turns=turns)
+def guess(turns=3, seconds=None):
+    return Guess(dataset=DATA, rubric=vf.Rubric(funcs=[share]), max_turns=turns, timeout_seconds=seconds)
+
+
+def group(seconds=None):
+    return vf.EnvGroup([vf.EnvGroup([guess(), guess(seconds=seconds)])])
 
 
 def add(a: int, b: int) -> int:
@@ -242,6 +246,11 @@ def test_an_episode_of_one_turn_with_its_threshold(file: Path) -> None:
         ({"environment": "FILE:guess", "arguments": {"turn": 3}}, "guess fails: TypeError: .*'turn'"),
         ({"environment": "FILE:ranked"}, "ranked scores all episodes of a prompt together"),
         ({"environment": "FILE:nothing"}, "nothing makes NoneType, no environment of verifiers that is played"),
+        (
+            {"environment": "FILE:guess", "arguments": {"seconds": 600.0}},
+            r"guess makes Guess with timeout_seconds=600\.0, .* set it to None, and environment\.timeout_seconds to",
+        ),
+        ({"environment": "FILE:group", "arguments": {"seconds": 5}}, r"group makes Guess with timeout_seconds=5, "),
         ({"environment": 3}, "environment is a name"),
         ({"name": "games"}, r"it is called as Verifiers\(name=...\)"),
     ],
@@ -253,6 +262,11 @@ def test_mistakes_are_one_line(file: Path, options: dict[str, Any], said: str) -
     with pytest.raises(UserError, match=said) as caught:
         load_environment(NAME, given)
     assert str(caught.value).isprintable()
+
+
+@needs_library
+def test_a_group_without_timeouts_is_loaded(file: Path) -> None:
+    assert load_environment(NAME, {"environment": f"{file}:group"}).description["environment"] == NAME
 
 
 @pytest.mark.parametrize("version", ["", "0.4.0"])
