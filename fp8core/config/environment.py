@@ -8,6 +8,8 @@ from fp8core.config.loss import is_function_path
 from fp8core.config.section import Section
 
 SHIPPED_ENVIRONMENTS = ("calculator", "guess", "python")
+PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
+"""Of `environments.shipped.Python`."""
 
 
 class EnvironmentConfig(Section):
@@ -56,3 +58,27 @@ class EnvironmentConfig(Section):
                 "(module:Class or path/to/file.py:Class)"
             )
         return name
+
+    def unmeant(self) -> dict[str, str]:
+        """Limits of the python tool that those of its episode do not hold, by their keys."""
+        if self.name != "python":
+            return {}
+        asked = {**PYTHON_DEFAULTS, **self.options}
+        keys = {
+            name: f"environment.options.{name}" if name in self.options else of_episode
+            for name, of_episode in (("seconds", "environment.timeout_seconds"), ("memory_mb", "environment.memory_mb"))
+        }
+        # What is no number is refused where the tool is made.
+        seconds, memory = (value if isinstance(value, int | float) else 0 for value in map(asked.get, PYTHON_DEFAULTS))
+        found = {}
+        if memory > self.memory_mb:
+            found[keys["memory_mb"]] = (
+                f"options.memory_mb={memory} of the tool is more than environment.memory_mb={self.memory_mb} of its "
+                "episode, so that every call would fail; lower it, or raise that"
+            )
+        if 2 * seconds >= self.timeout_seconds:
+            found[keys["seconds"]] = (
+                f"a call may take {2 * seconds} s, twice options.seconds={seconds}, and "
+                f"environment.timeout_seconds={self.timeout_seconds:g} ends the episode first; lower it, or raise that"
+            )
+        return found

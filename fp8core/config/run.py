@@ -526,7 +526,7 @@ def unmeant(config: RunConfig) -> dict[str, str]:
         )
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
-    return found
+    return found if config.environment is None else found | config.environment.unmeant()
 
 
 def made_name(name: str, suffix: str) -> str:

@@ -1,6 +1,7 @@
 """Loading: bases, overrides, edits of the pipeline, refusals as one line, origins, and comparisons."""
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8core.config.environment import PYTHON_DEFAULTS
 from fp8core.config.load import (
     SHIPPED,
     UNDECIDED,
@@ -24,6 +26,7 @@ from fp8core.config.load import (
     shipped_names,
 )
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.environments.shipped import Python
 from fp8core.errors import UserError
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
@@ -553,6 +556,43 @@ def test_what_a_new_run_may_not_have_is_read_of_one_that_has_it() -> None:
 )
 def test_a_setting_that_does_nothing_is_refused(overrides: list[str], said: str) -> None:
     assert said in refused("tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"options": {"memory_mb": 4096}},
+            "environment.options.memory_mb: options.memory_mb=4096 of the tool is more than environment.memory_mb=1024 "
+            "of its episode, so that every call would fail; lower it, or raise that (overrides)",
+        ),
+        ({"memory_mb": 256}, "environment.memory_mb: options.memory_mb=512 of the tool is more than environment.me"),
+        (
+            {"options": {"seconds": 5}},
+            "environment.options.seconds: a call may take 10 s, twice options.seconds=5, and "
+            "environment.timeout_seconds=10 ends the episode first; lower it, or raise that (overrides)",
+        ),
+        ({"timeout_seconds": 6}, "environment.timeout_seconds: a call may take 6 s, twice options.seconds=3, and "),
+        ({"options": {"memory_mb": 1024, "seconds": 4}}, None),
+        ({"options": {"memory_mb": "much", "seconds": None}}, None),
+        ({"name": "guess", "timeout_seconds": 1, "memory_mb": 64}, None),
+    ],
+)
+def test_a_tool_beyond_the_limits_of_its_episode_is_refused(settings: dict[str, object], said: str | None) -> None:
+    """Of a new run; a stored one is read as it is."""
+    overrides = {"environment": {"name": "python", **settings}}
+    if said is None:
+        load_config("tiny", overrides)
+        return
+    assert refused("tiny", overrides).startswith(said)
+    stored = public_dump(load_config("tiny", {"environment.name": "python"}))
+    stored["environment"] |= settings
+    assert public_dump(reload_config(stored)) == stored
+
+
+def test_the_limits_of_the_tool_are_those_that_it_has_unset() -> None:
+    made = inspect.signature(Python).parameters
+    assert {name: made[name].default for name in PYTHON_DEFAULTS} == PYTHON_DEFAULTS
 
 
 def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):
