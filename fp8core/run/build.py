@@ -35,7 +35,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
-from fp8core.run.episodes import check_openings, tool_calls_of
+from fp8core.run.episodes import check_observation, check_openings, tool_calls_of
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.training.ranks import ALONE
@@ -180,7 +180,7 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         UserError: as `build_base` (but for broken values of weights), `check_teacher`, `own_demonstrations`,
             `build_source`, `build_verifier`, `check_problems`, `check_turns`, `StoredCheckpoint.check_head`,
-            `tool_calls_of`, `build_environment`, `check_openings` and `refuse_other_data` have it.
+            `tool_calls_of`, `build_environment`, `check_openings`, `check_observation` and `refuse_other_data` have it.
     """
     source = build_source(config.data, config.evaluation)
     if config.run is not None and (ledger := config.runs / config.run / LEDGER).exists():
@@ -193,7 +193,8 @@ def check_inputs(config: RunConfig) -> None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
-    if config.run is None or read_description(config.runs / config.run) is None:
+    is_new = config.run is None or read_description(config.runs / config.run) is None
+    if is_new:
         check_turns(source, config, base.tokenizer)
         if base.checkpoint is not None:
             base.checkpoint.check_head()
@@ -201,7 +202,10 @@ def check_inputs(config: RunConfig) -> None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
             room = longest_row(config, base.arch)
-            check_openings(list(source.to_check()), config, base.tokenizer, room, pool, config.seed)
+            problems = list(source.to_check())
+            check_openings(problems, config, base.tokenizer, room, pool, config.seed)
+            if is_new:
+                check_observation(problems[0], config, base.tokenizer, pool)
 
 
 def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -7,6 +7,7 @@ prompts to rewards.
 import json
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from textwrap import shorten
 from types import MappingProxyType
@@ -123,15 +124,33 @@ def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
     So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
     """
     assert config.environment is not None, "a pool is of an environment"
-    reply = _begun(0, problem, config, pool, config.seed)
-    if isinstance(reply, Turn):
-        pool.act((0, 0), Action(""))
-        ((_, reply, _),) = pool.replies(wait=True)
-    pool.end((0, 0))
+    *_, reply = _trial(problem, config, pool)
     if isinstance(reply, Turn) or reply.outcome not in FAILURES:
         return None
     how = ended_as(reply.outcome, reply.detail)
     return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+
+
+def check_observation(problem: Problem, config: RunConfig, tokenizer: Tokenizer, pool: Pool) -> None:
+    """Raises UserError: the chat template cannot go on after an empty answer, as at the first observation of a step."""
+    assert config.environment is not None, "a pool is of an environment"
+    if not tokenizer.has_template or config.environment.max_turns == 1:
+        return
+    match _trial(problem, config, pool):
+        case [Turn() as first, Turn() as reply]:
+            talk = Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
+            with suppress(ObservationError):  # It ends an episode, and no run.
+                talk.open(first).observe(reply.messages, tokenizer.end_id)
+
+
+def _trial(problem: Problem, config: RunConfig, pool: Pool) -> list[Turn | EnvironmentOutcome]:
+    """The first answer to a problem, and the one to an empty answer of the policy if it is asked for one."""
+    replies = [_begun(0, problem, config, pool, config.seed)]
+    if isinstance(replies[0], Turn):
+        pool.act((0, 0), Action(""))
+        replies += [reply for _, reply, _ in pool.replies(wait=True)]
+    pool.end((0, 0))
+    return replies
 
 
 def ended_as(outcome: str, detail: str) -> str:

@@ -1,7 +1,8 @@
-"""Prompts that become too long by what their environment says first, found before a run begins."""
+"""What an environment says first makes prompts too long, or chat templates cannot go on: found before a run begins."""
 
 import json
 import re
+import shutil
 from contextlib import closing
 
 import pytest
@@ -15,8 +16,9 @@ ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
 
 class Own:
-    def __init__(self, *, rules="", only_for="", begun="", broken=False):
+    def __init__(self, *, rules="", only_for="", begun="", broken=False, says=""):
         self._rules, self._only_for, self._begun, self._broken = rules, only_for, begun, broken
+        self._says = says
 
     def start(self, task):
         with open(self._begun, "a") as file:
@@ -27,6 +29,8 @@ class Own:
         return Turn((Said("system", rules), Said("user", task.question)))
 
     def step(self, action):
+        if self._says:
+            return Turn((Said("user", self._says),))
         return Outcome("judge")
 
     def close(self):
@@ -39,22 +43,28 @@ RULES = "You get a question and answer it. " * 4
 
 @pytest.fixture
 def checked(tmp_path, small_checkpoint):
-    """Check questions of a file with an environment; returns the configuration and the questions that it began."""
+    """Check questions of a file with an environment; returns the configuration and the questions that it began.
+
+    The trial of an observation, which begins the first question once more, is left out of these.
+    """
     place, begun = tmp_path / "own.py", tmp_path / "begun"
     place.write_text(ENVIRONMENT)
 
-    def call(questions, most=384, **options):
+    def call(questions, most=384, settings=None, **options):
         rows = [{"question": question, "answer": "#### 1"} for question in questions]
         (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        settings = {
+        overrides = {
             **{"model": small_checkpoint, "data.source": str(tmp_path / "train.jsonl"), "data.template": "{question}"},
             **{"data.max_prompt_tokens": most, "evaluation.prompts": 1, "rollout.max_new_tokens": 64},
             "environment": {"name": f"{place}:Own", "options": {"begun": str(begun), **options}, "format": "plain"},
+            **(settings or {}),
         }
         begun.write_text("")
-        config = load_config("gsm8k", settings)
+        config = load_config("gsm8k", overrides)
         check_inputs(config)
-        return config, begun.read_text().splitlines()
+        *asked, tried = begun.read_text().splitlines()
+        assert tried == questions[0]
+        return config, asked
 
     return call
 
@@ -105,6 +115,37 @@ def test_an_episode_that_ends_at_once_is_left_to_the_run(checked):
     assert begun == [LONG]
 
 
+def written_anew(checkpoint, tmp_path, template):
+    """The checkpoint with another chat template."""
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+REFUSES = "{{ raise_exception('too many') if messages | length > 2 }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [(COUNTS, "the chat template rewrites what is before an observation: "), (REFUSES, "the chat template failed: ")],
+)
+def test_a_template_that_cannot_go_on_is_refused_before_the_model_is_loaded(
+    checked, tmp_path, small_checkpoint, template, error
+):
+    folder = written_anew(small_checkpoint, tmp_path, template)
+    with pytest.raises(UserError, match=rf"^{folder}: {error}"):
+        checked(SHORT, settings={"model": folder}, says="Go on.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"), [({}, {}), ({"environment.max_turns": 1}, {"says": "Go on."})], ids=["ends", "one turn"]
+)
+def test_a_template_may_end_where_no_observation_follows(checked, tmp_path, small_checkpoint, settings, options):
+    folder = written_anew(small_checkpoint, tmp_path, COUNTS)
+    checked(SHORT, settings={"model": folder, **settings}, **options)
+
+
 def test_a_first_message_that_has_no_tokens_is_refused():
     with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
         check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
@@ -115,7 +156,7 @@ def test_a_first_message_that_has_no_tokens_is_refused():
     [
         (
             "return nothing",
-            r"environment\.name=.*own\.py:Own: .* is empty ends as crashed: NameError: .* \(own\.py:17\)$",
+            r"environment\.name=.*own\.py:Own: .* is empty ends as crashed: NameError: .* \(own\.py:20\)$",
         ),
         ('return Outcome("wrong")', None),
     ],
