@@ -239,10 +239,14 @@ def interpret(inherited: int, root: str, arguments: list[str]) -> None:
     sys.argv[:] = [""]
     _enter(int(memory_mb), packages)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    output = sys.stdout
     with os.fdopen(channel, "rb") as lines:  # As a file: calls of sockets are refused.
         for line in lines:
             told = json.dumps(_run(json.loads(line), names, int(characters))).encode()
-            sys.stdout.flush()
+            # Code may have put anything in the place of ours, and closed it.
+            for each in (output, sys.stdout):
+                with contextlib.suppress(BaseException):
+                    each.flush()
             while told:
                 told = told[os.write(channel, told) :]
             os.write(channel, b"\n")
@@ -269,7 +273,10 @@ def _described(error: BaseException) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     place = "" if line is None else f"line {line}: "
-    return f"{place}{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        return f"{place}{type(error).__name__}: {error}".removesuffix(": ")
+    except BaseException:  # noqa: BLE001 - of the error's own `__str__`
+        return f"{place}{type(error).__name__}"
 
 
 def _enter(memory_mb: int, packages: list[str]) -> None:

@@ -289,6 +289,25 @@ def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: 
     assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
 
 
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("import sys; sys.stdout = None; 3", ("3", False)),
+        ("import sys; print('a'); sys.stdout = object(); 3", ("a\n3", False)),
+        ("import sys; print('a'); sys.stdout = open(1, 'w', closefd=False); print('b')", ("a\nb", False)),
+        ("import sys; sys.stdout.close(); 3", ("3", False)),
+        ("class E(Exception):\n  def __str__(self): 1/0\nraise E", ("line 3: E", True)),
+        ("class E(Exception):\n  def __str__(self): raise SystemExit\nraise E", ("line 3: E", True)),
+    ],
+)
+def test_code_that_breaks_its_output_or_its_errors_loses_no_names(code: str, answer: tuple[str, bool]) -> None:
+    interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
+    with contextlib.closing(interpreter):
+        interpreter.run("kept = 5")
+        assert interpreter.run(code) == answer
+        assert interpreter.run("kept") == ("5", False)
+
+
 def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
     """However many files this process holds open: a replay answers the same."""
     code = "import os; f = open(os.__file__); f.fileno()"
