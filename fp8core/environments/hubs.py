@@ -45,10 +45,16 @@ class OpenEnv:
             columns: of the task, sent with `/reset` by their names.
 
         Raises:
-            ValueError: the address is none of HTTP.
+            ValueError: the address is none of HTTP, or another option is no text or list of texts.
         """
+        for name, value in (("url", url), ("action", action), ("observation", observation or "")):
+            if not isinstance(value, str):
+                raise ValueError(f"{name}={value!r:.60} is no text")
+        columns = columns or ()
+        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+            raise ValueError(f"columns={columns!r:.60} is no list of texts")
         parsed = urllib.parse.urlsplit(url)
-        if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        if parsed.scheme not in ("http", "https") or not parsed.hostname or not _has_port(parsed):
             raise ValueError(f"url={printable(url)!r} is no address of HTTP")
         self._url, self._action, self._observation, self._columns = url.rstrip("/"), action, observation, columns
         self._opener = urllib.request.build_opener(_NoRedirect)
@@ -56,6 +62,11 @@ class OpenEnv:
 
     def start(self, task: Task) -> Turn | Outcome:
         self._episode = f"{task.seed:016x}"
+        if lacking := [name for name in self._columns if name not in task.columns]:
+            raise ValueError(
+                f"columns: the data has no column {lacking[0]!r:.60}; it has {', '.join(task.columns) or 'none'} "
+                "(data.columns)"
+            )
         sent = {name: task.columns[name] for name in self._columns}
         answer = self._ask("/reset", {**sent, "seed": task.seed % 2**31, "episode_id": self._episode})
         asked = (Said("user", task.question),) if task.question else ()
@@ -114,6 +125,14 @@ class OpenEnv:
         if not isinstance(answer, dict):
             raise ServerError(f"{path} answered no object")
         return answer
+
+
+def _has_port(parsed: urllib.parse.SplitResult) -> bool:
+    """True if its port, where it names one, is that of a server."""
+    try:
+        return parsed.port != 0
+    except ValueError:
+        return False
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

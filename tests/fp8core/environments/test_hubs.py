@@ -137,9 +137,33 @@ def test_a_server_with_one_episode_for_all_is_found_out(pool: EnvironmentPool, m
     pool.end((0, 0))
 
 
-def test_an_address_is_refused_at_the_start() -> None:
-    with pytest.raises(UserError, match=r"ValueError: url='file:///etc' is no address of HTTP"):
-        EnvironmentPool(NAME, {"url": "file:///etc"}, LIMITS, 1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "file:///etc"}, "ValueError: url='file:///etc' is no address of HTTP"),
+        ({"url": "http://127.0.0.1:99999"}, "ValueError: url='http://127.0.0.1:99999' is no address of HTTP"),
+        ({"url": "http://127.0.0.1:port"}, "ValueError: url='http://127.0.0.1:port' is no address of HTTP"),
+        ({"url": "http://127.0.0.1:0"}, "ValueError: url='http://127.0.0.1:0' is no address of HTTP"),
+        ({"url": 8000}, "ValueError: url=8000 is no text"),
+        ({"url": "http://127.0.0.1:9", "action": None}, "ValueError: action=None is no text"),
+        ({"url": "http://127.0.0.1:9", "columns": "info"}, "ValueError: columns='info' is no list of texts"),
+        ({"url": "http://127.0.0.1:9", "columns": 5}, "ValueError: columns=5 is no list of texts"),
+        ({"url": "http://127.0.0.1:9", "columns": [5]}, "ValueError: columns=[5] is no list of texts"),
+    ],
+)
+def test_options_are_refused_at_the_start(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        EnvironmentPool(NAME, options, LIMITS, 1)
+    assert said in str(raised.value)
+
+
+def test_a_column_that_the_data_lacks_is_named(start_pool: Callable[..., EnvironmentPool], url: str) -> None:
+    pool = start_pool(NAME, url=url, columns=["level", "info"])
+    pool.begin((0, 0), task(5))
+    ((_, reply, _),) = wait(pool, 1)
+    assert isinstance(reply, Outcome)
+    assert reply.outcome == "crashed"
+    assert reply.detail.startswith("ValueError: columns: the data has no column 'info'; it has level (data.columns)")
 
 
 def wait(pool: EnvironmentPool, count: int) -> list[Any]:
