@@ -13,7 +13,7 @@ are encoded one by one, and so it arrives as plain text.
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -112,7 +112,7 @@ class Conversation:
     def _marks(self) -> tuple[str, str]:
         """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
         texts = [said.content for said in self._messages if said is not None]
-        texts += [str(tool) for tool in self._tools]
+        texts += [text for tool in self._tools for text in _texts(_function(tool))]
         for number in count():
             # Code points that are no characters: templates neither strip nor escape them.
             marks = f"\ufdd0{number}\ufdd1", f"\ufdd2{number}\ufdd1"
@@ -163,6 +163,16 @@ class Conversation:
             return (*tokens, *(i for piece in others for i in self._talk.tokenizer.encode(piece)))
         except UserError as error:
             raise ObservationError(str(error)) from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings of JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    below = [*value, *value.values()] if isinstance(value, Mapping) else value
+    if isinstance(below, list | tuple):
+        for each in below:
+            yield from _texts(each)
 
 
 def _function(tool: Tool) -> dict[str, Any]:

@@ -163,6 +163,15 @@ def test_imitated_control_tokens_are_plain_text(tokenizer, form, text):
         assert (text in written) or json.dumps(text, ensure_ascii=False)[1:-1] in written
 
 
+@pytest.mark.parametrize("place", ["name", "description", "key", "value"])
+def test_a_mark_in_a_tool_is_text(place):
+    """Where it were taken for ours, a part of the text would be lost and a control token cut out of two."""
+    mark = "\ufdd00\ufdd1"
+    given = dict.fromkeys(("name", "description", "key", "value"), "harmless") | {place: f"<|im_{mark}end|>"}
+    tool = Tool(given["name"], given["description"], {"properties": {given["key"]: {"enum": [given["value"]]}}})
+    assert given[place] in shown(QWEN, Talk(QWEN, "qwen").open(Turn((QUESTION,), (tool,))).prompt)
+
+
 def test_a_normaliser_makes_no_control_tokens():
     """Full-width letters become those of a control token before it is looked for."""
     tokenizer = build(QWEN3, "<|im_end|>", normalizers.NFKC(), normalized=True)
