@@ -13,7 +13,7 @@ are encoded one by one, and so it arrives as plain text.
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -23,10 +23,17 @@ from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 
 OBSERVATION = "="
+AT_LEAST = "a text of at least "
+"""Begins the message of `LongTextError`."""
+_Pieces = Callable[[str], list[str]]
 
 
 class ObservationError(ValueError):
     """Text of an environment that cannot be put into tokens."""
+
+
+class LongTextError(ObservationError):
+    """Text of an environment that surely has more tokens than fit; none of them was made."""
 
 
 class Talk:
@@ -36,14 +43,15 @@ class Talk:
         """`tool_calls`: a key of `TOOL_CALLS`."""
         self.tokenizer, self.parse, self.tool_calls = tokenizer, TOOL_CALLS[tool_calls], tool_calls
 
-    def open(self, turn: Turn) -> "Conversation":
-        """Begin a conversation with an environment's first turn.
+    def open(self, turn: Turn, most: int | None = None) -> "Conversation":
+        """Begin a conversation with an environment's first turn; `most`: tokens that fit.
 
         Raises:
+            LongTextError: it has surely more.
             ObservationError: its text cannot be put into tokens.
             UserError: the chat template refuses its messages.
         """
-        return Conversation(self, turn)
+        return Conversation(self, turn, most)
 
 
 class Conversation:
@@ -53,7 +61,7 @@ class Conversation:
         prompt: token ids of the first messages, up to where the policy speaks.
     """
 
-    def __init__(self, talk: Talk, turn: Turn) -> None:
+    def __init__(self, talk: Talk, turn: Turn, most: int | None) -> None:
         self._talk, self._tools = talk, turn.tools
         # Every turn renders again what was said before.
         self._pieces: dict[str, list[str]] = {}
@@ -61,6 +69,8 @@ class Conversation:
         self._messages: list[Said | None] = [*turn.messages]
         if talk.tokenizer.has_template:
             cut, gap = self._marks()
+            if self._may_be_long(self._texts(), most):
+                self._refuse_long(self._rendered(cut, gap, pieces_of=self._rough_pieces).split(cut), most)
             rendered = self._rendered(cut, gap)
             if turn.tools and rendered == self._rendered(cut, gap, tools=()):
                 (role, content), *others = turn.messages
@@ -70,8 +80,9 @@ class Conversation:
                 rendered = self._rendered(cut, gap)
             self.prompt = self._encoded(rendered.split(cut))
         else:
-            pieces = self._plain_pieces("".join(said.content for said in turn.messages))
-            self.prompt = self._encoded(pieces, add_special_tokens=True)
+            text = "".join(said.content for said in turn.messages)
+            self._refuse_long([text], most)
+            self.prompt = self._encoded(self._plain_pieces(text), add_special_tokens=True)
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         """The policy's turn with its tool calls; `finish` is that of the turn."""
@@ -79,40 +90,65 @@ class Conversation:
         calls, malformed = self._talk.parse(self._talk.tokenizer.decode(written, special=True), self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
 
-    def observe(self, messages: Sequence[Said], last: int | None) -> tuple[int, ...]:
+    def observe(self, messages: Sequence[Said], last: int | None, most: int | None = None) -> tuple[int, ...]:
         """Token ids of the environment's answer, up to where the policy speaks again.
 
         Args:
             messages: what it said.
             last: the token with which the policy ended its turn; None where it was cut. Where the template ends a turn
                 with a token that ends completions, the policy's own stands for it.
+            most: tokens that fit.
 
         Raises:
+            LongTextError: there are surely more.
             ObservationError: its text cannot be put into tokens.
             UserError: the template rewrites what was before the observation.
         """
         tokenizer = self._talk.tokenizer
         if not tokenizer.has_template:
             self._messages += [None, *messages]
-            return self._encoded(self._plain_pieces("".join(OBSERVATION + said.content for said in messages)))
+            text = "".join(OBSERVATION + said.content for said in messages)
+            self._refuse_long([text], most)
+            return self._encoded(self._plain_pieces(text))
         before = [*self._messages]
         self._messages += [None, *messages]
         cut, gap = self._marks()
-        whole, first = self._rendered(cut, gap), self._rendered(cut, gap, before) + gap
-        if not whole.startswith(first) or gap in whole[len(first) :]:
-            place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
-            raise UserError(
-                f"{tokenizer.where}: the chat template rewrites what is before an observation: it has "
-                f"{whole[place : place + 40]!r} where {first[place : place + 40]!r} stands already"
-            )
-        tokens = self._encoded(whole[len(first) :].split(cut))
+        if self._may_be_long([said.content for said in messages], most):
+            self._refuse_long(self._rendered_after(before, cut, gap, self._rough_pieces).split(cut), most)
+        tokens = self._encoded(self._rendered_after(before, cut, gap, self._plain_pieces).split(cut))
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
 
+    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str, pieces_of: _Pieces) -> str:
+        """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
+        whole = self._rendered(cut, gap, pieces_of=pieces_of)
+        first = self._rendered(cut, gap, before, pieces_of=pieces_of) + gap
+        if not whole.startswith(first) or gap in whole[len(first) :]:
+            place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
+            raise UserError(
+                f"{self._talk.tokenizer.where}: the chat template rewrites what is before an observation: it has "
+                f"{whole[place : place + 40]!r} where {first[place : place + 40]!r} stands already"
+            )
+        return whole[len(first) :]
+
+    def _may_be_long(self, texts: Sequence[str], most: int | None) -> bool:
+        """True if the texts alone do not fit; the template may yet leave out a part of them."""
+        return most is not None and self._talk.tokenizer.least_tokens("".join(texts)) > most
+
+    def _refuse_long(self, pieces: Sequence[str], most: int | None) -> None:
+        # One at the beginning may be the token by which the policy ended its turn.
+        least = self._talk.tokenizer.least_tokens("".join(pieces)) - 1
+        if most is not None and least > most:
+            raise LongTextError(f"{AT_LEAST}{least} tokens, {most} fit")
+
+    def _texts(self) -> list[str]:
+        """Everything that the environment has said, its tools included."""
+        said = [said.content for said in self._messages if said is not None]
+        return said + [text for tool in self._tools for text in _texts(_function(tool))]
+
     def _marks(self) -> tuple[str, str]:
         """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
-        texts = [said.content for said in self._messages if said is not None]
-        texts += [text for tool in self._tools for text in _texts(_function(tool))]
+        texts = self._texts()
         for number in count():
             # Code points that are no characters: templates neither strip nor escape them.
             marks = f"\ufdd0{number}\ufdd1", f"\ufdd2{number}\ufdd1"
@@ -126,27 +162,21 @@ class Conversation:
         gap: str,
         messages: Sequence[Said | None] | None = None,
         tools: Sequence[Tool] | None = None,
+        pieces_of: _Pieces | None = None,
     ) -> str:
-        """The conversation in the chat template; `messages`, `tools`: others."""
+        """The conversation in the chat template; `messages`, `tools`, `pieces_of`: others."""
+        pieces_of = pieces_of or self._plain_pieces
         told = [
             {"role": "assistant", "content": gap}
             if said is None
-            else {"role": said.role, "content": cut.join(self._plain_pieces(said.content))}
+            else {"role": said.role, "content": cut.join(pieces_of(said.content))}
             for said in (self._messages if messages is None else messages)
         ]
         functions = [
-            {"type": "function", "function": self._cut(_function(tool), cut)}
+            {"type": "function", "function": _cut(_function(tool), cut, pieces_of)}
             for tool in (self._tools if tools is None else tools)
         ]
         return self._talk.tokenizer.render(told, functions)
-
-    def _cut(self, value: Any, cut: str) -> Any:
-        """JSON whose strings are cut inside control tokens."""
-        if isinstance(value, str):
-            return cut.join(self._plain_pieces(value))
-        if isinstance(value, Mapping):
-            return {self._cut(key, cut): self._cut(below, cut) for key, below in value.items()}
-        return [self._cut(below, cut) for below in value] if isinstance(value, list | tuple) else value
 
     def _plain_pieces(self, text: str) -> list[str]:
         if text not in self._pieces:
@@ -156,6 +186,9 @@ class Conversation:
                 raise ObservationError(str(error)) from error
         return self._pieces[text]
 
+    def _rough_pieces(self, text: str) -> list[str]:
+        return self._pieces.get(text) or self._talk.tokenizer.rough_pieces(text)
+
     def _encoded(self, pieces: Sequence[str], add_special_tokens: bool = False) -> tuple[int, ...]:
         first, *others = pieces or [""]
         try:
@@ -163,6 +196,15 @@ class Conversation:
             return (*tokens, *(i for piece in others for i in self._talk.tokenizer.encode(piece)))
         except UserError as error:
             raise ObservationError(str(error)) from error
+
+
+def _cut(value: Any, cut: str, pieces_of: _Pieces) -> Any:
+    """JSON whose strings are cut inside control tokens."""
+    if isinstance(value, str):
+        return cut.join(pieces_of(value))
+    if isinstance(value, Mapping):
+        return {_cut(key, cut, pieces_of): _cut(below, cut, pieces_of) for key, below in value.items()}
+    return [_cut(below, cut, pieces_of) for below in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,7 +5,10 @@ to chat templates. Those that test whether it is defined (Llama 3.2) then print 
 """
 
 import json
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,6 +159,60 @@ class Tokenizer:
             rest += [part[start:end] for start, end in pairwise(cuts)][::-1]
         return pieces
 
+    def least_tokens(self, text: str) -> int:
+        """Fewest tokens that the text can have, of which none is made for that.
+
+        It is 0 where that is unknown, or where `encode` or `plain_pieces` may refuse the text.
+        """
+        if self._backend.normalizer is not None and not (
+            _state(self._backend.normalizer)["type"] == "NFC" and unicodedata.is_normalized("NFC", text)
+        ):
+            return 0
+        known, widest = self._known_and_widest
+        found = {*text}
+        if not widest or (known is not None and not found <= known) or not found.isdisjoint(self._control_texts):
+            return 0
+        try:
+            return -(-len(text.encode()) // widest)
+        except UnicodeEncodeError:
+            return 0
+
+    def rough_pieces(self, text: str) -> list[str]:
+        """About what `plain_pieces` gives, by the names of control tokens: nothing is encoded for that."""
+        names = sorted(self._control_texts, key=len, reverse=True)
+        found = re.finditer("|".join(map(re.escape, names)), text) if names else ()
+        return [text[start:end] for start, end in pairwise([0, *(match.start() + 1 for match in found), len(text)])]
+
+    @cached_property
+    def _control_texts(self) -> frozenset[str]:
+        return frozenset(
+            token.content for i, token in self._backend.get_added_tokens_decoder().items() if i in self._control
+        )
+
+    @cached_property
+    def _known_and_widest(self) -> tuple[frozenset[str] | None, int]:
+        """Characters that have tokens (None: all), and bytes of the longest text of one token; 0 where any text may be.
+
+        Told of a byte-level BPE and of `character_tokenizer`: with others, characters may be dropped or run together.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        if any(token.lstrip or token.rstrip for token in added.values()):
+            return None, 0
+        vocabulary = [text for text, i in self._backend.get_vocab().items() if i not in added]
+        longest = max((len(token.content.encode()) for token in added.values()), default=0)
+        before = None if self._backend.pre_tokenizer is None else _state(self._backend.pre_tokenizer)
+        if before == _state(_CHARACTERS) and isinstance(self._backend.model, models.WordLevel):
+            return frozenset(text for text in vocabulary if len(text) == 1), max(4, longest)
+        steps = [] if before is None else before.get("pretokenizers", [before])
+        parts = [(step["type"], step.get("behavior", "Removed")) for step in steps]
+        keeps = all(kind in ("ByteLevel", "Digits") or behavior != "Removed" for kind, behavior in parts)
+        of_bytes = isinstance(self._backend.model, models.BPE) and any(kind == "ByteLevel" for kind, _ in parts)
+        unknown = getattr(self._backend.model, "unk_token", None)
+        if not (keeps and of_bytes) or unknown or not {*pre_tokenizers.ByteLevel.alphabet()} <= {*vocabulary}:
+            return None, 0
+        # Each of its characters stands for a byte.
+        return None, max(longest, *map(len, vocabulary))
+
     @property
     def may_lack_characters(self) -> bool:
         """True if `encode` may refuse a text: there is a token for what is unknown, and bytes have none."""
@@ -240,6 +297,15 @@ class Tokenizer:
         return found
 
 
+_CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer, as tokenizer.json has it."""
+    found: dict[str, Any] = json.loads(part.__getstate__())
+    return found
+
+
 def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
     """One token a character: `<pad>` 0, `eos` 1, `<unk>` 2, then the alphabet in order, then `<unused0>`...
 
@@ -253,7 +319,7 @@ def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
     assert len(names) <= vocab_size, f"{len(names)} tokens do not fit in vocab_size={vocab_size}"
     names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
     backend = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.pre_tokenizer = _CHARACTERS
     backend.decoder = decoders.Fuse()
     # `<unk>` stays an ordinary token: one that a model samples must show in the text, not vanish from it.
     backend.add_special_tokens([AddedToken("<pad>", special=True), AddedToken(eos, special=True)])

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from fp8core.environments.chat import Conversation, ObservationError, Talk
+from fp8core.environments.chat import Conversation, LongTextError, ObservationError, Talk
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
 from fp8core.rollout.engine import (
     Completion,
@@ -99,6 +99,7 @@ class MultiTurn:
         begun: episodes that go on, as a call has left or as a run has stored them. When the policy's turn has ended, an
             environment that is not open any more is asked the same again; one that answers otherwise has crashed.
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
+        counted: episodes in which tokens of long texts are made and counted, for a detail as earlier versions had it.
     """
 
     pool: Pool
@@ -107,6 +108,7 @@ class MultiTurn:
     budget: TurnBudget
     begun: Mapping[Key, "Begun | Episode"] = field(default_factory=dict)
     room: int | None = None
+    counted: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -410,7 +412,7 @@ class _Open:
             return self._over("stop", reply.outcome, reply.detail)
         most = self._multi_turn.budget.prompt_tokens
         try:
-            conversation = self._multi_turn.talk.open(reply)
+            conversation = self._multi_turn.talk.open(reply, self._refused_from(most))
         except ObservationError as error:
             return self._over("observation", "unparsed", str(error))
         length = len(conversation.prompt)
@@ -430,8 +432,12 @@ class _Open:
             return "length", f"the episode has its {self._room} tokens"
         if len(self._turns) + 1 == budget.turns:
             return "turns", f"the environment goes on after {budget.turns} turns"
+        last = newest.tokens[-1] if newest.finish == "stop" else None
+        most = self._refused_from(room - 1 if budget.observation_tokens is None else budget.observation_tokens)
         try:
-            tokens = self._conversation.observe(turn.messages, newest.tokens[-1] if newest.finish == "stop" else None)
+            tokens = self._conversation.observe(turn.messages, last, most)
+        except LongTextError as error:
+            return "length" if budget.observation_tokens is None else "observation", str(error)
         except ObservationError as error:
             return "observation", str(error)
         if budget.observation_tokens is not None and len(tokens) > budget.observation_tokens:
@@ -440,6 +446,10 @@ class _Open:
             return "length", f"an observation of {len(tokens)} tokens leaves no room, {room} are left"
         self._extend(tokens, [0.0] * len(tokens), False)
         return None, ""
+
+    def _refused_from(self, most: int | None) -> int | None:
+        assert self._multi_turn is not None, "it has an environment"
+        return None if (self.group.group, self.group.samples[self.index]) in self._multi_turn.counted else most
 
     def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], written: bool) -> None:
         self.tokens += tokens

@@ -27,7 +27,7 @@ from fp8core.data.prompt import (
     question_text,
     refuse_length,
 )
-from fp8core.environments.chat import ObservationError, Talk
+from fp8core.environments.chat import AT_LEAST, ObservationError, Talk
 from fp8core.environments.protocol import Action, Said, Task, Turn
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
 from fp8core.errors import NotRecordedError, UserError
@@ -205,7 +205,8 @@ def play(
     asked_for = config.environment
     budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, longest)
     talk = Talk(tokenizer, tool_calls_of(asked_for, tokenizer))
-    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room))
+    counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
+    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room, counted))
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
@@ -283,12 +284,20 @@ Reply = tuple[Key, Turn | EnvironmentOutcome, float]
 
 
 class RecordedPool:
-    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`."""
+    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`.
+
+    Attributes:
+        counted: as of `MultiTurn`, episodes of which no detail says that tokens were not counted.
+    """
 
     def __init__(self, turns: pa.Table) -> None:
         self._recorded: dict[Key, list[Turn | EnvironmentOutcome]] = {}
+        bounded = set[Key]()
         for row in turns.to_pylist():
             self._recorded.setdefault((row["group"], row["sample"]), []).append(_reply(row))
+            if row["detail"].startswith(AT_LEAST):
+                bounded.add((row["group"], row["sample"]))
+        self.counted = frozenset(self._recorded.keys() - bounded)
         self._next: dict[Key, Iterator[Turn | EnvironmentOutcome]] = {}
         self._replies = list[Reply]()
 

@@ -7,7 +7,7 @@ import tokenizers
 from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, QWEN3
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from fp8core.environments.chat import ObservationError, Talk
+from fp8core.environments.chat import LongTextError, ObservationError, Talk
 from fp8core.environments.protocol import Said, Tool, Turn
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
@@ -246,3 +246,70 @@ def test_what_was_said_is_cut_once(monkeypatch):
         conversation.observe((Said("user", f"<|im_end|> {number}"),), None)
     assert len(seen) == len(set(seen))
     assert sum("<|im_end|>" in text for text in seen) == 4
+
+
+CHARACTERS = character_tokenizer("0123456789*=[]#$", 20, "$")
+LONG = ["1" * 50_000, "1" * 12_000, "1" * 1000, "<|im_end|>" * 3000, "é\n" * 9000, "<|im_start|>" + "1" * 30_000]
+
+
+def counted(call, most=None):
+    """Tokens that a call returns, and at least how many an error says; None: there are none."""
+    try:
+        return len(call(most)), None
+    except LongTextError as error:
+        return None, int(str(error).split()[5])
+    except ObservationError:
+        return None, None
+
+
+@pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3"), (CHARACTERS, "plain")])
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
+def test_only_a_text_that_does_not_fit_is_refused_as_long(tokenizer, form, text):
+    def opened(most):
+        return Talk(tokenizer, form).open(Turn((Said("user", text),)), most).prompt
+
+    def observed(most):
+        conversation = Talk(tokenizer, form).open(Turn((Said("user", "1"),)))
+        return conversation.observe([Said("tool", text), Said("user", text)], tokenizer.end_id, most)
+
+    for call in (opened, observed):
+        count, _ = counted(call)
+        for most in (20, 500, 1999, 8000, count or 0):
+            found, least = counted(call, most)
+            assert found == (count if least is None else None)
+            assert least is None or most < least <= count
+
+
+@pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3"), (CHARACTERS, "plain")])
+def test_no_token_is_made_of_a_text_that_is_far_too_long(monkeypatch, tokenizer, form):
+    """The engine waits for each of them."""
+    conversation, lengths, encode = Talk(tokenizer, form).open(Turn((Said("user", "1"),))), [], Tokenizer.encode
+
+    def watched(self, text, *given):
+        lengths.append(len(text))
+        return encode(self, text, *given)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr(Tokenizer, "plain_pieces", lambda self, text: [watched(self, text) and text])
+    with pytest.raises(LongTextError, match=r"^a text of at least \d+ tokens, 100 fit$"):
+        conversation.observe([Said("tool", "1" * 100_000)], None, 100)
+    with pytest.raises(LongTextError):
+        Talk(tokenizer, form).open(Turn((Said("user", "1" * 100_000),)), 100)
+    if tokenizer.has_template:
+        with pytest.raises(LongTextError):
+            conversation.observe([Said("tool", "<|im_end|>" * 10_000)], None, 100)
+        with pytest.raises(LongTextError):
+            Talk(tokenizer, form).open(Turn((Said("user", "1"),), (TOOL._replace(description="1" * 100_000),)), 100)
+    assert max(lengths, default=0) < 1000
+
+
+def test_a_long_text_that_the_template_leaves_out_fits():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content.strip()[:50] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    tokenizer = build(template, "<|im_end|>")
+    for text in (" " * 50_000 + "1", "1" * 50_000):
+        conversation = Talk(tokenizer, "qwen").open(Turn((Said("user", text),)), 60)
+        observed = conversation.observe([Said("user", text)], tokenizer.end_id, 60)
+        assert shown(tokenizer, observed) == f"<|im_start|>{text.strip()[:50]}<|im_end|><|im_start|>"

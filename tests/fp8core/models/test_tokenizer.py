@@ -3,8 +3,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from fp8core.errors import UserError
@@ -194,3 +196,76 @@ def test_characters_survive_saving_and_load_in_transformers(tmp_path):
     loaded.save(tmp_path / "again")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def byte_level(normalizer=None, before=(), model=None, **flags):
+    """Some merges of bytes, one of them of many, and an added token; `flags` are its own."""
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "aa", "aaaa", "\u0120\u0120"]
+    merges = [("a", "a"), ("aa", "aa"), ("\u0120", "\u0120")]
+    vocabulary = {text: i for i, text in enumerate(entries)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges) if model is None else model)
+    steps = [*before, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.add_special_tokens([AddedToken("<|end of it|>", special=True, **flags)])
+    return Tokenizer(backend, {"eos_token": "<|end of it|>"}, frozenset(), None, "a folder")
+
+
+ISOLATED = pre_tokenizers.Split(Regex(r"\s+"), "isolated")
+BOUNDED = {
+    "bytes": byte_level(),
+    "split": byte_level(before=[ISOLATED, pre_tokenizers.Digits(individual_digits=True)]),
+    "nfc": byte_level(normalizers.NFC()),
+    "characters": characters,
+}
+"""Tokenizers whose texts have a least number of tokens that is told."""
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@given(
+    text=st.text()
+    | st.text("aé \u0301\u212b\uac00\u1100\u1161\u11a8")
+    | st.lists(st.sampled_from(["aaaa", "  ", "<|end of it|>", "<pad>", "12", "\n", "\ud800"])).map("".join)
+)
+def test_no_text_has_fewer_tokens_than_told(name, text):
+    """However it is cut into pieces; where it cannot be put into tokens, nothing is told."""
+    tokenizer = BOUNDED[name]
+    try:
+        pieces = tokenizer.plain_pieces(text)
+        count = sum(len(tokenizer.encode(piece)) for piece in pieces)
+    except (UserError, ValueError):
+        count = 0
+    assert tokenizer.least_tokens(text) <= count
+    assert "".join(tokenizer.rough_pieces(text)) == text
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_long_text_has_many_tokens_as_told(name):
+    assert BOUNDED[name].least_tokens("1" * 13_000) >= 1000
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (byte_level(normalizers.NFKC()), "a" * 1000),
+        (byte_level(normalizers.Strip()), " " * 1000),
+        (byte_level(normalizers.NFC()), "\u212b" * 1000),
+        (byte_level(before=[pre_tokenizers.Split(Regex(r"\s+"), "removed")]), " " * 1000),
+        (byte_level(before=[pre_tokenizers.Whitespace()]), " " * 1000),
+        (byte_level(lstrip=True), " " * 1000),
+        (byte_level(rstrip=True), " " * 1000),
+        (byte_level(model=models.BPE({"a": 0, "aa": 1}, [("a", "a")])), "b" * 1000),
+        (characters, "?" * 1000),
+        (characters, "1" * 1000 + "$"),
+    ],
+    ids=["nfkc", "strip", "not nfc", "removed", "whitespace", "lstrip", "rstrip", "dropped", "unknown", "control"],
+)
+def test_of_texts_that_may_shrink_or_be_refused_nothing_is_told(tokenizer, text):
+    assert tokenizer.least_tokens(text) == 0
+
+
+def test_rough_pieces_hold_no_control_token():
+    assert byte_level().rough_pieces("1<|end of it|>2<|end") == ["1<", "|end of it|>2<|end"]
+    assert characters.rough_pieces("1<pad>") == ["1<", "pad>"]
+    assert characters.rough_pieces("") == [""]
