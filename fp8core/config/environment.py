@@ -68,7 +68,7 @@ class EnvironmentConfig(Section):
             name: f"environment.options.{name}" if name in self.options else of_episode
             for name, of_episode in (("seconds", "environment.timeout_seconds"), ("memory_mb", "environment.memory_mb"))
         }
-        # What is no number is refused where the tool is made.
+        # The tool itself refuses other types.
         seconds, memory = (value if isinstance(value, int | float) else 0 for value in map(asked.get, PYTHON_DEFAULTS))
         found = {}
         if memory > self.memory_mb:

@@ -5,7 +5,7 @@ What holds it, on Linux for x86-64:
 - seccomp: only listed system calls are made, and all others fail. It has no sockets, starts no process, sends no
   signal, changes no file's name, owner or mode, and mounts, traces and loads nothing.
 - Landlock (Linux from 5.13): it opens nothing but files of Python and of installed packages, and these to read.
-- Limits: processor time of a call, memory, no file to write, no core.
+- Limits: processor time of a call, memory, no file to write, no core. Between calls it is stopped.
 - It is started anew, by exec, with an empty environment: neither the reference nor a descriptor of ours is in it.
 
 An error of the kernel in a listed call would let it out. It learns whether a path exists, the time,
@@ -114,6 +114,7 @@ class Interpreter:
             self._start()
         assert self._process is not None, "it was started"
         assert self._control is not None, "it was started"
+        os.kill(self._process.pid, signal.SIGCONT)
         used = _processor_seconds(self._process.pid)
         limit = math.ceil(used + self._seconds)
         # An interpreter that is gone is noticed below.
@@ -126,6 +127,7 @@ class Interpreter:
             value, error = json.loads(told or b"null")
             parts += [str(value), str(error)]
             failed = bool(error)
+            os.kill(self._process.pid, signal.SIGSTOP)  # Threads of the code would use up time of others.
         except (ValueError, TypeError, RecursionError):
             parts.append(self._end())
             failed = True
@@ -243,7 +245,7 @@ def interpret(inherited: int, root: str, arguments: list[str]) -> None:
     with os.fdopen(channel, "rb") as lines:  # As a file: calls of sockets are refused.
         for line in lines:
             told = json.dumps(_run(json.loads(line), names, int(characters))).encode()
-            # Code may have put anything in the place of ours, and closed it.
+            # Code may have replaced ours, or closed it.
             for each in (output, sys.stdout):
                 with contextlib.suppress(BaseException):
                     each.flush()

@@ -5,6 +5,7 @@ import contextlib
 import operator
 import os
 import random
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from fp8core.data.chain import running_values
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Environment, Outcome, Said, Task, ToolCall, Turn
-from fp8core.environments.sandbox import Interpreter
+from fp8core.environments.sandbox import Interpreter, _processor_seconds
 from fp8core.environments.shipped import Calculator, Guess, ToolError, evaluate
 from fp8core.errors import UserError
 from tests.fp8core.environments.conftest import LIMITS
@@ -306,6 +307,18 @@ def test_code_that_breaks_its_output_or_its_errors_loses_no_names(code: str, ans
         interpreter.run("kept = 5")
         assert interpreter.run(code) == answer
         assert interpreter.run("kept") == ("5", False)
+
+
+def test_threads_of_code_stand_still_between_calls(python: Interpreter) -> None:
+    burn = "import signal, threading\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ncount = 0\n"
+    burn += "def f():\n  global count\n  while True: count += 1\nthreading.Thread(target=f, daemon=True).start()"
+    assert python.run(burn) == ("(no output)", False)
+    assert python._process is not None
+    used = _processor_seconds(python._process.pid)
+    time.sleep(1.0)
+    assert _processor_seconds(python._process.pid) - used < 0.1
+    assert python.run("before = count\nimport time; time.sleep(0.1)\ncount > before") == ("True", False)
+    python.close()
 
 
 def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
