@@ -97,6 +97,11 @@ def config_digest(config: RunConfig) -> str:
     return dump_digest(public_dump(config))
 
 
+def config_digest_at(config: RunConfig, level: str) -> str:
+    """`config_digest` with another `replay.level`, at which a run may go on; each record names its own."""
+    return config_digest(config.model_copy(update={"replay": config.replay.model_copy(update={"level": level})}))
+
+
 def dump_digest(dump: Mapping[str, Any]) -> str:
     """`config_digest` of a dumped configuration, as it is written."""
     values = _numeric(dump, dump)

@@ -6,13 +6,14 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import torch
 from pydantic import JsonValue
 
 from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_holds_age, unverifiable
 from fp8core.config.capability import check_contract
-from fp8core.config.load import config_digest, may_continue, reload_config
+from fp8core.config.load import config_digest, config_digest_at, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
@@ -41,9 +42,10 @@ from fp8core.run.build import (
     refuse_other_data,
     wants_gpus,
 )
+from fp8core.run.commit import read_manifest
 from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_openings, failed_trial, tool_calls_of
-from fp8core.store.artifacts import RolloutShards
+from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
@@ -281,7 +283,9 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
     if described is not None:
         refuse_in_use(folder)
         if (folder / LEDGER).exists():
-            _refuse_other(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
+            ledger = LedgerView.glance(folder / LEDGER)
+            _refuse_other(described, ledger, config, config.run, new_code=new_code)
+            _refuse_edited(described, folder, ledger)
 
 
 def _refuse_other(
@@ -310,6 +314,24 @@ def _refuse_other(
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)
+
+
+def _refuse_edited(described: RunDescription, folder: Path, ledger: LedgerView) -> None:
+    """run.json has the settings that the last step was made with: a resume follows it, and would not see an edit."""
+    last = ledger.last_step()
+    entry = None if last is None else ledger.step(last)
+    if entry is None:
+        return
+    try:
+        record = read_manifest(ArtifactStore(folder), folder, entry).record
+    except StoredFileError:
+        return  # `restore` says so, or puts it back.
+    begun = reload_config(described.config)
+    if record.code_version == current_code() and config_digest_at(begun, record.level) != record.config_digest:
+        raise UserError(
+            f"{folder}/run.json has other settings than step {last} was made with: undo the change, or begin "
+            "another run with it: fp8-grpo run ... --set run=NAME"
+        )
 
 
 def resume_command(config: RunConfig, name: str) -> str:
@@ -355,6 +377,7 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         described = directory.description()
         if described is not None:
             _refuse_other(described, directory.ledger, config, name, new_code=new_code)
+            _refuse_edited(described, directory.path, directory.ledger)
         if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
         elif described is None:

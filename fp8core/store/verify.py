@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import JsonValue
 
-from fp8core.config.load import config_digest
+from fp8core.config.load import config_digest_at
 from fp8core.config.steps import PipelineConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
@@ -131,9 +131,7 @@ def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
     for (digest, level), steps in configurations.items():
         if view.config is None:
             break
-        # A run may go on at another level, which each record names.
-        replay = view.config.replay.model_copy(update={"level": level})
-        if (expected := config_digest(view.config.model_copy(update={"replay": replay}))) != digest:
+        if (expected := config_digest_at(view.config, level)) != digest:
             problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
             yield Finding("error", "run.json", f"{problem} {shown(digest)}")
 
