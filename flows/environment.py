@@ -87,7 +87,8 @@ def make_prefect_home() -> None:
     try:
         _prefect_home().mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"PREFECT_HOME={_prefect_home()}: cannot be made: {error.strerror}") from error
+        place, why = f"Prefect's folder {_prefect_home()}", f"cannot be made: {error.strerror}"
+        raise UserError(f"{place} {why}; set PREFECT_HOME to one that can be written") from error
 
 
 def hold_prefect_start() -> IO[bytes]:

@@ -91,7 +91,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from error
+        reason = error.msg.removesuffix(" at")
+        raise UserError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -96,8 +96,8 @@ def verify_run(options: argparse.Namespace) -> int:
     }
     removed = ", {removed} removed" if counts["removed"] else ""
     say(
-        f"verified: {{steps}} steps, {{artifacts}} artifacts{removed}, {{bytes:,}} bytes, {{seconds:.1f}} s; "
-        "errors: {errors}, notes: {notes}".format(**counts)
+        f"verified: {{steps}} steps with the start, {{artifacts}} artifacts{removed}, {{bytes:,}} bytes, "
+        "{seconds:.1f} s; errors: {errors}, notes: {notes}".format(**counts)
     )
     if options.json is not None:
         found_json = [asdict(finding) for finding in findings]

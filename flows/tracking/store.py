@@ -171,10 +171,10 @@ def is_missing(uri: str) -> bool:
     return uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file()
 
 
-def ui_command(uri: str) -> str:
-    """The shell command that opens the MLflow UI on the store at `uri`."""
+def ui_command(uri: str) -> str | None:
+    """The shell command that starts the MLflow UI on the store at `uri`; None: a server has it at its address."""
     if is_server(uri):
-        return f"{shlex.quote(sys.executable)} -P -m webbrowser {shlex.quote(public_address(uri))}"
+        return None
     beside_python = Path(sys.executable).with_name("mlflow")
     on_path = shutil.which("mlflow")
     program = "mlflow" if on_path is not None and Path(on_path) == beside_python else str(beside_python)

@@ -223,7 +223,7 @@ def _parse(line: bytes, place: str) -> object:
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
+        raise UserError(f"{place}: not JSON ({error.msg.removesuffix(' at')}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: JSON beyond limits (a number of thousands of digits, or nested too deep)") from error
     return row
@@ -241,6 +241,9 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
             f"data.source={data.source} is neither `chain` nor a .jsonl file, so it is taken for "
             "a Hugging Face dataset, which needs: pip install 'fp8-grpo[datasets]'"
         ) from error
+    # Its bars and lines would stand between ours.
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=data.revision)
     except ConnectionError as error:
@@ -250,7 +253,9 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = ": ".join(first_line(part) for part in (error, error.__cause__) if part is not None)
-        raise UserError(f"data.source={data.source}: cannot be loaded as a Hugging Face dataset ({reason})") from error
+        hint = "; name one .jsonl file of the folder to see its line" if Path(data.source).is_dir() else ""
+        loaded = "cannot be loaded as a Hugging Face dataset"
+        raise UserError(f"data.source={data.source}: {loaded} ({reason}){hint}") from error
     place = f"{data.source}, split {data.split}"
     rows = [problem_from_row(row, data, f"{place}, row {number}") for number, row in enumerate(table)]
     if not rows:

@@ -174,7 +174,7 @@ class Console:
         text.truncate(self._console.width - len(rewarded), overflow="ellipsis")
         self._console.print(text + Text(rewarded, style="dim"), no_wrap=True)
 
-    def summary(self, summary: Summary, folder: Path, ui_command: str, page: str) -> None:
+    def summary(self, summary: Summary, folder: Path, ui_command: str | None, page: str) -> None:
         """The result in a panel; then the report, the curves, the command of the MLflow UI, the run's
         page, and the chain's head."""
         results = Table.grid(padding=(0, 2))
@@ -212,8 +212,8 @@ class Console:
             warning = f"warning: {silent} of {summary.steps} steps had rewards without a signal: {advice}"
             self._whole_line(Text(warning, style="yellow"))
         files = {name: str(folder / file) for name, file in (("report", REPORT), ("curves", CURVES))}
-        places = {**files, "MLflow UI": ui_command, "then open": page}
-        self._places({**places, "chain": summary.chain_head})
+        pages = {"MLflow": page} if ui_command is None else {"MLflow UI": ui_command, "then open": page}
+        self._places({**files, **pages, "chain": summary.chain_head})
 
     def _row(self, cells: Mapping[str, str | Text], slowest: str) -> None:
         numbers = list[Text]()

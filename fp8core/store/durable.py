@@ -98,7 +98,8 @@ def unwritable(path: Path, error: OSError) -> UserError:
         return StoredFileError(f"cannot write {path}: {error.strerror}")
     if isinstance(error, IsADirectoryError):
         return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
-    return UserError(f"cannot write {path}: {error.strerror}")
+    hint = "; free space there, then go on" if error.errno == errno.ENOSPC else ""
+    return UserError(f"cannot write {path}: {error.strerror}{hint}")
 
 
 def sync_path(path: Path) -> None:

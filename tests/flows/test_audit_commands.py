@@ -50,7 +50,7 @@ def test_verify_says_what_the_run_is_and_that_it_is_whole(run, tmp_path, capsys)
     assert segment["code_version"] == described["code_version"]
     shown = [f"id {about['id']}", "steps           0-2 committed, 2 asked for", about["last_record"], "torch "]
     assert [text for text in shown if text not in printed] == []
-    assert "verified: 3 steps, " in printed.splitlines()[-1]
+    assert "verified: 3 steps with the start, " in printed.splitlines()[-1]
     assert printed.endswith("; errors: 0, notes: 0\n")
 
 
