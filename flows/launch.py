@@ -47,7 +47,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
     from fp8core.freed_memory import keep_freed_memory
-    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, wants_gpus
+    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, stored_ledger, wants_gpus
     from fp8core.run.open import plan_of, refuse_conflict, signing_key
     from fp8core.store.run_directory import read_description
 
@@ -55,7 +55,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     signing_key(config, str(config.run))
     refuse_conflict(config, new_code=parameters.get("new_code", False))
     node = members_node(config)
-    check_memory(config, node)
+    check_memory(config, node, stored_ledger(config))
     check_inputs(config)
     check_cluster(config, node)
     _refuse_silent_store(config)

@@ -14,7 +14,7 @@ from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, corrected, variant_settings
 from fp8core.parity.verdict import ParityResult, Verdict
 from fp8core.rollout.registry import engine_entry
-from fp8core.run.build import check_inputs, check_memory, members_node
+from fp8core.run.build import check_inputs, check_memory, members_node, stored_ledger
 from fp8core.run.open import plan_of, refuse_conflict
 from fp8core.store.json_text import canonical_json
 from fp8core.store.manifest import current_code, git_state, hardware, library_versions
@@ -136,7 +136,7 @@ def _training(named: str, overrides: Overrides, config: RunConfig, night: str, v
     own = load_config(named, settings)
     plan_of(own)
     refuse_conflict(own)
-    check_memory(own, members_node(own))
+    check_memory(own, members_node(own), stored_ledger(own))
     return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
 
 

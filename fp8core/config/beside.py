@@ -8,9 +8,17 @@ from fp8core.config.training import TrainingConfig
 
 def sft_settings(config: RunConfig) -> TrainingConfig:
     """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
-    it repeatable, so that runs of all trainers start from one policy."""
-    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing")
+    it repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory."""
+    kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "optimiser_state")
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
+
+
+def sft_config(config: RunConfig) -> RunConfig:
+    """Of a warm start with a torch trainer: all weights in BF16 whatever the contract, so that all start from one
+    policy."""
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
+    return config.model_copy(update={"precision": contract, "training": sft_settings(config)})
 
 
 def teacher_settings(config: RunConfig) -> RunConfig:

@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fp8core.config.beside import sft_config
 from fp8core.config.run import RunConfig
+from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError, refuse
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture, parameter_shapes
@@ -121,6 +123,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
         engine = replace(engine, needs=_times(math.ceil(config.cluster.engines / machine.hosts), engine.needs))
     ahead = _ahead(config, arch)
     devices = _devices(config, arch, machine, parallel, sync, engine, gpus, scorers(config, arch, parallel))
+    devices = _with_warm_start(devices, config, arch, machine.gpu)
     if ahead is not None:
         devices = _with_policies(devices, machine.host, ahead)
     refusals = [refusal for device in devices for refusal in device.refusals()]
@@ -147,6 +150,34 @@ def _ahead(config: RunConfig, arch: Architecture) -> AheadSpace | None:
         *(pipeline.mode, pipeline.max_staleness, completions, writing, completions * tokens * _STREAMED),
         *(pipeline.kept_policies, stored_bytes(parameter_shapes(arch), formats).total),
     )
+
+
+def _with_warm_start(
+    devices: tuple[DevicePlan, ...], config: RunConfig, arch: Architecture, gpu: Device | None
+) -> tuple[DevicePlan, ...]:
+    """The devices, with the phase of the one GPU that trains the warm start; nothing else lies there by then.
+
+    On a host it takes less than the training after it: the reference decoder has no operands that are made ready.
+    """
+    settings = sft_config(config)
+    trainer = trainer_of(settings.training)
+    if config.warm_start is None or gpu is None or trainer.build_sft is None or trainer.grid(settings) is None:
+        return devices
+    memory, alone = trainer.memory(settings.training), Parallel()
+    needs = (*memory.state(settings, arch, alone), *memory.step(settings, arch, alone))
+    phase = Phase("warm start", needs, gpu.memory, _lower_warm_start(settings.training))
+    if devices[0].device != gpu or devices[0].count > 1:
+        return (*devices, DevicePlan(gpu, 1, (phase,)))
+    return replace(devices[0], phases=(*devices[0].phases, phase)), *devices[1:]
+
+
+def _lower_warm_start(training: TrainingConfig) -> str:
+    """The settings that lower the memory of a warm start, which more GPUs do not."""
+    lower = {
+        "set training.optimiser_state=bf16": training.optimiser_state == "fp32",
+        "set training.activation_checkpointing=true": not training.activation_checkpointing,
+    }
+    return ", ".join([*(setting for setting, left in lower.items() if left), "lower training.tokens_per_pass"])
 
 
 def _with_policies(devices: tuple[DevicePlan, ...], host: Device | None, ahead: AheadSpace) -> tuple[DevicePlan, ...]:

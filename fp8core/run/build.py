@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from fp8core.config.beside import sft_settings, teacher_settings
+from fp8core.config.beside import sft_config, sft_settings, teacher_settings
 from fp8core.config.capability import Environment, Node, this_node
 from fp8core.config.environment import EnvironmentConfig
-from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
@@ -36,7 +35,7 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_observation, check_openings, tool_calls_of
-from fp8core.store.ledger import LedgerView
+from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
@@ -164,14 +163,25 @@ def check_engine(config: RunConfig, node: Node) -> None:
     refuse(engine_entry(config).check(config, node))
 
 
-def check_memory(config: RunConfig, node: Node) -> None:
+def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> None:
     """Refuse a training that there is no memory for where it computes, before anything is loaded.
+
+    Nothing has to fit for a warm start that the run's ledger has as finished; without a ledger it has not begun.
 
     Raises:
         UserError: what does not fit and where, or `models.hub.model_shape` cannot tell the model's shape.
     """
+    if ledger is not None and "warm_start" in ledger.tasks(START):
+        config = config.model_copy(update={"warm_start": None})
     machine = engine_entry(config).usable(machine_of(node), node)
     refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
+
+
+def stored_ledger(config: RunConfig) -> LedgerView | None:
+    """The ledger of the run that a configuration names; None where it has not begun. Errors: `LedgerView.glance`."""
+    if config.run is None or not (ledger := config.runs / config.run / LEDGER).exists():
+        return None
+    return LedgerView.glance(ledger)
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -183,8 +193,8 @@ def check_inputs(config: RunConfig) -> None:
             `tool_calls_of`, `build_environment`, `check_openings`, `check_observation` and `refuse_other_data` have it.
     """
     source = build_source(config.data, config.evaluation)
-    if config.run is not None and (ledger := config.runs / config.run / LEDGER).exists():
-        refuse_other_data(config, LedgerView.glance(ledger), source.digest())
+    if (ledger := stored_ledger(config)) is not None:
+        refuse_other_data(config, ledger, source.digest())
     base = find_base(config)
     check_stop_strings(config, base.tokenizer)
     if config.loss.distillation.teacher is not None:
@@ -294,12 +304,9 @@ def build_sft_trainer(
 ) -> SftTrainer | None:
     """The trainer of a warm start, in BF16 whatever the contract, so that all start from one policy; None where
     `warm_start.warm_start` trains. It computes in this process, or on rank 0 of the cluster at `cluster.address`."""
-    training = sft_settings(config)
-    if (build := trainer_of(training).build_sft) is None:
+    settings = sft_config(config)
+    if (build := trainer_of(settings.training).build_sft) is None:
         return None
-    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
-    contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
-    settings = config.model_copy(update={"precision": contract, "training": training})
     if cluster is not None and config.cluster.address is not None:
         assert isinstance(initial, TensorSource), "nothing hands weights to ranks"
         return cluster.build_sft_trainer(settings, arch, initial)

@@ -448,7 +448,7 @@ def open_run(
     data = source.digest()
     if read_description(directory.path) is not None:  # Without one it is a replay, which says where prompts differ.
         refuse_other_data(config, directory.ledger, data)
-    check_memory(config, members_node(config))
+    check_memory(config, members_node(config), directory.ledger)
     with ExitStack() as parts:
         # Too few GPUs, or a node of other code: before anything is loaded.
         if (cluster := open_cluster(config)) is not None:

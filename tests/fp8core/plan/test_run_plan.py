@@ -461,6 +461,51 @@ def test_a_checkpoint_takes_the_disk_that_was_planned(whole_run):
     assert (planned.every, planned.kept) == (config.checkpoint.every, config.checkpoint.keep + 1)
 
 
+def _with_demonstrations(gpus=1, **settings):
+    """The plan of the 8B training with a warm start, on H200s."""
+    warm = {"warm_start.demonstrations": "demonstrations.jsonl", "warm_start.learning_rate": 1e-5}
+    config = spread_over(load_config("qwen3-aligned", warm | settings), gpus)
+    machine = Machine(GPUS["h200"], None)
+    return plan_run(config, model_shape(config), machine, trainer_grid(config, machine))
+
+
+@pytest.mark.parametrize(("form", "moment"), [("fp32", 4), ("bf16", 2)])
+def test_a_warm_start_is_a_phase_of_the_gpu_that_trains_it(form, moment):
+    """All weights in BF16, whatever the contract and the adapters, and nothing of an engine."""
+    plan = _with_demonstrations(**{"training.optimiser_state": form})
+    found = phases(plan)["NVIDIA H200", "warm start"]
+    sizes = {need.item: need.bytes for need in found.needs}
+    bytes_each = {"master weights": 4, "optimiser states": 2 * moment, "gradients": 4, "weights": 2}
+    assert {item: sizes.pop(item) for item in bytes_each} == {
+        item: each * 8_190_735_360 for item, each in bytes_each.items()
+    }
+    assert sizes.keys() == {"quantised copies", "activations", "workspace"}
+    assert found.fits == (form == "bf16")
+    assert any(refusal.startswith("warm start on NVIDIA H200 needs ") for refusal in plan.refusals) != found.fits
+    adapted = _with_demonstrations(**{"training.optimiser_state": form, "training.lora": {}})
+    assert phases(adapted)["NVIDIA H200", "warm start"] == found
+
+
+def test_a_warm_start_that_does_not_fit_is_advised_what_lowers_it():
+    plan = _with_demonstrations(**{"training.optimiser_state": "fp32"})
+    (refusal,) = (found for found in plan.refusals if found.startswith("warm start"))
+    assert refusal.endswith("; set training.optimiser_state=bf16, lower training.tokens_per_pass")
+
+
+def test_one_of_several_gpus_trains_the_warm_start():
+    plan = _with_demonstrations(gpus=8)
+    assert [(device.count, device.phases[0].name) for device in plan.devices] == [(8, "generating"), (1, "warm start")]
+
+
+def test_no_gpu_trains_a_warm_start_on_the_host(configured, h200):
+    """The exact trainer's is the reference decoder's; a run without one has none."""
+    assert "warm start" not in {name for _, name in phases(_with_demonstrations(warm_start=None))}
+    config = load_config("tiny", {"rollout.engine": "embedded"})
+    plan = plan_run(config, model_shape(config), h200, trainer_grid(config, h200))
+    assert config.warm_start is not None
+    assert "warm start" not in {name for _, name in phases(plan)}
+
+
 def test_gradients_that_do_not_fit_are_advised_to_be_reduced_in_each_pass(planned):
     settings = {"cluster__placement": "separate", "cluster__ranks": 8, "rollout__vllm__gpu_memory_utilization": 0.75}
     settings |= {"training__device": "cuda", "precision__rounding_points": "kernels"}

@@ -236,10 +236,11 @@ def test_the_embedded_engine_asks_for_nothing(gsm8k):
 def environment_elsewhere(node):
     config = load_config("h200-small", {"cluster.address": "HEAD:6379"})
     check_engine(config, node)
-    check_memory(config, node)
+    check_memory(config, node, None)
     return engine_environment(config, node)
 
 
+FORMS = ("fp32", "bf16")
 HOPPER = Node("sm_90", 8, ("NVIDIA H200", 143_771 << 20), 1 << 41, {"vllm": "0.26.0"})
 
 
@@ -276,6 +277,24 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
     assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_warm_start_has_the_moments_of_the_training_after_it():
+    """In FP32 a model that trains beside its engine may not fit its warm start."""
+    settings = {form: sft_settings(load_config("qwen3-aligned", {"training.optimiser_state": form})) for form in FORMS}
+    assert {form: each.optimiser_state for form, each in settings.items()} == {form: form for form in FORMS}
+    # By its settings a stored warm start is found again: those of earlier versions had none of another format.
+    assert settings["fp32"] == settings["bf16"].model_copy(update={"optimiser_state": "fp32"})
+
+
+def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
+    """A run that has begun goes on where its warm start would not fit any more."""
+    ledger = loop_run("over", steps=1).ledger
+    warm = {"warm_start.demonstrations": "demonstrations.jsonl", "training.optimiser_state": "fp32"}
+    config, node = load_config("qwen3-aligned", {**warm, "training.lora": {}}), replace(HOPPER, gpus=1)
+    with pytest.raises(UserError, match=r"^memory: warm start on NVIDIA H200 needs "):
+        check_memory(config, node, None)
+    check_memory(config, node, ledger)
 
 
 def test_a_checkpoint_in_block_fp8_is_a_start_and_the_console_says_so_once(small_checkpoint, gsm8k, tmp_path):
