@@ -105,6 +105,7 @@ class RolloutBatch:
         advantages: FP32 [B], or [B, C] where they differ by token.
         keep: bool [B], False for rows that are left out of the loss.
         weights: [B, C], importance weights; None until `Objective.corrected` has set them.
+        kept: bool [B, C], tokens of the mask that the correction has not rejected; None until then, too.
         centred_rewards: FP32 [B], rewards minus the mean of their prompt group, whatever the advantages are; None
             where rewards are not known.
         teacher_logprobs: FP32 under the teacher of a distillation, or None.
@@ -123,6 +124,7 @@ class RolloutBatch:
     advantages: Tensor
     keep: Tensor
     weights: Tensor | None = None
+    kept: Tensor | None = None
     centred_rewards: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     draw: tuple[int, int] | None = None

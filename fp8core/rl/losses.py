@@ -2,8 +2,9 @@
 
 Every loss is minimised, computed in FP64 and differentiable in `current` alone. The mask is the only authority on
 what counts: a token it hides may hold NaN and has no gradient. The denominator counts the whole optimiser batch,
-after rejection or (`CorrectionRule.denominator`) with rejected tokens, whose weight is then 0. So micro-batch losses
-and statistics add up to those of the batch, in every mode of correction.
+after rejection or (`CorrectionRule.denominator`) with rejected tokens. These are in the denominator alone: their terms
+are 0, and they are in no row's mean, no selection and no gradient. So micro-batch losses and statistics add up to those
+of the batch, in every mode of correction.
 
 Ratios are r = exp(clamp(current - old, -20, 20)), the weight w comes from `fp8core.rl.correction`, A is the
 advantage. In bypass mode pass the rollout's log-probs as `old`.
@@ -109,13 +110,20 @@ class LossInputs:
     advantages: Tensor
     """Float [B], or [B, T] when they differ by token."""
     mask: Tensor
-    """Bool [B, T]: tokens that the policy wrote and that the loss divides by."""
+    """Bool [B, T]: tokens that the policy wrote and that the loss divides by (`Correction.counted`)."""
     denominator: Denominator
     """Counts of the whole optimiser batch, of which this is a part."""
     weights: Tensor | None = None
     """Importance weights, float [B, T]; null is 1 everywhere."""
     selected: Tensor | None = None
     """Bool [B, T]: tokens that a loss singles out of its whole minibatch (`clip_cov_selection`, `kl_cov_selection`)."""
+    kept: Tensor | None = None
+    """Bool [B, T]: tokens that were not rejected (`Correction.mask`); null is all of `mask`."""
+
+    @property
+    def learnt(self) -> Tensor:
+        """Bool [B, T]: tokens of `mask` that were not rejected, which alone have terms and parts in row means."""
+        return self.mask if self.kept is None else self.mask & self.kept
 
     def __post_init__(self) -> None:
         shape = self.current.shape
@@ -123,6 +131,7 @@ class LossInputs:
         assert self.old.shape == self.mask.shape == shape, "current, old and mask differ in shape"
         assert self.weights is None or self.weights.shape == shape, "weights and current differ in shape"
         assert self.selected is None or self.selected.shape == shape, "selected and current differ in shape"
+        assert self.kept is None or self.kept.shape == shape, "kept and current differ in shape"
         assert self.advantages.shape in (shape, shape[:1]), "advantages are neither [B] nor [B, T]"
 
 
@@ -151,6 +160,7 @@ class LossOutput:
     clip_fraction: Tensor
     """Tokens whose gradient the clip removed, per token of the denominator."""
     ratio_mean: Tensor
+    """Mean ratio of the denominator's tokens; of rejected ones it is 1."""
 
 
 def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_mean) -> LossOutput:
@@ -168,9 +178,9 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequence_me
     and weights may differ by token; the log-ratio is at most 10, as in verl.
     """
     x = masked_inputs(inputs)
-    lengths = inputs.mask.sum(dim=1, keepdim=True).clamp_min(1)
+    lengths = inputs.learnt.sum(dim=1, keepdim=True).clamp_min(1)
     log_s = (x.current - x.old).detach().sum(dim=1, keepdim=True) / lengths
-    log_ratio = torch.where(inputs.mask, x.current - x.current.detach() + log_s, 0.0)
+    log_ratio = torch.where(inputs.learnt, x.current - x.current.detach() + log_s, 0.0)
     return _clipped(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
 
 
@@ -237,9 +247,9 @@ def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequenc
     log_ratio, sign = x.current - x.old, x.advantages.sign()
     bounded = log_ratio.clamp(-clip.low, clip.high)
     clipped = sign * bounded < sign * log_ratio
-    lengths = inputs.mask.sum(dim=1, keepdim=True).clamp_min(1)
+    lengths = inputs.learnt.sum(dim=1, keepdim=True).clamp_min(1)
     limited, log_weights, advantages = (
-        torch.where(inputs.mask, values, 0.0).sum(dim=1, keepdim=True) / lengths
+        torch.where(inputs.learnt, values, 0.0).sum(dim=1, keepdim=True) / lengths
         # An advantage of 0 leaves no ratio, as in verl.
         for values in (
             sign.abs() * torch.where(clipped, bounded, log_ratio),
@@ -248,7 +258,7 @@ def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequenc
         )
     )
     terms = -advantages * clamp_exponent(limited).exp() * log_weights.exp()
-    loss = aggregate(terms.expand_as(inputs.mask), inputs.mask, inputs.denominator)
+    loss = aggregate(torch.where(inputs.learnt, terms, 0.0), inputs.mask, inputs.denominator)
     return loss_output(inputs, loss, clamp_exponent(log_ratio).exp(), clipped)
 
 
@@ -287,9 +297,9 @@ def clip_cov_selection(
     x = masked_inputs(inputs)
     ratio = clamp_exponent(x.current - x.old).exp()
     clipped = -x.advantages * clip.clip(ratio) > -x.advantages * ratio
-    covariance = _covariances(inputs.mask, x)
-    places = (inputs.mask & ~clipped & (covariance > low) & (covariance < high)).nonzero()
-    count = max(int(share * int(inputs.mask.sum())), 1)
+    covariance = _covariances(inputs.learnt, x)
+    places = (inputs.learnt & ~clipped & (covariance > low) & (covariance < high)).nonzero()
+    count = max(int(share * int(inputs.learnt.sum())), 1)
     chosen = places[torch.randperm(len(places), generator=generator)[:count]]
     selected = torch.zeros_like(inputs.mask)
     selected[chosen[:, 0], chosen[:, 1]] = True
@@ -299,11 +309,11 @@ def clip_cov_selection(
 def kl_cov_selection(inputs: LossInputs, share: float) -> Tensor:
     """Bool [B, T]: the max(floor(share * tokens), 1) tokens of the largest covariance; of equal ones the first ones.
     `inputs` is a whole minibatch, as in `clip_cov_selection`."""
-    covariance = _covariances(inputs.mask, masked_inputs(inputs))[inputs.mask]
+    covariance = _covariances(inputs.learnt, masked_inputs(inputs))[inputs.learnt]
     order = torch.sort(covariance, descending=True, stable=True).indices
     chosen = torch.zeros_like(covariance, dtype=torch.bool)
     chosen[order[: max(int(share * len(covariance)), 1)]] = True
-    return torch.zeros_like(inputs.mask).masked_scatter(inputs.mask, chosen)
+    return torch.zeros_like(inputs.mask).masked_scatter(inputs.learnt, chosen)
 
 
 def _covariances(mask: Tensor, x: "MaskedInputs") -> Tensor:
@@ -315,7 +325,7 @@ def _covariances(mask: Tensor, x: "MaskedInputs") -> Tensor:
 
 @dataclass(frozen=True)
 class MaskedInputs:
-    """FP64 [B, T] with zeros at masked tokens, so that nothing there can leak; only `current` has a gradient."""
+    """FP64 [B, T], 0 at masked and rejected tokens, so that nothing there can leak; only `current` has a gradient."""
 
     current: Tensor
     old: Tensor
@@ -324,11 +334,11 @@ class MaskedInputs:
 
 
 def masked_inputs(inputs: LossInputs) -> MaskedInputs:
-    """Inputs in FP64 and one shape; only `current` has a gradient, and only at unmasked tokens."""
+    """Inputs in FP64 and one shape; only `current` has a gradient, and only at `LossInputs.learnt` tokens."""
     advantages = inputs.advantages if inputs.advantages.ndim == 2 else inputs.advantages[:, None]
     weights = torch.ones_like(inputs.old) if inputs.weights is None else inputs.weights
     sources = (inputs.current, inputs.old.detach(), advantages.detach(), weights.detach())
-    return MaskedInputs(*(torch.where(inputs.mask, values.double(), 0.0) for values in sources))
+    return MaskedInputs(*(torch.where(inputs.learnt, values.double(), 0.0) for values in sources))
 
 
 def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: MaskedInputs, ratio: Tensor) -> LossOutput:

@@ -135,7 +135,7 @@ class Objective:
         """The batch with its weights and without the rows that have no token left, and the correction's metrics.
 
         Its mask holds what the loss divides by: what was rejected is left out of it, or weighs 0 (`CorrectionRule`). In
-        bypass mode weights and metrics are those of the first update; the objective replaces the weights.
+        bypass mode weights, kept tokens and metrics are those of the first update; the objective makes them anew.
 
         A batch without old log-probs is corrected later, part by part, with those of the call. Where that would be
         another correction, `whole_batch_setting` names the reason.
@@ -152,8 +152,8 @@ class Objective:
         verdict = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
         twice = self._bypass and self._policy is not POLICY_LOSSES["reinforce"]
         weights = verdict.mask.to(verdict.weights.dtype) if twice else verdict.weights
-        kept = batch.keep & verdict.keep
-        return replace(batch, mask=verdict.counted, weights=weights, keep=kept), verdict.metrics
+        keep = batch.keep & verdict.keep
+        return replace(batch, mask=verdict.counted, kept=verdict.mask, weights=weights, keep=keep), verdict.metrics
 
     def selected(self, batch: RolloutBatch, current: Tensor, update: int) -> RolloutBatch:
         """A minibatch with the tokens that the policy loss singles out; as it is where the loss does not.
@@ -207,22 +207,26 @@ class Objective:
     def _inputs(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> LossInputs:
         old = batch.rollout_logprobs if self._bypass else batch.old_logprobs
         assert old is not None, "old log-probs are given, or those of the call"
+        # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
+        judged = self._weighed(current, batch)[0] if self._bypass else batch
         return LossInputs(
             current=current,
             old=old,
             advantages=self._advantages(batch),
             mask=batch.mask,
             denominator=denominator,
-            weights=self._weights(current, batch),
+            weights=self._weights(current, judged),
             selected=batch.selected,
+            kept=judged.kept,
         )
 
     def _weights(self, current: Tensor, batch: RolloutBatch) -> Tensor:
-        """Weights of this update: in bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`)."""
-        weights = self._weighed(current, batch)[0].weights if self._bypass else batch.weights
+        """Weights of a corrected batch in this update: 0 in off-policy rows, too."""
+        weights = batch.weights
         assert weights is not None, "corrected() comes first"
         if self._off_policy_delta is None:
             return weights
+        # Over all that the loss divides by, as in slime.
         far = off_policy_rows(current, batch.rollout_logprobs, batch.advantages, batch.mask, self._off_policy_delta)
         return torch.where(far, 0.0, weights)
 

@@ -44,13 +44,13 @@ from fp8core.user_files import open_input
 
 @dataclass(frozen=True)
 class Tokens:
-    """The view of a micro-batch that a loss gets: FP64 [B, T], 0 at masked tokens.
+    """The view of a micro-batch that a loss gets: FP64 [B, T], 0 at masked and rejected tokens.
 
     Attributes:
         current: log-probs under the policy that is updated; the gradient flows through it.
         old: log-probs under the policy before the step, or in bypass mode under the rollout policy.
         advantages: of each token.
-        mask: bool [B, T], tokens that count.
+        mask: bool [B, T], tokens that count: neither masked nor rejected.
         clip: `loss.clip_low` and `loss.clip_high`.
     """
 
@@ -94,9 +94,9 @@ class UserLoss:
     def __call__(self, inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
         """Raises UserError: the function raises, or returns no terms, others than one per token, or NaN or infinity."""
         x = masked_inputs(inputs)
-        tokens = Tokens(x.current, x.old, x.advantages, inputs.mask, clip)
+        tokens = Tokens(x.current, x.old, x.advantages, inputs.learnt, clip)
         terms = self._terms(tokens)
-        loss = aggregate(x.weights * torch.where(inputs.mask, terms, 0.0), inputs.mask, inputs.denominator)
+        loss = aggregate(x.weights * torch.where(tokens.mask, terms, 0.0), inputs.mask, inputs.denominator)
         return loss_output(inputs, loss, tokens.ratio, torch.zeros_like(inputs.mask))
 
     def _terms(self, tokens: Tokens) -> Tensor:

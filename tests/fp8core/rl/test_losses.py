@@ -4,6 +4,7 @@ The slow losses take the log-probs twice: `current` moves, `frozen` is what a st
 the slow loss in `current` alone are therefore the gradient that the real loss must have."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ CLIP = ClipRange(low=0.2, high=0.28)
 DUAL = ClipRange(low=0.2, high=0.28, dual=3.0)
 
 
-def make_inputs(seed, rows=4, tokens=6, dtype=torch.float64, spread=0.5):
+def make_inputs(seed, rows=4, tokens=6, dtype=torch.float64, spread=0.5, kept=None):
     g = torch.Generator().manual_seed(seed)
     old = -2 * torch.rand(rows, tokens, generator=g, dtype=dtype) - 0.1
     current = (old + spread * torch.randn(rows, tokens, generator=g, dtype=dtype)).requires_grad_()
@@ -43,6 +44,7 @@ def make_inputs(seed, rows=4, tokens=6, dtype=torch.float64, spread=0.5):
         mask=mask,
         denominator=Denominator.of(mask),
         weights=0.5 + torch.rand(rows, tokens, generator=g, dtype=dtype),
+        kept=None if kept is None else torch.rand(rows, tokens, generator=g) < kept,
     )
 
 
@@ -93,12 +95,15 @@ def slow_aggregate(rows, how):
 
 
 def slow_loss(term, inputs, current, how):
+    """A rejected token is a term of 0: it is counted, and has a part in nothing else."""
     frozen, old, weights = inputs.current.tolist(), inputs.old.tolist(), inputs.weights.tolist()
     rows = []
     for i, advantage in enumerate(inputs.advantages.tolist()):
-        kept = [j for j, m in enumerate(inputs.mask[i].tolist()) if m]
+        counted = [j for j, m in enumerate(inputs.mask[i].tolist()) if m]
+        kept = [j for j in counted if inputs.kept is None or inputs.kept[i, j].item()]
         pairs = [(frozen[i][j], old[i][j]) for j in kept]
-        rows.append([term(current[i][j], frozen[i][j], old[i][j], advantage, weights[i][j], pairs) for j in kept])
+        terms = {j: term(current[i][j], frozen[i][j], old[i][j], advantage, weights[i][j], pairs) for j in kept}
+        rows.append([terms.get(j, 0.0) for j in counted])
     return slow_aggregate(rows, how)
 
 
@@ -131,8 +136,8 @@ AGGREGATES = {**AGGREGATIONS, "constant": constant_length(7)}
 @pytest.mark.parametrize("how", AGGREGATES)
 def test_value_and_gradient_equal_the_slow_loss(name, how):
     loss, slow = LOSSES[name]
-    for seed, spread in ((0, 0.3), (1, 1.5)):
-        inputs = make_inputs(seed, spread=spread)
+    for seed, spread, kept in ((0, 0.3, None), (1, 1.5, None), (2, 0.5, 0.7), (3, 1.5, 0.4)):
+        inputs = make_inputs(seed, spread=spread, kept=kept)
         result = loss(inputs, AGGREGATES[how]).loss
         assert result.item() == pytest.approx(slow_loss(slow, inputs, inputs.current.tolist(), how), rel=1e-12)
         result.backward()
@@ -160,6 +165,31 @@ def test_masked_junk_reaches_neither_value_nor_gradient(name, seed, junk):
     assert dirty.current.grad.equal(clean.current.grad)
     assert (dirty.current.grad[~dirty.mask] == 0).all()
     assert all(value.isfinite() for value in vars(result).values() if dirty.mask.any())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_rejected_token_is_counted_and_has_no_part_in_anything_else(name):
+    """Whatever its log-probs, advantage and weight are, it has no gradient, and its ratio is 1."""
+    loss, _ = LOSSES[name]
+    inputs = make_inputs(0, kept=0.7)
+    rejected = inputs.mask & ~inputs.kept
+    junk = {field: getattr(inputs, field).where(inputs.kept, -50.0) for field in ("current", "old", "weights")}
+    junk |= {"current": junk["current"].detach().requires_grad_(), "old": junk["old"] - 20 * ~inputs.kept}
+    found, dirty = loss(inputs, token_mean), loss(replace(inputs, **junk), token_mean)
+    for ours, theirs in zip(vars(found).values(), vars(dirty).values(), strict=True):
+        assert ours.item() == theirs.item()
+    gradients = [
+        torch.autograd.grad(result.loss, given)[0]
+        for result, given in ((found, inputs.current), (dirty, junk["current"]))
+    ]
+    assert gradients[0].equal(gradients[1])
+    assert rejected.any()
+    assert not gradients[0][rejected].any()
+    fewer = loss(replace(inputs, mask=inputs.mask & inputs.kept, kept=None), token_mean)
+    assert fewer.clip_fraction.item() == found.clip_fraction.item()
+    assert found.ratio_mean.item() == pytest.approx(
+        fewer.ratio_mean.item() + int(rejected.sum()) / inputs.denominator.tokens, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -27,7 +27,7 @@ CLIP = ClipRange(low=0.2, high=0.28)
 COV = {"share": 0.1, "low": 0.05, "high": 2.0}
 
 
-def make_inputs(seed, rows=6, tokens=9, spread=0.5):
+def make_inputs(seed, rows=6, tokens=9, spread=0.5, kept=None):
     g = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(rows, tokens, generator=g, dtype=torch.float64) - 0.1
     current = (old + spread * torch.randn(rows, tokens, generator=g, dtype=torch.float64)).requires_grad_()
@@ -39,11 +39,13 @@ def make_inputs(seed, rows=6, tokens=9, spread=0.5):
         mask=mask,
         denominator=Denominator.of(mask),
         weights=0.5 + torch.rand(rows, tokens, generator=g, dtype=torch.float64),
+        kept=None if kept is None else torch.rand(rows, tokens, generator=g) < kept,
     )
 
 
 def places(inputs):
-    return inputs.mask.nonzero().tolist()
+    """The tokens that were not rejected; terms are divided by those of the denominator."""
+    return [[i, j] for i, j in inputs.mask.nonzero().tolist() if inputs.kept is None or inputs.kept[i, j].item()]
 
 
 def slow_covariance(inputs):
@@ -72,7 +74,7 @@ def slow_surrogate(inputs, dropped):
         if (i, j) not in dropped:
             ratio, a = torch.exp(inputs.current[i, j] - inputs.old[i, j]), inputs.advantages[i]
             total = total + inputs.weights[i, j] * torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28))
-    return total / len(places(inputs))
+    return total / int(inputs.mask.sum())
 
 
 def slow_kl_cov(inputs, weight, held):
@@ -81,29 +83,33 @@ def slow_kl_cov(inputs, weight, held):
         d = inputs.current[i, j] - inputs.old[i, j]
         term = -inputs.advantages[i] * torch.exp(d)
         total = total + inputs.weights[i, j] * (term + weight * d.abs() if (i, j) in held else term)
-    return total / len(places(inputs))
+    return total / int(inputs.mask.sum())
 
 
 def slow_geo_mean(inputs):
-    losses = []
+    losses, found = [], places(inputs)
     for i, advantage in enumerate(inputs.advantages.tolist()):
-        kept = [j for j, there in enumerate(inputs.mask[i].tolist()) if there]
+        kept, counted = [j for row, j in found if row == i], int(inputs.mask[i].sum())
         if not kept:
+            # A row whose tokens were all rejected is counted.
+            losses += [torch.zeros(())] if counted else []
             continue
         sign = (advantage > 0) - (advantage < 0)
         logs = [inputs.current[i, j] - inputs.old[i, j] for j in kept]
         limited = [sign * min(sign * d, sign * d.clamp(-0.2, 0.28), key=torch.Tensor.item) for d in logs]
         weight = math.exp(sum(math.log(inputs.weights[i, j].item() + 1e-10) for j in kept) / len(kept))
-        losses.append(-advantage * torch.exp(sum(limited) / len(kept)) * weight)
+        losses.append(-advantage * torch.exp(sum(limited) / len(kept)) * weight * len(kept) / counted)
     return sum(losses) / len(losses)
 
 
 def slow_sapo(inputs, positive, negative):
-    rows = []
+    rows, kept = [], places(inputs)
     for i, advantage in enumerate(inputs.advantages.tolist()):
         tau, terms = positive if advantage > 0 else negative, []
         for j, there in enumerate(inputs.mask[i].tolist()):
-            if there:
+            if there and [i, j] not in kept:
+                terms.append(torch.zeros(()))
+            elif there:
                 ratio = torch.exp(inputs.current[i, j] - inputs.old[i, j])
                 gate = 1 / (1 + torch.exp(-tau * (ratio - 1))) * (4 / tau)
                 terms.append(-gate * advantage * inputs.weights[i, j])
@@ -121,8 +127,9 @@ def assert_same(inputs, ours, theirs, within=1e-12):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_losses_without_a_choice(seed, spread):
-    inputs = make_inputs(seed, spread=spread)
+@pytest.mark.parametrize("kept", [None, 0.5])
+def test_losses_without_a_choice(seed, spread, kept):
+    inputs = make_inputs(seed, spread=spread, kept=kept)
     # verl adds 1e-10 to each weight.
     assert_same(inputs, geo_mean(inputs, CLIP).loss, slow_geo_mean(inputs), within=1e-9)
     assert_same(inputs, sapo(inputs, 1.0, 1.05).loss, slow_sapo(inputs, 1.0, 1.05))
@@ -130,8 +137,10 @@ def test_losses_without_a_choice(seed, spread):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_kl_cov_holds_the_tokens_of_the_largest_covariance(seed):
-    inputs = make_inputs(seed)
+@pytest.mark.parametrize("kept", [None, 0.6])
+def test_kl_cov_holds_the_tokens_of_the_largest_covariance(seed, kept):
+    """Of those that were not rejected."""
+    inputs = make_inputs(seed, kept=kept)
     covariance = slow_covariance(inputs)
     for share in (1e-6, 0.1, 0.5, 1.0):
         count = max(int(share * len(covariance)), 1)
@@ -142,8 +151,9 @@ def test_kl_cov_holds_the_tokens_of_the_largest_covariance(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_clip_cov_drops_some_of_its_candidates(seed):
-    inputs, drawn = make_inputs(seed), set()
+@pytest.mark.parametrize("kept", [None, 0.6])
+def test_clip_cov_drops_some_of_its_candidates(seed, kept):
+    inputs, drawn = make_inputs(seed, kept=kept), set()
     candidates = slow_candidates(inputs)
     count = min(max(int(COV["share"] * len(places(inputs))), 1), len(candidates))
     for draw in range(100):

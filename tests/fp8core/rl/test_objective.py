@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.loss import LossConfig
+from fp8core.config.loss import LOSSES_OF_ROWS, SHIPPED_LOSSES, LossConfig
 from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -214,6 +214,7 @@ def test_a_preset_gives_its_rule_mode_and_loss(name):
         mask=verdict.counted,
         denominator=verdict.denominator,
         weights=verdict.weights if weighted else verdict.mask.float(),
+        kept=verdict.mask,
     )
     expected = POLICY_LOSSES[PRESET_LOSSES[chosen.loss]](inputs, ClipRange(low=LOW, high=HIGH), token_mean)
     assert float(built(current, corrected, verdict.denominator).loss.detach()) == float(expected.loss.detach())
@@ -367,6 +368,34 @@ def test_a_custom_rule_divides_by_what_it_says():
     everything = int((batch.mask & batch.keep[:, None]).sum())
     assert 0 < tokens["decoupled", None] < everything
     assert tokens["decoupled", "all"] == tokens["bypass", None] == everything
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("policy", SHIPPED_LOSSES)
+def test_rejected_tokens_are_in_the_denominator_alone(policy, mode):
+    """Their log-probs change neither loss nor gradients, and they are not singled out."""
+    batch, current = random_batch(seed=14, rows=12, reference=False)
+    rejected = batch.mask & (torch.arange(12)[:, None] % 2 == 0) & (torch.arange(6) == 1)
+    aggregation = "seq-mean-token-mean" if policy in LOSSES_OF_ROWS else "token-mean"
+    config = {"filters": [FilterConfig(name="token_k1", low=1e-3, high=1e3)], "mode": mode, "denominator": "all"}
+    weighting = WeightingConfig(level="none", action="keep")
+    built = Objective(
+        LossConfig(policy=policy, aggregation=aggregation, clip_cov={"low": 0.0, "share": 0.5}, kl_cov={"share": 0.5}),
+        CorrectionConfig(method="custom", weighting=weighting, **config),
+    )
+    found = []
+    for distance in (10.0, 15.0):
+        far = {"old_logprobs": torch.where(rejected, batch.rollout_logprobs + distance, batch.old_logprobs)}
+        moved = torch.where(rejected, far["old_logprobs"] + 1.0, current.detach()).requires_grad_()
+        corrected = built.selected(built.corrected(replace(batch, draw=(0, 1), **far))[0], moved.detach(), 0)
+        terms = built(moved, corrected, counts(batch))
+        terms.loss.backward()
+        assert torch.equal(corrected.mask, batch.mask & batch.keep[:, None])
+        assert int((corrected.mask & ~corrected.kept).sum()) == int((corrected.mask & rejected).sum()) > 0
+        assert corrected.selected is None or not corrected.selected[rejected].any()
+        assert not moved.grad[rejected].any()
+        found.append((terms.loss.item(), terms.clip_fraction.item(), terms.ratio_mean.item(), moved.grad.tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
