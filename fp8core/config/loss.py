@@ -24,6 +24,8 @@ SHIPPED_LOSSES = (
 LOSSES_OF_ROWS = ("geo_mean", "sapo")
 """Their sources define them as a mean over rows only."""
 LOSSES_WITHOUT_DUAL_CLIP = ("clip_cov", "kl_cov", "geo_mean", "sapo")
+LOSSES_THAT_IGNORE_DUAL_CLIP = ("cispo", "reinforce", "binary_tv")
+"""They have none either. Runs of earlier versions may have it set, so that a new run alone is refused."""
 
 
 class ClipCovConfig(Section):
@@ -172,3 +174,10 @@ class LossConfig(Section):
 def is_function_path(policy: str) -> bool:
     """True if a name is that of a user's own function: `module:function` or `path/to/file.py:function`."""
     return re.fullmatch(r".+:[^\W\d]\w*", policy) is not None
+
+
+def unmeant_dual_clip(dual_clip: float | None, policy: str) -> dict[str, str]:
+    """A dual clip that the policy loss does not have, as `run.unmeant`."""
+    if dual_clip is None or policy not in LOSSES_THAT_IGNORE_DUAL_CLIP:
+        return {}
+    return {"loss.dual_clip": f"policy={policy} has none; set it to null"}

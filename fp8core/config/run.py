@@ -12,12 +12,12 @@ from pydantic import AfterValidator, Field, field_serializer, field_validator, m
 
 from fp8core.config.data import DataConfig, stray_placeholder
 from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
-from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_dual_clip
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
 from fp8core.config.section import ClusterConfig, ParityConfig, Section, UserPath, UserSource
 from fp8core.config.steps import PipelineConfig, is_shipped, with_episodes, with_mode, with_source
-from fp8core.config.training import CorrectionConfig, TrainingConfig
+from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 from fp8core.rollout.sglang.config import SglangConfig
@@ -526,6 +526,10 @@ def unmeant(config: RunConfig) -> dict[str, str]:
         )
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
+    # A torch trainer makes the warm start of any other, too.
+    torch = config.training.trainer == "torch" or config.warm_start is not None
+    found |= unmeant_training(config.training, packs=torch and config.training.computes_packed)
+    found |= unmeant_correction(config.correction) | unmeant_dual_clip(config.loss.dual_clip, config.loss.policy)
     return found if config.environment is None else found | config.environment.unmeant()
 
 

@@ -128,6 +128,11 @@ class TrainingConfig(Section):
     )
     megatron: MegatronConfig = Field(default_factory=MegatronConfig, description="Of trainer=megatron.")
 
+    @property
+    def computes_packed(self) -> bool:
+        """True if a torch trainer of these settings is the one for packed sequences."""
+        return self.device == "cuda" if self.packed is None else self.packed
+
     @model_validator(mode="after")
     def _adapters_are_torch(self) -> "TrainingConfig":
         if self.lora is not None and self.trainer == "megatron":
@@ -146,6 +151,22 @@ class TrainingConfig(Section):
         if self.optimiser_state == "bf16" and self.beta2 > 0.99:
             raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
         return self
+
+
+def unmeant_training(training: TrainingConfig, *, packs: bool) -> dict[str, str]:
+    """Settings without an effect, or with a bad one, as `run.unmeant`; `packs`: the packed trainer has any part."""
+    found, narrow = dict[str, str](), training.optimiser_state == "bf16"
+    unread = {"optimiser_state": narrow, "activation_checkpointing": training.activation_checkpointing}
+    for name in (name for name, used in unread.items() if used and not packs):
+        found[f"training.{name}"] = "the packed trainer alone reads it; set training.packed=true, or unset this"
+    # One step changes the first moment by 1 - beta1 of its distance to the gradient; BF16 resolves 2^-8 of itself.
+    if narrow and training.beta1 > 0.95:
+        found["training.beta1"] = (
+            f"is {training.beta1}: a first moment in BF16 stops before it is there (at 0.99, 1,500 updates of one "
+            "gradient move weights by 0.125 instead of 0.150); lower it to 0.95 or less, or set "
+            "training.optimiser_state to fp32"
+        )
+    return found
 
 
 class WeightingConfig(Section):
@@ -237,3 +258,19 @@ class CorrectionConfig(Section):
             if self.denominator == "kept":
                 raise ValueError("denominator=kept is not known in time with mode=bypass, which rejects part by part")
         return self
+
+
+OF_CUSTOM = ("weighting", "filters", "veto", "normalise", "normalise_over", "order", "denominator", "mode")
+"""Settings of `CorrectionConfig` that method=custom alone reads."""
+
+
+def unmeant_correction(correction: CorrectionConfig) -> dict[str, str]:
+    """Settings that the method does not read, as `run.unmeant`."""
+    if correction.method == "custom":
+        return {}
+    default, problem = CorrectionConfig(), f"method=custom alone reads it, not {correction.method}"
+    return {
+        f"correction.{name}": f"correction.{problem}; set that, or unset this"
+        for name in OF_CUSTOM
+        if getattr(correction, name) != getattr(default, name)
+    }

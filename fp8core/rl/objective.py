@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
-from fp8core.config.loss import LossConfig
+from fp8core.config.loss import LossConfig, unmeant_dual_clip
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch
@@ -111,7 +111,7 @@ class Objective:
         named = named_correction(correction)
         self._rule, self._bypass = named.rule, named.mode == "bypass"
         self._off_policy_delta = correction.off_policy_delta
-        name = loss.policy if named.loss == "clipped_surrogate" else _LOSS_OF_PRESET[named.loss]
+        name = _loss_name(named, loss)
         if loss.policy not in ("clipped", name):
             raise UserError(
                 f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
@@ -325,6 +325,21 @@ def selection(name: str, loss: LossConfig) -> Selection | None:
 
 def _clip_cov_selection(loss: LossConfig, inputs: LossInputs, clip: ClipRange, generator: torch.Generator) -> Tensor:
     return clip_cov_selection(inputs, clip, **loss.clip_cov.model_dump(), generator=generator)
+
+
+def _loss_name(named: Preset, loss: LossConfig) -> str:
+    return loss.policy if named.loss == "clipped_surrogate" else _LOSS_OF_PRESET[named.loss]
+
+
+def refuse_unmeant_dual_clip(loss: LossConfig, correction: CorrectionConfig) -> None:
+    """Refuse a dual clip that the loss of a preset does not have; a run of an earlier version may have it.
+
+    Raises:
+        UserError: naming the preset.
+    """
+    named = named_correction(correction)
+    for key, problem in unmeant_dual_clip(loss.dual_clip, _loss_name(named, loss)).items():
+        raise UserError(f"{key}: with correction.preset={correction.preset} {problem}")
 
 
 def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:

@@ -32,6 +32,7 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.rewards.verifier import build_verifier
+from fp8core.rl.objective import refuse_unmeant_dual_clip
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_observation, check_openings, tool_calls_of
@@ -190,7 +191,8 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         UserError: as `build_base` (but for broken values of weights), `check_teacher`, `own_demonstrations`,
             `build_source`, `build_verifier`, `check_problems`, `check_turns`, `StoredCheckpoint.check_head`,
-            `tool_calls_of`, `build_environment`, `check_openings`, `check_observation` and `refuse_other_data` have it.
+            `tool_calls_of`, `build_environment`, `check_openings`, `check_observation`, `refuse_unmeant_dual_clip` and
+            `refuse_other_data` have it.
     """
     source = build_source(config.data, config.evaluation)
     if (ledger := stored_ledger(config)) is not None:
@@ -205,6 +207,7 @@ def check_inputs(config: RunConfig) -> None:
         check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
     is_new = config.run is None or read_description(config.runs / config.run) is None
     if is_new:
+        refuse_unmeant_dual_clip(config.loss, config.correction)
         check_turns(source, config, base.tokenizer)
         if base.checkpoint is not None:
             base.checkpoint.check_head()

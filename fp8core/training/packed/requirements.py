@@ -32,8 +32,7 @@ _POINTS = ("stepwise", "kernels")
 
 def chosen(training: TrainingConfig) -> bool:
     """True if a configuration selects this trainer."""
-    wanted = training.device == "cuda" if training.packed is None else training.packed
-    return wanted and training.trainer == "torch"
+    return training.computes_packed and training.trainer == "torch"
 
 
 def required_environment(training: TrainingConfig) -> dict[str, str]:

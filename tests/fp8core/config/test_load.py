@@ -546,12 +546,36 @@ def test_what_a_new_run_may_not_have_is_read_of_one_that_has_it() -> None:
         reload_config(stored, {"tracking.uri": "\0"})
 
 
+CUSTOM, PACKED = "correction.method=custom alone reads it, not token_tis", "the packed trainer alone reads it"
+MEGATRON = ["training.trainer=megatron"]
+PACKED_BF16 = ["training.packed=true", "precision.rounding_points=kernels", "training.optimiser_state=bf16"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["rollout.top_k=1"], "rollout.top_k: is 1: every token is certain, and none has a gradient; raise it (--set)"),
         (["training.learning_rate_schedule.over_steps=5"], "over_steps: is 5, and kind=constant has no end;"),
         (["loss.distillation.teacher=x"], "loss.distillation.teacher: nothing reads it: set loss.distillation.weight"),
+        *(
+            ([f"correction.{setting}"], f"correction.{setting.split('=')[0].split('.')[0]}: {CUSTOM}")
+            for setting in (
+                *("weighting.level=sequence", "filters=[{name: token_k2, high: 1.0}]", "veto=0.1", "normalise=token"),
+                *("normalise_over=all", "order=in_turn", "denominator=all", "mode=bypass"),
+            )
+        ),
+        (
+            ["correction.method=none", "correction.veto=0.1"],
+            "alone reads it, not none; set that, or unset this (--set)",
+        ),
+        *(
+            ([f"loss.policy={loss}", "loss.dual_clip=3.0"], f"loss.dual_clip: policy={loss} has none; set it to null")
+            for loss in ("cispo", "reinforce", "binary_tv")
+        ),
+        (["training.optimiser_state=bf16"], f"training.optimiser_state: {PACKED}"),
+        (["training.activation_checkpointing=true"], f"training.activation_checkpointing: {PACKED}"),
+        ([*MEGATRON, "training.optimiser_state=bf16", "warm_start=null", "training.device=cuda"], PACKED),
+        ([*PACKED_BF16, "training.beta1=0.96"], "training.beta1: is 0.96: a first moment in BF16 stops before it is"),
     ],
 )
 def test_a_setting_that_does_nothing_is_refused(overrides: list[str], said: str) -> None:
@@ -593,6 +617,29 @@ def test_a_tool_beyond_the_limits_of_its_episode_is_refused(settings: dict[str, 
 def test_the_limits_of_the_tool_are_those_that_it_has_unset() -> None:
     made = inspect.signature(Python).parameters
     assert {name: made[name].default for name in PYTHON_DEFAULTS} == PYTHON_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["correction.method=custom", "correction.veto=0.1", "correction.mode=bypass"],
+        ["loss.policy=gspo", "loss.dual_clip=3.0"],
+        [*PACKED_BF16, "training.beta1=0.95", "training.activation_checkpointing=true"],
+        # The warm start before it is trained by torch.
+        [*MEGATRON, "training.optimiser_state=bf16", "training.device=cuda"],
+        ["training.beta1=0.999"],
+    ],
+)
+def test_a_setting_that_something_reads_is_taken(overrides: list[str]) -> None:
+    load_config("tiny", overrides)
+
+
+def test_a_run_that_has_settings_which_do_nothing_is_read() -> None:
+    stored = public_dump(load_config("tiny"))
+    stored["correction"] |= {"veto": 0.1, "mode": "bypass", "denominator": "kept"}
+    stored["loss"] |= {"policy": "cispo", "dual_clip": 3.0}
+    stored["training"] |= {"optimiser_state": "bf16", "activation_checkpointing": True, "beta1": 0.999}
+    assert public_dump(reload_config(stored)) == stored
 
 
 def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):

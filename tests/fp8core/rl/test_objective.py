@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.loss import LOSSES_OF_ROWS, SHIPPED_LOSSES, LossConfig
+from fp8core.config.loss import LOSSES_OF_ROWS, LOSSES_THAT_IGNORE_DUAL_CLIP, SHIPPED_LOSSES, LossConfig
 from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -223,7 +223,8 @@ def test_a_preset_gives_its_rule_mode_and_loss(name):
 @pytest.mark.parametrize("policy", ["clipped", "gspo", "cispo", "reinforce", "binary_tv"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation):
-    loss = LossConfig(policy=policy, aggregation=aggregation, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    dual = None if policy in LOSSES_THAT_IGNORE_DUAL_CLIP else 3.0
+    loss = LossConfig(policy=policy, aggregation=aggregation, clip_low=LOW, clip_high=HIGH, dual_clip=dual)
     check_against_library(loss, POLICY_LOSSES[policy], AGGREGATIONS[aggregation])
 
 

@@ -26,6 +26,7 @@ from fp8core.run.build import (
     build_engine,
     build_trainer,
     check_engine,
+    check_inputs,
     check_memory,
     engine_environment,
 )
@@ -277,6 +278,17 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
     assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(loop_run):
+    """A run that has begun goes on with it."""
+    preset = {"correction.method": "preset", "correction.preset": "verl/bypass_pg_is", "loss.dual_clip": 3.0}
+    config = load_config("tiny", preset)
+    with pytest.raises(UserError, match=r"^loss.dual_clip: with correction.preset=verl/bypass_pg_is policy=reinforce"):
+        check_inputs(config)
+    check_inputs(load_config("tiny", preset | {"correction.preset": "verl/bypass_ppo_clip"}))
+    begun = loop_run("begun", steps=1).folder
+    check_inputs(config.model_copy(update={"run": begun.name, "runs": begun.parent}))
 
 
 def test_a_warm_start_has_the_moments_of_the_training_after_it():
