@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
+from fp8core.config.steps import is_shipped
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import Formats, fused_linear, is_linear, layer_of, training_formats
@@ -29,6 +30,7 @@ from fp8core.plan.memory import (
     stages,
     stored_bytes,
 )
+from fp8core.rl.objective import named_correction
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes, frozen_names
 
@@ -251,10 +253,17 @@ def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
 
 
 def _update_rows(config: RunConfig) -> int:
-    """Completions of an update, at most: all that a filter drops may lie in one (`trainer.minibatches`)."""
-    if config.rollout.oversample > 1:
-        return config.rollout.drawn_prompts * config.rollout.group_size
-    return math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / config.training.minibatches)
+    """Completions of an update, at most: all that are dropped may lie in one (`trainer.minibatches`)."""
+    drawn = config.rollout.drawn_prompts * config.rollout.group_size
+    return drawn if _drops_rows(config) else math.ceil(drawn / config.training.minibatches)
+
+
+def _drops_rows(config: RunConfig) -> bool:
+    """True if a step of the pipeline or the correction may leave completions out of the loss."""
+    steps = (step.uses for step in config.pipeline.steps)
+    dropping = any(uses in ("tasks.filter:filter", "tasks.shape:shape") or not is_shipped(uses) for uses in steps)
+    rejecting = named_correction(config.correction).rule.rejects
+    return dropping or rejecting or config.correction.seq_logprob_error_threshold is not None
 
 
 def host_scorer(config: RunConfig, arch: Architecture) -> int:

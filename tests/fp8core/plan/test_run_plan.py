@@ -397,6 +397,25 @@ def test_a_rank_keeps_a_gradient_for_each_of_its_parts(ranks, micro_batch, kept)
     assert found["gradients"] == ranks * kept * _on_host()[0]["gradients"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, 64),
+        ({"correction": {"method": "custom", "veto": 0.1}}, 256),
+        ({"correction": {"method": "custom"}}, 64),
+        ({"correction.seq_logprob_error_threshold": 2.0}, 256),
+        ({"pipeline.replace": {"reward": {"uses": "mine:score", "needs": ["prompts", "rollouts"]}}}, 256),
+    ],
+)
+def test_an_update_may_hold_all_rows_that_are_dropped(settings, rows):
+    """Of 256 completions and four updates, where anything may drop rows; one without is counted by its share."""
+    several = _on_host(**settings, **{"training.minibatches": 4})[1].at_most
+    assert several.note.startswith(f"training.micro_batch: {rows} sequences of ")
+    filtering = load_config("careful", {"training.minibatches": 16})
+    (host,) = plan_run(filtering, model_shape(filtering), Machine(None, Device("host", 1 << 40))).devices
+    assert host.phases[0].at_most.note.startswith("training.micro_batch: 256 sequences of ")
+
+
 def test_hosts_of_an_address_that_are_not_counted_refuse_no_processes():
     small = Machine(None, Device("host", 1 << 20))
     for address, refused in ((None, True), ("auto", False)):
