@@ -74,7 +74,7 @@ class ObjectiveTerms:
         reward_slope: slope of the expected reward along the descent of the policy loss, see `reward_slope`.
         weight_mean: mean importance weight of the correction.
         zero_weight_fraction: tokens that the loss divides by and that weigh 0.
-        reference_kl: divergence from the reference policy.
+        reference_kl: divergence from the reference policy, a mean over tokens whatever the loss's aggregation is.
         teacher_kl: mean of log old - log teacher.
     """
 
@@ -190,7 +190,9 @@ class Objective:
         assert inputs.weights is not None, "_inputs gives weights"
         policy = self._policy(inputs, self._clip, self._aggregate)
         deviation = torch.expm1(clamp_exponent(torch.where(inputs.mask, current.detach() - inputs.old, 0.0).double()))
-        penalty = self._penalty(current, batch, denominator)
+        penalty = divergence = self._penalty(current, batch, denominator, self._aggregate)
+        if self._aggregate is not token_mean:
+            divergence = self._penalty(current.detach(), batch, denominator, token_mean)
         return ObjectiveTerms(
             loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.mask, denominator),
             clip_fraction=policy.clip_fraction,
@@ -200,7 +202,7 @@ class Objective:
             reward_slope=reward_slope(policy.loss, current, batch, denominator),
             weight_mean=token_mean(inputs.weights.double(), batch.mask, denominator),
             zero_weight_fraction=token_mean((inputs.weights == 0).double(), batch.mask, denominator),
-            reference_kl=penalty,
+            reference_kl=divergence,
             teacher_kl=token_mean(-_towards_teacher(batch), batch.mask, denominator),
         )
 
@@ -253,7 +255,7 @@ class Objective:
         assert entropy is not None, "loss.entropy needs the entropy of each token"
         return self._entropy_weight * self._aggregate(entropy.double(), mask, denominator)
 
-    def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator) -> Tensor:
+    def _penalty(self, current: Tensor, batch: RolloutBatch, denominator: Denominator, aggregate: Aggregate) -> Tensor:
         """Divergence from the reference policy; GRPO (arXiv 2402.03300, equation 4) takes k3."""
         if batch.reference_logprobs is None:
             assert self._reference_weight == 0, "loss.reference_kl needs the reference step"
@@ -265,7 +267,7 @@ class Objective:
             batch.mask,
             denominator,
             estimate=self._estimate,
-            aggregate=self._aggregate,
+            aggregate=aggregate,
             behaviour=behaviour,
         )
 

@@ -28,6 +28,7 @@ from fp8core.rl.objective import POLICY_LOSSES, Objective, merged, whole_batch_s
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
+MEANS = {"aggregation": "seq-mean-token-mean"}
 CASES = [("none", 0.0), ("none", 0.3), ("token_tis", 0.0), ("token_tis", 0.3)]
 
 
@@ -192,6 +193,25 @@ def test_without_weight_the_penalty_is_reported_and_not_learnt():
 
 
 PRESET_LOSSES = {"clipped_surrogate": "clipped", "reinforce": "reinforce", "binary_tv": "binary_tv"}
+
+
+@pytest.mark.parametrize("settings", [*({"aggregation": name} for name in AGGREGATIONS), {"length_normaliser": 64}])
+def test_the_reported_divergence_is_a_token_mean_whatever_the_aggregation(settings):
+    """The loss has the penalty by its aggregation."""
+    batch, current = random_batch(seed=15)
+    plain, weighed = (
+        Objective(LossConfig(reference_kl=weight, **settings), CorrectionConfig(method="none")) for weight in (0.0, 0.5)
+    )
+    found = [built(current, built.corrected(batch)[0], counts(batch)) for built in (plain, weighed)]
+    kept = (batch.mask & batch.keep[:, None]).nonzero().tolist()
+    d = {(i, j): (batch.reference_logprobs[i, j].double() - current[i, j].double()).item() for i, j in kept}
+    mean = sum(math.expm1(value) - value for value in d.values()) / len(d)
+    assert [terms.reference_kl.item() for terms in found] == pytest.approx([mean, mean], rel=1e-9)
+    rows = Counter(i for i, _ in kept)
+    total = sum((math.expm1(v) - v) / (rows[i] if settings == MEANS else 1) for (i, _), v in d.items())
+    share = {"token-mean": len(d), "token-sum": 1, "seq-mean-token-sum": len(rows), "seq-mean-token-mean": len(rows)}
+    divisor = share[settings["aggregation"]] if "aggregation" in settings else 64 * len(rows)
+    assert (found[1].loss - found[0].loss).item() == pytest.approx(0.5 * total / divisor, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", PRESETS)
