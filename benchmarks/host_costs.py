@@ -77,7 +77,7 @@ def timed(threads: int) -> dict[str, Any]:
     compared = torch.ones(len(rollouts), dtype=torch.bool)
     batch, objective = batch_of(), Objective(LossConfig(), CorrectionConfig(method="token_tis"))
     with torch_threads(threads):
-        metrics = median(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs, compared)))
+        metrics = median(lambda: (rollout_metrics(rollouts, logprobs), mismatch(rollouts, logprobs, compared, 2.0)))
         losses = median(lambda: losses_of(objective, batch))
     return {
         "kind": "threads",

@@ -96,13 +96,14 @@ def record(
     if behaviour is not None:
         compared, against = behind(scored, store.get_table(behaviour))
     played = None if turns is None else store.get_table(turns)
+    cap = named_correction(run.config.correction).rule.cap
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
             **reward_metrics(rewarded, played if turn_advantages_asked(run.config) else None),
             **rollout_metrics(completions, scored),
-            **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared).items()},
+            **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared, cap).items()},
             **train_metrics(store.get_json(train_report)),
             **({} if behaviour is None else age_metrics(completions, learning, scored, index - 1, run.config)),
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
@@ -305,15 +306,16 @@ def _written_tokens(stream: pa.Table) -> int:
     return pc.sum(pc.list_value_length(stream["tokens"])).as_py() or 0
 
 
-def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor) -> dict[str, float]:
+def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: float) -> dict[str, float]:
     """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote.
 
-    `rows`: bool [rows], those that were compared (`tasks.logprobs.compared_rows`).
+    `rows`: bool [rows], those that were compared (`tasks.logprobs.compared_rows`); `cap`: of truncated weights.
     """
     return alignment_metrics(
         padded(logprobs["logprobs"], torch.float32, 0.0),
         padded(rollouts["logprobs"], torch.float32, 0.0),
         padded(rollouts["written"], torch.bool, False) & rows[:, None],
+        cap,
     )
 
 

@@ -279,6 +279,12 @@ class CorrectionRule:
     order: Literal["joint", "in_turn"] = "joint"
 
     @property
+    def cap(self) -> float:
+        """The bound of truncated token weights, for metrics of them; 2 where the rule has none."""
+        truncates = self.weighting.level == "token" and self.weighting.action in ("truncate", "clip")
+        return self.weighting.high if truncates and 1 <= self.weighting.high < math.inf else 2.0
+
+    @property
     def rejects(self) -> bool:
         """True if tokens or rows may leave the loss."""
         return bool(self.filters) or self.veto is not None or self.weighting.action == "mask"

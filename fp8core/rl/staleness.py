@@ -51,15 +51,17 @@ def lag_metrics(
         "oob_ratio": rule.weighting.out_of_bounds(rule.weighting.raw(d, mask), mask),
         "share_outside_clip": clip.clip(ratio) != ratio,
     }
-    found = _lag(old, rollout, mask)
+    found = _lag(old, rollout, mask, rule.cap)
     for suffix, inside in by_age(ages, mask):
         shares = {name: float(tokens[inside].double().mean()) for name, tokens in flagged.items()}
-        found |= {f"{name}_{suffix}": value for name, value in {**_lag(old, rollout, inside), **shares}.items()}
+        found |= {
+            f"{name}_{suffix}": value for name, value in {**_lag(old, rollout, inside, rule.cap), **shares}.items()
+        }
     return found
 
 
-def _lag(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
-    measured = alignment_metrics(old, rollout, mask)
+def _lag(old: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> dict[str, float]:
+    measured = alignment_metrics(old, rollout, mask, cap)
     return {name: measured[name] for name in _LAG}
 
 

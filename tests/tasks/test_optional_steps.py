@@ -159,6 +159,16 @@ def test_shape_refuses_a_buffer_above_the_length():
         ShapeOptions(max_length=4, buffer=5)
 
 
+@pytest.mark.parametrize("cap", [1.0, 1.5, 2.0])
+def test_metrics_of_truncated_weights_have_the_cap_of_the_correction(loop_run, cap):
+    """Formats that differ on both sides make weights above 1."""
+    settings = {"precision.rollout.linear": "bf16", "precision.accept_mismatch": True, "correction.cap": cap}
+    largest = loop_run("capped", steps=1, **settings, **{"alignment.stop.action": "warn"}).metric(
+        "alignment/rollout_is_max"
+    )[1]
+    assert largest == 1.0 if cap == 1 else 1.0 < largest <= cap
+
+
 @pytest.fixture
 def with_tool_output():
     """Tokens 8 and 9 came from a tool: their log-probs are not numbers anybody should use."""
@@ -180,7 +190,7 @@ def without_tool_output():
 
 def test_tokens_of_tools_stay_out_of_every_metric(with_tool_output, without_tool_output):
     rows = torch.tensor([True, True])
-    assert mismatch(*with_tool_output, rows) == mismatch(*without_tool_output, rows)
+    assert mismatch(*with_tool_output, rows, 2.0) == mismatch(*without_tool_output, rows, 2.0)
     assert rollout_metrics(*with_tool_output) == rollout_metrics(*without_tool_output)
 
 

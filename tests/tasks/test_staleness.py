@@ -5,11 +5,15 @@ from collections import Counter, defaultdict
 from statistics import fmean, pstdev
 
 import pytest
+import torch
 
 from fp8core.config.load import load_config
 from fp8core.report.ahead import ahead_charts
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run, read_runs
+from fp8core.rl.correction import CorrectionRule, Weighting
+from fp8core.rl.losses import ClipRange
+from fp8core.rl.staleness import lag_metrics
 from fp8core.run.commit import stored_metrics
 from fp8core.run.open import uncorrected_lag
 from fp8core.store.diff import compare
@@ -89,6 +93,16 @@ def test_metrics_by_age_are_those_of_the_files(lagging):
         # The weights of engine and trainer are equal: what differs is the version.
         assert metrics["alignment/tokens_differing"] == 0
     assert seen == {"_age_0", "_age_1", "_age_2"}
+
+
+@pytest.mark.parametrize("cap", [2.0, 10.0])
+def test_the_sample_size_by_age_is_of_weights_with_the_cap_of_the_correction(cap):
+    d, ages = torch.tensor([[0.0, 0.0, 0.0, 2.0]]), torch.zeros(1, 4, dtype=torch.int64)
+    rule = CorrectionRule(weighting=Weighting(level="token", action="truncate", high=cap))
+    found = lag_metrics(d - 3, torch.full((1, 4), -3.0), ages, ages == 0, rule, ClipRange(low=0.2, high=0.28))
+    capped = [min(math.exp(each), cap) for each in d[0].tolist()]
+    expected = fmean(capped) ** 2 / fmean(v * v for v in capped)
+    assert [found["ess"], found["ess_age_0"]] == pytest.approx([expected, expected], rel=1e-6)
 
 
 def test_the_stream_is_counted(lagging):

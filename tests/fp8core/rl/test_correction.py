@@ -435,3 +435,19 @@ def test_unknown_normalisation_is_refused():
     assert set(NORMALISATIONS) == {"none", "token", "sequence"}
     with pytest.raises(UserError, match="'batch' is not one of none, token, sequence"):
         CorrectionRule(normalise="batch")
+
+
+@pytest.mark.parametrize(
+    ("weighting", "cap"),
+    [
+        (Weighting(level="token", action="truncate", high=10.0), 10.0),
+        (Weighting(level="token", action="clip", low=0.5, high=1.5), 1.5),
+        # Of a row, or no bound of weights at all.
+        (Weighting(level="sequence", action="truncate", high=10.0), 2.0),
+        (Weighting(level="token", action="band", low=0.5, high=5.0), 2.0),
+        (Weighting(level="token", action="truncate", high=0.5), 2.0),
+        (Weighting(level="none", action="keep"), 2.0),
+    ],
+)
+def test_metrics_of_truncated_weights_have_the_cap_of_the_rule(weighting, cap):
+    assert CorrectionRule(weighting=weighting).cap == cap
