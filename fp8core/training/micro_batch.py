@@ -144,7 +144,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                     self._refuse_differing(
                         batch, {row: scores[0][row] for row in batch.audited if row < rows.stop}, passed
                     )
-                totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
+                totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
             reports.append(totals)
             found.append(scores)
         self._ranks.combine_counts(statistics.combine)

@@ -243,7 +243,7 @@ class PolicyTrainer(ABC):
         """
         corrected, correction = self._objective.corrected(batch)
         reports = [
-            self._update(self._selected(corrected.rows(rows), update, temperature, scales), temperature, scales)
+            self._update(self._selected(corrected.rows(rows), update, temperature, scales), update, temperature, scales)
             for update, rows in enumerate(minibatches(corrected.mask, corrected.keep, self._config.minibatches))
         ]
         return self._reported(batch, corrected, correction, reports)
@@ -260,11 +260,13 @@ class PolicyTrainer(ABC):
         if batch.observed is not None:
             written = written & ~batch.observed
         first = reports[0] if reports else dict.fromkeys(_OF_FIRST, 0.0)
+        # Of the last update, whichever the step made.
+        learning_rate = self._learning_rate(self._updates, len(reports))
         self.version += 1
         return TrainReport(
             version=self.version,
             digest=self.digest(),
-            learning_rate=self._learning_rate(self._updates),
+            learning_rate=learning_rate,
             tokens=int(corrected.mask.sum()),
             rows=int(corrected.mask.any(dim=1).sum()),
             correction=correction,
@@ -317,28 +319,30 @@ class PolicyTrainer(ABC):
     def _drop_gradients(self) -> None:
         """Leave nothing for the next update."""
 
-    def _learning_rate(self, update: int) -> float:
-        """Of an update, from 1: a function of its number and the configuration alone.
+    def _learning_rate(self, update: int, of_step: int) -> float:
+        """Of an update, from 1 in all and in its step: a function of its place and the configuration alone.
 
         It rises to its peak at the last update of the warm-up, or is there at the first, and falls from there. After
-        `over_steps` steps of `minibatches` updates it has fallen to the final share, and stays there.
+        `over_steps` steps it has fallen to the final share, and stays there. A step with fewer updates than
+        `minibatches` passes over the places of the others.
         """
         config, schedule = self._config, self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
         if schedule.kind == "constant" or update <= peak:
             return config.learning_rate * min(1.0, update / peak)
         assert schedule.over_steps is not None, "RunConfig sets it"
-        done = min(1.0, (update - peak) / (schedule.over_steps * config.minibatches - peak + 1))
+        place = self.version * config.minibatches + of_step
+        done = min(1.0, (place - peak) / (schedule.over_steps * config.minibatches - peak + 1))
         left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
     def _update(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales] | None
     ) -> dict[str, float]:
-        """One optimiser update; returns its statistics."""
+        """One optimiser update, by its number in the step from 0; returns its statistics."""
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
-            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1))
+            totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
         return totals
 
     def _selected(

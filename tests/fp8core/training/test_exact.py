@@ -329,6 +329,19 @@ def test_the_learning_rate_falls_to_its_final_share(trainer_of, architecture, ba
     assert [trainer.step(batch, 1.0, None).learning_rate for _ in rates] == pytest.approx([1e-3 * x for x in rates])
 
 
+@pytest.mark.parametrize("kept", [6, 1, 0])
+def test_a_schedule_is_over_after_its_steps_however_many_updates_they_make(trainer_of, architecture, batch_for, kept):
+    """Two updates a step over five steps; a step of one kept row makes one, which is the first of its step."""
+    schedule = {"kind": "linear", "final_share": 0.2, "over_steps": 5}
+    training = TrainingConfig(learning_rate=1e-3, warmup_steps=1, minibatches=2, learning_rate_schedule=schedule)
+    trainer, batch = trainer_of(CONTRACTS["bf16"], architecture(), training), batch_for(CONTRACTS["bf16"])
+    some = replace(batch, keep=torch.arange(6) < kept)
+    rates = [trainer.step(some, 1.0, None).learning_rate for _ in range(6)]
+    place = {6: 2, 1: 1}.get(kept)
+    expected = [1 - 0.8 * min(1, (2 * step + place - 1) / 10) for step in range(6)] if place else [0.0] * 6
+    assert rates == pytest.approx([1e-3 * share for share in expected])
+
+
 def test_weights_decay(trainer_of, architecture, batch_for):
     """Without an advantage there is no gradient, and decay is all that moves a weight."""
     settings = TrainingConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.5)
