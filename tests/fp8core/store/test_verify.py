@@ -14,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8core.config.load import config_digest, load_config, reload_config
-from fp8core.config.run import KeepConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import folder_digest
-from fp8core.store.gc import plan_removal, remove
 from fp8core.store.json_text import canonical_json
 from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
@@ -105,41 +103,6 @@ def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Pat
     assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
     files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
     assert {run / reference.ref.uri for reference in references(view)} == files
-
-
-def test_what_a_live_run_has_not_committed_is_no_error(run: Path) -> None:
-    lines = (run / LEDGER).read_text().splitlines(keepends=True)
-    (end,) = [i for i, line in enumerate(lines) if '"event":"step","step":3' in line]
-    (run / LEDGER).write_text("".join(lines[:end]) + lines[end][:40])
-    shutil.rmtree(run / "checkpoints/00003")  # Which is made after the step's line.
-    view = RunView.read(run)
-    assert list(view.steps) == [0, 1, 2]
-    assert [finding.place for finding in verify(view) if finding.severity == "error"] == []
-
-
-def test_what_a_live_run_prunes_and_what_gc_removes_meanwhile_is_no_error(run: Path) -> None:
-    lines = (run / LEDGER).read_text().splitlines(keepends=True)
-    newest = next(i for i, line in enumerate(lines) if '"event":"checkpoint","step":3' in line)
-    (run / LEDGER).write_text("".join(lines[:newest]))
-    view = RunView.read(run)
-    (run / LEDGER).write_text("".join(lines))
-    shutil.rmtree(run / "checkpoints/00002")
-    removal = plan_removal(run, KeepConfig(last=1), "2026-01-01T00:00:00+00:00", None, 0)
-    assert removal.deletions
-    remove(run, removal.deletions)
-    assert [str(finding) for finding in verify(view) if finding.severity == "error"] == []
-    shutil.rmtree(run / "checkpoints/00003")
-    (problem,) = (finding.problem for finding in verify(RunView.read(run)) if finding.severity == "error")
-    assert problem == "the folder is missing, and it is the newest checkpoint"
-
-
-def test_checkpoints_that_older_policies_follow_from_are_missed(run: Path) -> None:
-    edit_json(run / "run.json", set_in("config", "pipeline", "mode", value="asynchronous"))
-    shutil.rmtree(run / "checkpoints/00002", ignore_errors=True)
-    reach = RunView.read(run).config.pipeline.reach
-    assert reach == 2
-    missed = f"none up to step {3 - reach} is there: a resume makes the policies since then from the first one"
-    assert f"note checkpoints: {missed}" in [str(finding) for finding in verify(RunView.read(run))]
 
 
 def keep_lines(run: Path, step: int, task: str | None = None) -> None:
