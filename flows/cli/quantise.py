@@ -112,10 +112,12 @@ def _bar(tensors: int, size: int) -> Iterator["Report"]:
 
 
 def _summary(plan: "Plan", seconds: float) -> str:
+    from fp8core.report.text import with_unit
+
     before = sum(conversion.stored.spec.size for conversion in plan.conversions)
     return (
         f"{len(plan.converted)} of {len(plan.conversions)} tensors converted, {plan.parameters:,} parameters, "
-        f"{before / 1e9:.2f} -> {plan.size / 1e9:.2f} GB in {seconds:.1f} s"
+        f"{with_unit(before)} -> {with_unit(plan.size)} in {seconds:.1f} s"
     )
 
 

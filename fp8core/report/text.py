@@ -117,7 +117,8 @@ def _size(size: int, unit: str) -> str:
     return f"{size / _UNITS[unit]:>{_SIZE},.1f}"
 
 
-def _with_unit(size: int) -> str:
+def with_unit(size: int) -> str:
+    """Bytes in the largest unit that gives one or more, such as `1.5 GiB`."""
     unit = next((unit for unit, bytes_ in _UNITS.items() if size >= bytes_), "KiB")
     return f"{_size(size, unit).strip()} {unit}"
 
@@ -133,11 +134,11 @@ def _cache(room: CacheRoom) -> str:
 
 def _disk(space: CheckpointSpace) -> str:
     steps = "step" if space.every == 1 else f"{space.every} steps"
-    return f"{_with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
+    return f"{with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
 
 
 def _ahead(space: AheadSpace, cache: CacheRoom | None) -> str:
-    kept, stream = (_with_unit(size) for size in (space.policies * space.policy, space.stream))
+    kept, stream = (with_unit(size) for size in (space.policies * space.policy, space.stream))
     versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
     begun = f"{space.completions:,} completions begun, {stream}"
     held = f"; {space.policies} policies in main memory, {kept}"
