@@ -88,7 +88,6 @@ REHEARSAL = Load(
     settings={
         **{"rollout.engine": "embedded", "rollout.vllm.sleep": False, "precision.rounding_points": "stepwise"},
         **{"training.device": "cpu", "training.packed": False, "threads": 1},
-        **{"training.optimiser_state": "fp32", "training.activation_checkpointing": False},
     },
 )
 _COMMON = {

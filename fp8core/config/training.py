@@ -154,13 +154,13 @@ class TrainingConfig(Section):
 
 
 def unmeant_training(training: TrainingConfig, *, packs: bool) -> dict[str, str]:
-    """Settings without an effect, or with a bad one, as `run.unmeant`; `packs`: the packed trainer has any part."""
-    found, narrow = dict[str, str](), training.optimiser_state == "bf16"
-    unread = {"optimiser_state": narrow, "activation_checkpointing": training.activation_checkpointing}
-    for name in (name for name, used in unread.items() if used and not packs):
-        found[f"training.{name}"] = "the packed trainer alone reads it; set training.packed=true, or unset this"
+    """Settings with a bad effect, as `run.unmeant`; `packs`: the packed trainer has any part.
+
+    What the packed trainer alone reads is left: a configuration for a GPU is tried on a CPU with one override.
+    """
+    found = dict[str, str]()
     # One step changes the first moment by 1 - beta1 of its distance to the gradient; BF16 resolves 2^-8 of itself.
-    if narrow and training.beta1 > 0.95:
+    if packs and training.optimiser_state == "bf16" and training.beta1 > 0.95:
         found["training.beta1"] = (
             f"is {training.beta1}: a first moment in BF16 stops before it is there (at 0.99, 1,500 updates of one "
             "gradient move weights by 0.125 instead of 0.150); lower it to 0.95 or less, or set "
@@ -265,8 +265,8 @@ OF_CUSTOM = ("weighting", "filters", "veto", "normalise", "normalise_over", "ord
 
 
 def unmeant_correction(correction: CorrectionConfig) -> dict[str, str]:
-    """Settings that the method does not read, as `run.unmeant`."""
-    if correction.method == "custom":
+    """Settings that the method does not read, as `run.unmeant`; `none` switches off whatever else is set."""
+    if correction.method in ("custom", "none"):
         return {}
     default, problem = CorrectionConfig(), f"method=custom alone reads it, not {correction.method}"
     return {

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8core.config.run import RunConfig
-from fp8core.config.training import CorrectionConfig, unmeant_correction
+from fp8core.config.training import CorrectionConfig
 from fp8core.report.charts import ESS, K3
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series
@@ -100,18 +100,9 @@ def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str
         settings |= engine_entry(config).stock
     if corrected(config) != config.correction:
         settings |= {f"correction.{key}": value for key, value in corrected(config).model_dump(mode="json").items()}
-    if "correction.method" in variant.settings:
-        settings |= _defaults_of_unread(config)
     if variant.name == STRESS:
         settings |= stress_settings(config)
     return settings | dict(variant.settings)
-
-
-def _defaults_of_unread(config: RunConfig) -> dict[str, Any]:
-    """Overrides that unset the settings of a correction that a variant without one does not read."""
-    defaults = CorrectionConfig().model_dump(mode="json")
-    unread = unmeant_correction(config.correction.model_copy(update={"method": "none"}))
-    return {key: defaults[key.removeprefix("correction.")] for key in unread}
 
 
 def corrected(config: RunConfig) -> CorrectionConfig:
