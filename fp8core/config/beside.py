@@ -8,7 +8,8 @@ from fp8core.config.training import TrainingConfig
 
 def sft_settings(config: RunConfig) -> TrainingConfig:
     """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
-    it repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory."""
+    it repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory; of that, the
+    format of moments makes another policy."""
     kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "optimiser_state")
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 

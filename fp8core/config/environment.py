@@ -74,11 +74,12 @@ class EnvironmentConfig(Section):
         if memory > self.memory_mb:
             found[keys["memory_mb"]] = (
                 f"options.memory_mb={memory} of the tool is more than environment.memory_mb={self.memory_mb} of its "
-                "episode, so that every call would fail; lower it, or raise that"
+                "episode, so that every call would fail; set the first lower, or the second higher"
             )
         if 2 * seconds >= self.timeout_seconds:
             found[keys["seconds"]] = (
                 f"a call may take {2 * seconds} s, twice options.seconds={seconds}, and "
-                f"environment.timeout_seconds={self.timeout_seconds:g} ends the episode first; lower it, or raise that"
+                f"environment.timeout_seconds={self.timeout_seconds:g} ends the episode first; set options.seconds "
+                "lower, or the other higher"
             )
         return found

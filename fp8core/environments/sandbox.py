@@ -114,11 +114,10 @@ class Interpreter:
             self._start()
         assert self._process is not None, "it was started"
         assert self._control is not None, "it was started"
-        os.kill(self._process.pid, signal.SIGCONT)
-        used = _processor_seconds(self._process.pid)
-        limit = math.ceil(used + self._seconds)
         # An interpreter that is gone is noticed below.
         with contextlib.suppress(ProcessLookupError, BrokenPipeError, ConnectionResetError):
+            os.kill(self._process.pid, signal.SIGCONT)
+            limit = math.ceil(_processor_seconds(self._process.pid) + self._seconds)
             resource.prlimit(self._process.pid, resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             self._control.sendall(json.dumps(code).encode() + b"\n")
         printed, told = self._collect(time.monotonic() + 2 * self._seconds)
@@ -127,7 +126,8 @@ class Interpreter:
             value, error = json.loads(told or b"null")
             parts += [str(value), str(error)]
             failed = bool(error)
-            os.kill(self._process.pid, signal.SIGSTOP)  # Threads of the code would use up time of others.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGSTOP)  # Threads of the code would use up time of others.
         except (ValueError, TypeError, RecursionError):
             parts.append(self._end())
             failed = True

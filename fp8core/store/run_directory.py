@@ -151,8 +151,9 @@ class RunDirectory:
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
     """The checkpoints of a run by their steps, ascending."""
-    folders = (run / "checkpoints").glob("[0-9]*")
-    return dict(sorted((int(folder.name), folder) for folder in folders if folder.name.isdecimal()))
+    found = (run / "checkpoints").glob("[0-9]*")
+    folders = (path for path in found if path.name.isdecimal() and path.is_dir() and not path.is_symlink())
+    return dict(sorted((int(folder.name), folder) for folder in folders))
 
 
 def _sweep(path: Path, ledger: Ledger) -> list[Path]:
@@ -165,10 +166,13 @@ def _sweep(path: Path, ledger: Ledger) -> list[Path]:
     for folder in committed:
         RolloutShards(folder).clear()
     partial = sorted((path / "checkpoints").glob(durable.partial_folder(Path("*")).name))
-    entered = next((entry.step for entry in ledger.newest_checkpoints()), START)
+    newest = next((entry.step for entry in ledger.newest_checkpoints()), START)
     last = ledger.last_step() or START
     # Of a later step than the last one, the end of the ledger was cut off: all of that is left to the user.
-    unnamed = [folder for step, folder in checkpoint_folders(path).items() if entered < step <= last]
+    unnamed = [folder for step, folder in checkpoint_folders(path).items() if newest < step <= last]
+    if unnamed:
+        entered = {entry.uri for entry in ledger.checkpoints()}
+        unnamed = [folder for folder in unnamed if folder.relative_to(path).as_posix() not in entered]
     for folder in (*partial, *unnamed):
         shutil.rmtree(folder)
     return durable.sweep(path) + committed + partial + unnamed

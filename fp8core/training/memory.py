@@ -260,8 +260,10 @@ def _update_rows(config: RunConfig) -> int:
 
 def _drops_rows(config: RunConfig) -> bool:
     """True if a step of the pipeline or the correction may leave completions out of the loss."""
-    steps = (step.uses for step in config.pipeline.steps)
-    dropping = any(uses in ("tasks.filter:filter", "tasks.shape:shape") or not is_shipped(uses) for uses in steps)
+    dropping = any(
+        step.uses == "tasks.filter:filter" or step.options.get("drop_cut_off") or not is_shipped(step.uses)
+        for step in config.pipeline.steps
+    )
     rejecting = named_correction(config.correction).rule.rejects
     return dropping or rejecting or config.correction.seq_logprob_error_threshold is not None
 

@@ -54,13 +54,14 @@ def test_a_setting_that_does_nothing_is_refused(overrides: list[str], said: str)
         (
             {"options": {"memory_mb": 4096}},
             "environment.options.memory_mb: options.memory_mb=4096 of the tool is more than environment.memory_mb=1024 "
-            "of its episode, so that every call would fail; lower it, or raise that (overrides)",
+            "of its episode, so that every call would fail; set the first lower, or the second higher (overrides)",
         ),
         ({"memory_mb": 256}, "environment.memory_mb: options.memory_mb=512 of the tool is more than environment.me"),
         (
             {"options": {"seconds": 5}},
             "environment.options.seconds: a call may take 10 s, twice options.seconds=5, and "
-            "environment.timeout_seconds=10 ends the episode first; lower it, or raise that (overrides)",
+            "environment.timeout_seconds=10 ends the episode first; set options.seconds lower, or the other higher "
+            "(overrides)",
         ),
         ({"timeout_seconds": 6}, "environment.timeout_seconds: a call may take 6 s, twice options.seconds=3, and "),
         ({"options": {"memory_mb": 1024, "seconds": 4}}, None),
