@@ -357,7 +357,10 @@ def parity_html(
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
     seeds = f"Mean over {len(night.seeds)} seeds."
-    found = [f"{label}, mean over its seeds: {answer(history, short).words}." for label, history in compared]
+    found = [
+        f"{label}, mean over its seeds: {answer(history, short, prompts=_prompts(runs[label])).words}."
+        for label, history in compared
+    ]
     alignment = (curve_chart(curve, compared, _verdict_bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN))
     weights = collapsed(curve_chart(curve, everything) for curve in WEIGHTS)
     sections = [
@@ -448,6 +451,11 @@ def changes_table(before: ParityResult, night: ParityResult) -> Table:
     """The differences from a night before."""
     rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, night)]
     return Table("What changed", ["kind", "what", "before", "now"], rows)
+
+
+def _prompts(runs: Sequence[RunData]) -> int | None:
+    """Held-out prompts of trainings that all have the same ones; None where no configuration can be read."""
+    return next((run.evidence.config.evaluation.prompts for run in runs if run.evidence.config is not None), None)
 
 
 def _compared(runs: Runs) -> Runs:

@@ -75,6 +75,11 @@ class RunData:
         return max(known, default=None)
 
     @property
+    def left(self) -> int:
+        """The number of steps that it still has to make, as far as it is known."""
+        return max(0, (self.asked or 0) - max(self.evidence.steps, default=0))
+
+    @property
     def status(self) -> str:
         """Its progress, in words."""
         steps = self.evidence.steps

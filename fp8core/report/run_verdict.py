@@ -1,7 +1,8 @@
 """The answer of a training in a sentence: learned or not, equal policies or by how much they differ, and its speed.
 
-Everything is computed from the history of the run. A change of the reward counts when it is larger than `NOISE`
-standard errors of the difference between the first and the last steps.
+Everything is computed from the history of the run. A change counts when it is larger than `NOISE` standard errors: of
+the reward, between the first and the last steps; of held-out accuracy, between the first and the last evaluation.
+Without a change, a run that may still learn is too short to tell.
 """
 
 import math
@@ -22,6 +23,7 @@ from fp8core.report.summary import (
     TOKENS_DIFFERING,
     UNVERIFIABLE,
     History,
+    edge_steps,
     series,
 )
 
@@ -42,15 +44,24 @@ class Answer:
     words: str
 
 
-def answer(history: History, form: Callable[[float], str], why: str | None = None) -> Answer:
+def answer(
+    history: History,
+    form: Callable[[float], str],
+    why: str | None = None,
+    *,
+    prompts: int | None = None,
+    left: int = 0,
+) -> Answer:
     """The answer of a history.
 
     Args:
         history: metrics by step.
         form: writes the numbers that are no error.
         why: the reason where the run is unverifiable, if it is known.
+        prompts: that held-out accuracy is the mean of; None: not known, and so is its noise.
+        left: steps that the run still has to make.
     """
-    learning, reasons = _learning(history, form)
+    learning, reasons = _learning(history, form, prompts, left)
     agreement, comparison = _agreement(history, form)
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {comparison}"
     if any(row.get(UNVERIFIABLE) for row in history):
@@ -62,7 +73,8 @@ def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
     """The answer of a run, with its speed."""
     config = run.evidence.config
     why = unverifiable(config) if config is not None and is_known(config) else None
-    words = [answer(run.history, form, why).words]
+    prompts = None if config is None else config.evaluation.prompts
+    words = [answer(run.history, form, why, prompts=prompts, left=run.left).words]
     if run.busy:
         words.append(f"{form(median(run.busy.values()))} s a step")
     speed = rollout_speed(run)
@@ -80,25 +92,31 @@ def rollout_speed(run: RunData) -> float | None:
     return sum(count for count, _ in known) / spent if spent > 0 else None
 
 
-def _learning(history: History, form: Callable[[float], str]) -> tuple[Learning, str]:
+def _learning(history: History, form: Callable[[float], str], prompts: int | None, left: int) -> tuple[Learning, str]:
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)
     rewards, heldout = ([value for value in values if math.isfinite(value)] for values in (rewards, heldout))
-    if len(rewards) < FEWEST_STEPS:
+    if not rewards:
         return "too short to tell", ""
-    edge = min(EDGE_STEPS, len(rewards) // 2)
+    edge = edge_steps(len(rewards))
     first, last = rewards[:edge], rewards[-edge:]
-    reasons = f"reward {form(fmean(first))} to {form(fmean(last))}, means of the first and last {edge} steps"
-    fell = False
+    of = f"means of the first and last {edge} steps" if edge > 1 else "the first and the last step"
+    reasons = f"reward {form(fmean(first))} to {form(fmean(last))}, {of}"
+    fell = rose = False
     if len(heldout) > 1:
         reasons += f"; held-out accuracy {form(heldout[0])} to {form(heldout[-1])}"
         fell = heldout[-1] < heldout[0]
-    match _direction(first, last):
-        case 1:
-            return ("learned its prompts alone" if fell else "learned"), reasons
-        case -1:
-            return "got worse", reasons
-    return "not learned", f"{reasons}; the reward changed by no more than chance"
+        rose = prompts is not None and heldout[-1] - heldout[0] > NOISE * _accuracy_error(heldout, prompts)
+    if len(rewards) >= FEWEST_STEPS:
+        match _direction(first, last):
+            case 1:
+                return ("learned its prompts alone" if fell else "learned"), reasons
+            case -1:
+                return "got worse", reasons
+        reasons += "; the reward changed by no more than chance"
+    if rose:
+        return "learned", f"{reasons}; held-out accuracy rose by more than chance"
+    return ("too short to tell" if left or edge < EDGE_STEPS else "not learned"), reasons
 
 
 def _direction(first: Sequence[float], last: Sequence[float]) -> int:
@@ -106,6 +124,14 @@ def _direction(first: Sequence[float], last: Sequence[float]) -> int:
     change = fmean(last) - fmean(first)
     error = math.sqrt((variance(first) + variance(last)) / len(first))
     return 0 if abs(change) <= NOISE * error else int(math.copysign(1, change))
+
+
+def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
+    """The standard error of the change from the first to the last accuracy, if either had other prompts.
+
+    Both have the same prompts, so the real one is smaller.
+    """
+    return math.sqrt(sum(max(0.0, share * (1.0 - share)) for share in (heldout[0], heldout[-1])) / prompts)
 
 
 def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:

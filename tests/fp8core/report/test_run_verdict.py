@@ -35,15 +35,42 @@ RISING = [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
         (RISING, (), "learned"),
         (RISING, (0.5, 0.2), "learned its prompts alone"),
         (RISING[::-1], (0.5, 0.2), "got worse"),
-        ([0.4, 0.6] * 5, (0.5, 0.6), "not learned"),
-        ([0.5] * 10, (), "not learned"),
-        (RISING[:5], (0.1, 0.9), "too short to tell"),
+        ([0.4, 0.6] * 10, (0.5, 0.6), "not learned"),
+        ([0.5] * 20, (), "not learned"),
+        ([0.5] * 19, (), "too short to tell"),
+        (RISING[:5], (), "too short to tell"),
+        ([0.5], (), "too short to tell"),
         ([float("nan")] * 10, (), "too short to tell"),
         ([], (), "too short to tell"),
     ],
 )
 def test_a_reward_has_to_change_by_more_than_chance(rewards, heldout, learning) -> None:
-    assert answer(history(rewards, heldout), short).learning == learning
+    assert answer(history(rewards, heldout), short, prompts=256).learning == learning
+
+
+@pytest.mark.parametrize(
+    ("heldout", "prompts", "left", "learning"),
+    [
+        ((0.457, 0.625), 256, 0, "learned"),
+        ((0.457, 0.625), 256, 74, "learned"),
+        ((0.457, 0.625), 32, 0, "not learned"),
+        ((0.457, 0.625), None, 0, "not learned"),
+        ((0.625, 0.457), 256, 0, "not learned"),
+        ((0.457, 0.46), 256, 74, "too short to tell"),
+    ],
+)
+def test_held_out_accuracy_that_rose_is_learning_whatever_the_reward_did(heldout, prompts, left, learning) -> None:
+    found = answer(history([0.63, 0.61] * 10, heldout), short, prompts=prompts, left=left)
+    assert found.learning == learning
+    assert f"held-out accuracy {heldout[0]} to {heldout[1]}" in found.words
+
+
+def test_a_run_that_goes_on_is_too_short_to_tell(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    stopped = replace(run, history=history([0.63, 0.61] * 10))
+    assert run_sentence(stopped, short).startswith("Not learned")
+    config = run.evidence.config.model_copy(update={"steps": 80})
+    assert run_sentence(replace(stopped, evidence=replace(run.evidence, config=config)), short).startswith("Too short")
 
 
 @pytest.mark.parametrize(
