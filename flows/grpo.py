@@ -235,7 +235,7 @@ def finish(session: Session, console: Console) -> Summary:
     *earlier, _ = view.process_seconds
     picture = run.directory.path / CURVES
     name = run.directory.path.name
-    draw_png(training_charts(name, metrics), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
+    draw_png(training_charts(name, metrics, bounds), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
     summary = summarise(
         metrics,
         session.timings,

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from fp8core.alignment.bounds import BOUNDED, stored_bounds
+from fp8core.alignment.bounds import BOUNDED, StopBounds, stored_bounds
 from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
 from fp8core.report.summary import (
     ENTROPY,
@@ -248,7 +248,7 @@ LEARNING = (
 # (docs/guides/grpo.md and docs/adding-new-models.md there).
 ALIGNMENT = (
     Curve(
-        "Token multiplicative probability error",
+        "Token multiplicative probability error - 1",
         "mean exp|d| - 1",
         TMPE,
         lambda row: row[TMPE] - 1.0,
@@ -314,9 +314,10 @@ def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:
     return [(run.label, run.history) for run in runs]
 
 
-def training_charts(label: str, history: History) -> list[Chart]:
-    """The few charts that the picture in a run's folder shows."""
-    return [curve_chart(curve, [(label, history)]) for curve in (*LEARNING, ALIGNMENT[0])]
+def training_charts(label: str, history: History, bounds: StopBounds | None) -> list[Chart]:
+    """The few charts that the picture in a run's folder shows, with the bounds that the run has."""
+    lines = bound_lines([(label, bounds)])
+    return [curve_chart(curve, [(label, history)], lines.get(curve.metric, ())) for curve in (*LEARNING, ALIGNMENT[0])]
 
 
 def difference_histogram(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
@@ -541,17 +542,20 @@ _NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_di
 
 
 def configured_bounds(runs: Sequence[RunData]) -> Bounds:
-    """A line for each bound that a run has; one that not all runs have names those that do."""
+    """`bound_lines` of runs, by their stored configurations."""
+    return bound_lines([(run.label, stored_bounds(run.evidence.config)) for run in runs])
+
+
+def bound_lines(runs: Sequence[tuple[str, StopBounds | None]]) -> Bounds:
+    """A line for each bound that a run (label, bounds) has; one that not all runs have names those that do."""
     found: dict[str, list[Bound]] = {}
     for curve in ALIGNMENT:
         holders: dict[float, list[str]] = defaultdict(list)
-        for run in runs:
+        for label, bounds in runs:
             name = _NAMES.get(curve.metric, "")
-            bounds = stored_bounds(run.evidence.config)
             if bounds is not None and name in bounds.limits:
-                holders[bounds.limits[name]].append(run.label)
+                holders[curve.of({curve.metric: bounds.limits[name]})].append(label)
         for value, labels in holders.items():
             whose = "" if len(labels) == len(runs) else f" of {', '.join(labels)}"
-            line = Bound(f"stop{whose}: {short(value)}", curve.of({curve.metric: value}))
-            found.setdefault(curve.metric, []).append(line)
+            found.setdefault(curve.metric, []).append(Bound(f"stop{whose}: {short(value)}", value))
     return found

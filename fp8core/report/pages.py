@@ -424,8 +424,8 @@ def _verdict_bounds(curve: Curve, config: ParityConfig) -> list[Bound]:
     limits = {TMPE: config.error_mismatched, K3: config.k3, ESS: config.effective_sample_size}
     if curve.metric not in limits:
         return []
-    limit = limits[curve.metric].limit
-    return [Bound(f"bound: {short(limit)}", curve.of({curve.metric: limit}))]
+    value = curve.of({curve.metric: limits[curve.metric].limit})
+    return [Bound(f"bound: {short(value)}", value)]
 
 
 def _accuracy(one: Measured | None) -> str:

@@ -1,8 +1,8 @@
 """The answer of a training in a sentence: learned or not, equal policies or by how much they differ, and its speed.
 
-Everything is computed from the history of the run. A change counts when it is larger than `NOISE` standard errors: of
-the reward, between the first and the last steps; of held-out accuracy, between the first and the last evaluation.
-Without a change, a run that may still learn is too short to tell.
+Everything is computed from the history of the run. A change counts when it is larger than `NOISE` standard errors. That
+of the reward is between the first and the last steps, that of held-out accuracy between the first and the last
+evaluation. Without a change, a run that may still learn is too short to tell.
 """
 
 import math

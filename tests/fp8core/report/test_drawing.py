@@ -142,7 +142,7 @@ def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() ->
     "history", [[{"step": 0, "reward/heldout_accuracy": 0.4}], [{"step": 5}], [{"step": 1, "reward/mean": 0.5}]]
 )
 def test_the_picture_of_a_run_is_drawn_whatever_was_measured(tmp_path: Path, history) -> None:
-    draw_png(training_charts("tiny", history), tmp_path / "curves.png", "tiny")
+    draw_png(training_charts("tiny", history, None), tmp_path / "curves.png", "tiny")
     assert imread(tmp_path / "curves.png").shape[1] == 1200
 
 

@@ -53,7 +53,7 @@ def test_the_page_says_verdict_reasons_and_changes(runs, mixed_run, night):
     measured = [measure(runs["bf16"][0], "bf16", 0, 1)]
     before = night.model_copy(update={"name": "zeroth", "versions": {"torch": "2.10"}})
     page = parity_html(night, measured, runs, before, ParityConfig())
-    for words in (night.headline, "a leak &lt;b&gt;", "Compared with zeroth", "2.10", "bound: 1.1", "seed 1"):
+    for words in (night.headline, "a leak &lt;b&gt;", "Compared with zeroth", "2.10", "bound: 0.1", "seed 1"):
         assert words in page
     assert "No earlier run" in parity_html(night, measured, runs, None, ParityConfig())
     same = parity_html(night, measured, runs, night, ParityConfig())

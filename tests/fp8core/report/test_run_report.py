@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fp8core.report.charts import Bound, configured_bounds
+from fp8core.alignment.bounds import stored_bounds
+from fp8core.report.charts import Bound, configured_bounds, training_charts
 from fp8core.report.pages import Section, Table, key_charts, render_page, report_html
 from fp8core.report.run_data import read_run, read_runs
 from fp8core.report.summary import TMPE
@@ -99,12 +100,16 @@ def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, mixed_run,
     own = replace(read_run(run_copy.folder, "own"), history=read_run(mixed_run.folder, "mixed").history)
     alone, beside = [own], [read_run(whole_run.folder, "whole"), own]
     charts = charts_of(report_html(alone))
-    assert ">stop: 1.25<" in charts["Token multiplicative probability error"]
-    assert "NeMo RL" not in charts["Token multiplicative probability error"]
-    assert ">stop: 0.9<" in charts["Effective sample size that is lost"]
+    error = charts["Token multiplicative probability error - 1"]
+    # In the units of the axis, which the limit of the error is not in.
+    assert ">stop: 0.25<" in error
+    assert "NeMo RL" not in error
+    assert ">stop: 0.1<" in charts["Effective sample size that is lost"]
     assert ">NeMo RL: 0.001<" in charts["Divergence of training from rollout policy (k3)"]
-    assert ">stop of own: 1.25<" in report_html(beside)
-    assert configured_bounds(alone)[TMPE] == [Bound("stop: 1.25", 0.25)]
+    assert ">stop of own: 0.25<" in report_html(beside)
+    assert configured_bounds(alone)[TMPE] == [Bound("stop: 0.25", 0.25)]
+    in_its_folder = training_charts("own", own.history, stored_bounds(own.evidence.config))[-1]
+    assert list(in_its_folder.bounds) == [Bound("stop: 0.25", 0.25)]
 
 
 @pytest.mark.parametrize("damage", ["no step", "one step", "no ledger", "no artifacts", "unreadable configuration"])
