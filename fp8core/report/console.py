@@ -189,8 +189,9 @@ class Console:
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
         if (gap := summary.precision_gap) is not None:
-            both = f"nats a token at step 0; held-out {gap.accuracy:.3f}, in BF16 {gap.bf16_accuracy:.3f}"
-            results.add_row("FP8 - BF16", f"{gap.nats:.3g}", both)
+            # A bracket is markup to rich.
+            found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
+            results.add_row("FP8 from BF16", f"{gap.nats:.3g}", found)
         if (silent := summary.steps_without_signal) > 0:
             results.add_row(
                 "no signal", f"{silent} {'step' if silent == 1 else 'steps'}", "the rewards of every group were equal"

@@ -71,6 +71,7 @@ from fp8core.report.summary import (
     History,
     first_steps,
     last_steps,
+    precision_gap,
     series,
 )
 from fp8core.store.diff import with_equal_steps
@@ -158,6 +159,7 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("FP8 from BF16 at step 0 (nats per token)", _over(GAP, lambda values: values[0])),
         ("held-out accuracy at step 0, prompts of both precisions", _over(GAP_ACCURACY, lambda values: values[0])),
         ("held-out accuracy at step 0, the same in BF16", _over(GAP_BF16, lambda values: values[0])),
+        ("held-out accuracy at step 0, FP8 - BF16, paired, with 95 % interval", _gap_difference),
         ("completion length, last step (tokens)", _over(LENGTH, lambda values: values[-1])),
         ("entropy, last step (nats per token)", _over(ENTROPY, lambda values: values[-1])),
         ("token multiplicative probability error, mean", _over(TMPE, fmean, format_tmpe)),
@@ -243,6 +245,11 @@ def _over(
         return form(summary(values)) if values else MISSING
 
     return value
+
+
+def _gap_difference(run: RunData) -> str:
+    gap = precision_gap(run.history)
+    return MISSING if gap is None else gap.difference_words
 
 
 def _rollout_speed(run: RunData) -> str:

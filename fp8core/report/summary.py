@@ -28,12 +28,15 @@ STALENESS, STALEST = "rollout/staleness_mean", "rollout/staleness_max"
 LAG_ESS, OUTSIDE_CLIP = "correction/ess", "correction/share_outside_clip"
 UNVERIFIABLE = "rollout/unverifiable"
 
-GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16 = (
-    f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy")
+GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16, GAP_PROMPTS = (
+    f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy", "prompts")
+)
+GAP_DIFFERENCE, GAP_LOW, GAP_HIGH = (
+    f"rollout/precision_gap_{name}" for name in ("difference", "difference_low", "difference_high")
 )
 OF_START: Mapping[str, Mapping[str, str]] = {
     "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},
-    "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error"},
+    "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error", GAP_PROMPTS: "prompts"},
 }
 
 # Files of a run's folder.
@@ -68,19 +71,32 @@ class Overhead(_Frozen):
 
 
 class PrecisionGap(_Frozen):
-    """FP8 and BF16 of the same weights, at step 0."""
+    """FP8 and BF16 of the same weights, at step 0.
+
+    `nats` is the mean |d| of a token. Accuracies are over `prompts`, and `difference` is the mean of their differences,
+    FP8 - BF16, with the bounds of its 95 % interval.
+    """
 
     nats: float
     accuracy: float
     bf16_accuracy: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    prompts: int
+
+    @property
+    def difference_words(self) -> str:
+        """The difference with its interval, as people read it."""
+        interval = f"[{self.difference_low:+.3f}, {self.difference_high:+.3f}]"
+        return f"{self.difference:+.3f} {interval} on {self.prompts} prompts"
 
 
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured.
 
     `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them. In a step without a
-    signal, the rewards of every group are equal. `precision_gap` is of step 0: nats a token between FP8 and BF16, and
-    held-out accuracy of both.
+    signal, the rewards of every group are equal.
     """
 
     run: str
@@ -107,7 +123,25 @@ def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
     found = {metric: content[field] for metric, field in OF_START.get(kind, {}).items() if content}
     if kind == "precision_gap":
         found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
+        ends = {GAP_DIFFERENCE: "value", GAP_LOW: "low", GAP_HIGH: "high"}
+        found |= {metric: content["difference"][end] for metric, end in ends.items()}
     return found
+
+
+def precision_gap(history: History) -> PrecisionGap | None:
+    """The gap that step 0 measured, if it did."""
+    row = next((row for row in history if GAP in row), None)
+    if row is None:
+        return None
+    return PrecisionGap(
+        nats=row[GAP],
+        accuracy=row[GAP_ACCURACY],
+        bf16_accuracy=row[GAP_BF16],
+        difference=row[GAP_DIFFERENCE],
+        difference_low=row[GAP_LOW],
+        difference_high=row[GAP_HIGH],
+        prompts=int(row[GAP_PROMPTS]),
+    )
 
 
 def series(history: History, key: str) -> tuple[list[int], list[float]]:
@@ -181,7 +215,6 @@ def summarise(
     _, tmpe = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
     _, signals = series(history, SIGNAL)
-    gap = [value for key in (GAP, GAP_ACCURACY, GAP_BF16) for value in series(history, key)[1]]
     overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
@@ -196,7 +229,7 @@ def summarise(
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
         steps_without_signal=signals.count(0.0),
-        precision_gap=PrecisionGap(nats=gap[0], accuracy=gap[1], bf16_accuracy=gap[2]) if gap else None,
+        precision_gap=precision_gap(history),
         bounds=bounds,
         bounds_crossed=bounds_crossed,
         overhead_ms_per_step=Overhead(median=median(overheads), mean=fmean(overheads)) if overheads else None,

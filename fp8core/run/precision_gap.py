@@ -74,9 +74,11 @@ def gap_line(gap: dict[str, Any]) -> str:
         f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
         for found in (gap["accuracy"], gap["bf16_accuracy"])
     )
+    paired = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
     return (
         f"FP8 and BF16, same weights: {gap['nats']:.3g} nats a token apart, tmpe {gap['error']:.6g} "
-        f"({gap['tokens']} tokens); held-out {ours} and {theirs} ({gap['prompts']} prompts)"
+        f"({gap['tokens']} tokens); held-out {ours} and {theirs}, "
+        f"paired difference {paired} ({gap['prompts']} prompts)"
     )
 
 

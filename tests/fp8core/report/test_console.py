@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.report.console import Console, StyleAccuracy, format_tmpe, shows_sample
-from fp8core.report.summary import Overhead, Summary
+from fp8core.report.summary import Overhead, PrecisionGap, Summary
 
 METRICS = {
     "step": 1,
@@ -208,6 +208,15 @@ def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
     ):
         assert words in text
     assert [line.split()[1:5] for line in text.splitlines() if "rollout" in line] == [["rollout", "30.0", "s", "33%"]]
+
+
+def test_the_distance_of_fp8_from_bf16_has_the_paired_difference_and_its_prompts() -> None:
+    ends = {"difference": -0.03125, "difference_low": -0.125, "difference_high": 0.0625}
+    gap = PrecisionGap(nats=0.00798, accuracy=0.5, bf16_accuracy=0.53125, **ends, prompts=32)
+    file = io.StringIO()
+    Console(file, 80).summary(SUMMARY.model_copy(update={"precision_gap": gap}), Path("r"), "mlflow ui", "http://page")
+    words = " ".join(file.getvalue().replace("│", " ").split())
+    assert "FP8 from BF16 0.00798 nats a token at step 0; held-out -0.031 [-0.125, +0.062] on 32 prompts" in words
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,9 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     assert whole_run.ledger.step(4).weights_digest[:12] in both
     assert "torch " in both
     assert "finished, 4 steps" in both
+    gap = whole_run.store.get_json(whole_run.ledger.artifacts(0)["precision_gap"])
+    ends = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
+    assert f"<td>{ends} on {gap['prompts']} prompts</td>" in both.replace("&#43;", "+")
 
 
 def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, mixed_run, run_copy) -> None:

@@ -44,6 +44,7 @@ def test_a_series_skips_steps_at_which_nothing_was_measured() -> None:
 
 def test_a_summary_has_the_fields_of_the_json_file() -> None:
     gap = {"nats": 0.125, "k3": 0.01, "error": 1.2, "accuracy": {"value": 0.5}, "bf16_accuracy": {"value": 0.75}}
+    gap |= {"difference": {"value": -0.25, "low": -0.5, "high": 0.125}, "prompts": 32}
     history = [{"step": 0, "reward/heldout_accuracy": 0.4, **start_metrics("precision_gap", gap)}]
     for step in range(1, 31):
         history.append(
@@ -88,7 +89,15 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
         "steps_without_signal": 2,
-        "precision_gap": {"nats": 0.125, "accuracy": 0.5, "bf16_accuracy": 0.75},
+        "precision_gap": {
+            "nats": 0.125,
+            "accuracy": 0.5,
+            "bf16_accuracy": 0.75,
+            "difference": -0.25,
+            "difference_low": -0.5,
+            "difference_high": 0.125,
+            "prompts": 32,
+        },
         "bounds": "exact contract, fail beyond error 1",
         "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},
