@@ -45,6 +45,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
+from fp8core.report.run_data import time_spent
 from fp8core.report.summary import CURVES, Interval, StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
@@ -168,7 +169,6 @@ class FlowExecution(PrefectExecution):
             return super().call(run, name, index, timed)
 
     def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
-        self._session.stage(name, result)
         if name == "first_evaluation" and not result.reused:
             styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
             if styles:
@@ -232,7 +232,6 @@ def finish(session: Session, console: Console) -> Summary:
     crossed = run.directory.ledger.bounds(START + 1)
     # A run that was continued may have crossed other bounds than those that it has now.
     named = dict.fromkeys(entry.reason.partition(":")[0] for entry in crossed)
-    *earlier, _ = view.process_seconds
     picture = run.directory.path / CURVES
     name = run.directory.path.name
     draw_png(training_charts(name, metrics, bounds), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
@@ -244,8 +243,8 @@ def finish(session: Session, console: Console) -> Summary:
         chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
         # As stored: no rank is needed any more, and one may be lost.
         weights_digest=run.directory.store.get_json(carried(run, next_step(run))["policy"])["weights_digest"],
-        total_seconds=sum(earlier) + time.perf_counter() - session.began,
-        task_seconds={**session.stages, **view.task_seconds},
+        total_seconds=sum(view.process_seconds),
+        task_seconds=time_spent(view),
         bounds=f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
         bounds_crossed=len(crossed) if crossed or bounds.judges else None,
     )

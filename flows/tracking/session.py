@@ -37,7 +37,6 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.context import RunContext
-from fp8core.run.execute import TaskResult
 from fp8core.run.loop import TrainingPaused, next_step
 from fp8core.run.open import open_directory, open_run, plan_of, resume_command, signing_key
 from fp8core.run.resume import ensure
@@ -247,13 +246,7 @@ class Session:
     tracker: Tracker
     mlflow: MlflowBacklog
     publisher: Publisher
-    began: float
     timings: list[StepTiming] = field(default_factory=list)
-    stages: dict[str, float] = field(default_factory=dict)
-
-    def stage(self, name: str, result: TaskResult) -> None:
-        """Note the seconds of a task that belongs to no iteration, in this process or in the one that ran it."""
-        self.stages[name] = result.entry.seconds
 
 
 def follow_ledger(session: Session) -> None:
@@ -274,7 +267,6 @@ def open_session(
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
     MLflow shows a run that was opened and failed as FAILED, one that was stopped or paused as KILLED.
     """
-    began = time.perf_counter()
     plan, key = plan_of(config), signing_key(config, name)
     with open_directory(config, name, new_code=new_code) as directory:
         tracker, file, news = _open_tracker(directory, config, name)
@@ -286,7 +278,7 @@ def open_session(
                 mlflow = MlflowBacklog(run, tracker, file)
                 with publishing(console, mlflow) as publisher:
                     try:
-                        yield Session(run, tracker, mlflow, publisher, began)
+                        yield Session(run, tracker, mlflow, publisher)
                     except Exception:  # Others stop a training that is continued later, while its user waits.
                         mlflow.add_report(publisher.check_patience)
                         raise

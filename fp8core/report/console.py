@@ -202,7 +202,8 @@ class Console:
             overhead = summary.overhead_ms_per_step
             results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
         total = summary.seconds["total"]
-        results.add_row("time", f"{total:.1f} s", f"{summary.steps} steps")
+        # As the report names it.
+        results.add_row("time", f"{total:.1f} s", f"of all processes, {summary.steps} steps")
         for task, seconds in summary.seconds.items():
             if task != "total":
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")

@@ -48,7 +48,7 @@ from fp8core.report.charts import (
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
-from fp8core.report.run_data import RunData
+from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import answer, rollout_speed, run_sentence
 from fp8core.report.summary import (
     EDGE_STEPS,
@@ -229,7 +229,27 @@ def provenance_table(run: RunData) -> Table:
 
 def _time_of_all(run: RunData) -> str:
     processes = run.evidence.process_seconds
-    return f"{sum(processes):,.1f} s ({len(processes)})" if processes else MISSING
+    if not processes:
+        return MISSING
+    return f"{sum(processes):,.1f} s, {len(processes)} {'process' if len(processes) == 1 else 'processes'}"
+
+
+def whole_time_table(runs: Sequence[RunData]) -> Table:
+    """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole."""
+    spent = [time_spent(run.evidence) for run in runs]
+    names = [*dict.fromkeys(name for one in spent for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
+
+    def cell(run: RunData, seconds: float | None) -> str:
+        whole = sum(run.evidence.process_seconds)
+        return MISSING if seconds is None or not whole else f"{seconds:,.1f} s ({seconds / whole:.1%})"
+
+    rows = []
+    for name in names:
+        cells = [cell(run, one.get(name)) for run, one in zip(runs, spent, strict=True)]
+        rows.append(("outside of committed tasks" if name == OUTSIDE_TASKS else name, *cells))
+    rows.append(("time of all processes", *(_time_of_all(run) for run in runs)))
+    caption = "Seconds of the whole run, its start included; tasks that run side by side both count"
+    return Table(caption, ["task", *(run.label for run in runs)], rows)
 
 
 def _bounds(run: RunData) -> str:
@@ -298,7 +318,7 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
             constant if scales else ["No run has scales: its KV cache is not in FP8."],
             [*_figures(scaled), *scales],
         ),
-        Section("time", "Time", figures=_figures(time_stacks(runs)), tables=[shares]),
+        Section("time", "Time", figures=_figures(time_stacks(runs)), tables=[shares, whole_time_table(runs)]),
         Section("graph", "Iteration", figures=[figure_html(pipeline_graph(run)) for run in runs]),
         Section("numbers", "Numbers", tables=[numbers_table(runs)]),
         _configuration(runs),

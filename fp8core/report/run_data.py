@@ -16,12 +16,15 @@ from fp8core.report.summary import OF_START, STEP, History, start_metrics, union
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
-from fp8core.store.ledger import START
+from fp8core.store.ledger import START, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, spans
 
 LARGEST_SHOWN = 1e100
+OUTSIDE_TASKS = "outside_tasks"
+# The ledger has the results of the start under the names of any step's.
+_OF_START = {"calibrate": "first_scales", "evaluate": "first_evaluation"}
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,30 @@ def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[
             if commit.step > START:
                 seconds.setdefault(name, {})[commit.step] = entry.seconds
     return {name: steps for name, steps in seconds.items() if steps}
+
+
+def time_spent(evidence: RunView) -> dict[str, float]:
+    """Seconds in each committed task: those of the start, then of all iterations, their commits and checkpoints.
+
+    Tasks may run side by side. `OUTSIDE_TASKS` is the rest of the time of all processes (`RunView.process_seconds`):
+    workers start, steps are orchestrated, and tasks run whose step is not committed.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    for commit in sorted(evidence.commits, key=lambda commit: commit.step):
+        for name, task in commit.tasks.items():
+            seconds[_OF_START.get(name, name) if commit.step == START else name] += task.seconds
+    for _, entry in evidence.entries:
+        match entry:
+            case StepEntry():
+                seconds["commit"] += entry.seconds
+            case CheckpointEntry():
+                seconds["checkpoint"] += entry.seconds
+            case _:
+                pass
+    ran = [entry for commit in evidence.commits for entry in commit.tasks.values()]
+    inside = union_seconds((entry.started, entry.started + entry.seconds) for entry in ran)
+    rest = sum(evidence.process_seconds) - inside - seconds.get("commit", 0.0) - seconds.get("checkpoint", 0.0)
+    return {**seconds, OUTSIDE_TASKS: max(0.0, rest)}
 
 
 def _busy(commit: Commit) -> float:

@@ -205,8 +205,8 @@ def summarise(
         mlflow_run_id: its MLflow run.
         chain_head: the last link of its chain of manifests (`manifest.Head`).
         weights_digest: digest of the last policy.
-        total_seconds: wall time of the run, in all its processes.
-        task_seconds: of it, what each task took over all steps, and what ran before them (warm start).
+        total_seconds: wall time of the run, in all its processes (`RunView.process_seconds`).
+        task_seconds: of it, what each task took, and the rest (`run_data.time_spent`).
         bounds: what the run was held to, in a line; before it the bounds that it crossed.
         bounds_crossed: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing was judged.
     """

@@ -136,7 +136,7 @@ class RunView:
 
     @property
     def process_seconds(self) -> list[float]:
-        """Seconds that each process had the run: from its start to the last task or step that it committed."""
+        """Seconds that each process had the run: from its first line to the last task, step or checkpoint it wrote."""
         ends: dict[SegmentEntry, float] = {}
         for _, entry in self.entries:
             match entry:
@@ -147,23 +147,12 @@ class RunView:
                     ends[process] = max(ends[process], entry.started + entry.seconds)
                 case StepEntry() if ends:
                     ends[process] = max(ends[process], entry.committed_ms / 1000)
+                case CheckpointEntry() if ends:
+                    # It is written after the commit of its step, and has no time of its own.
+                    ends[process] += entry.seconds
                 case _:
                     pass
         return [end - process.started for process, end in ends.items()]
-
-    @property
-    def task_seconds(self) -> dict[str, float]:
-        """Seconds in each task over all committed iterations, and in what commits them and saves checkpoints."""
-        seconds: dict[str, float] = defaultdict(float)
-        for commit in self.commits:
-            if commit.step > START:
-                for name, task in commit.tasks.items():
-                    seconds[name] += task.seconds
-                seconds["commit"] += commit.entry.seconds
-        for _, entry in self.entries:
-            if isinstance(entry, CheckpointEntry):
-                seconds["checkpoint"] += entry.seconds
-        return dict(seconds)
 
     @property
     def gap(self) -> str | None:

@@ -5,7 +5,7 @@ import pytest
 
 from fp8core.config.run import KeepConfig
 from fp8core.errors import UserError
-from fp8core.report.run_data import labels, read_run, read_runs, refuse_duplicates
+from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, read_runs, refuse_duplicates, time_spent
 from fp8core.report.summary import HELDOUT, REWARD, TMPE, series
 from fp8core.store.gc import plan_removal, remove
 
@@ -36,6 +36,24 @@ def test_times_are_those_of_the_ledger(whole_run) -> None:
         assert 0 < run.busy[step] <= sum(task.seconds for task in tasks.values()) + 1e-6
     assert list(run.seconds) == [step.name for step in run.pipeline]
     assert next(step for step in run.pipeline if step.name == "reward").reads == ("prompts", "rollouts")
+
+
+def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_run) -> None:
+    evidence = read_run(whole_run.folder, "whole").evidence
+    spent = time_spent(evidence)
+    start, last = whole_run.ledger.tasks(0), whole_run.ledger.tasks(4)
+    names = {"warm_start": "warm_start", "calibrate": "first_scales", "evaluate": "first_evaluation"}
+    assert {names.get(name, name): task.seconds for name, task in start.items()}.items() <= spent.items()
+    trained = sum(whole_run.ledger.tasks(step)["train"].seconds for step in range(1, 5))
+    assert spent["train"] == pytest.approx(trained)
+    assert spent["calibrate"] == pytest.approx(
+        sum(whole_run.ledger.tasks(step)["calibrate"].seconds for step in range(1, 5))
+    )
+    assert next(iter(spent)) == "warm_start"
+    assert [*last, "commit"] == [name for name in spent if name in last or name == "commit"]
+    # Tasks that run side by side count twice, so the parts are the whole at least.
+    whole = sum(evidence.process_seconds)
+    assert 0 < spent[OUTSIDE_TASKS] < whole <= sum(spent.values()) + 1e-6
 
 
 def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:
