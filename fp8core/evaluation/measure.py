@@ -104,6 +104,20 @@ def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, f
     return (0.0 if right == 0 else centre - half), (1.0 if right == count else centre + half)
 
 
+def paired_interval(better: int, worse: int, count: int, confidence: float) -> tuple[float, float]:
+    """Interval of the difference of two proportions of the same trials, honest where none or few of them differ.
+
+    (Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
+    data".) `better` and `worse` count the trials that succeeded on one side alone.
+    """
+    assert min(better, worse) >= 0, "a number of trials"
+    assert 0 < count >= better + worse, "trials that differ are among the trials"
+    z, trials = NormalDist().inv_cdf(0.5 + confidence / 2), count + 2
+    more, fewer = (better + 1) / trials, (worse + 1) / trials
+    room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
+    return max(-1.0, more - fewer - room), min(1.0, more - fewer + room)
+
+
 def bootstrap_interval(values: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
     """Percentile interval of the mean of one value a prompt, resampled over prompts; the same for the same seed."""
     means = _resampled_means(np.asarray(values, np.float64), np.random.default_rng(seed))

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.run import RunConfig
-from fp8core.evaluation.measure import bootstrap_interval, compared_prompts, contract_in, wilson_interval
+from fp8core.evaluation.measure import (
+    bootstrap_interval,
+    compared_prompts,
+    contract_in,
+    paired_interval,
+    wilson_interval,
+)
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.logprobs import token_logprobs
@@ -64,7 +70,7 @@ def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
         "error": float(distances.abs().exp().mean()),
         "accuracy": _estimate(ours),
         "bf16_accuracy": _estimate(theirs),
-        "difference": _estimate([a - b for a, b in zip(ours, theirs, strict=True)]),
+        "difference": _difference([a - b for a, b in zip(ours, theirs, strict=True)]),
     }
 
 
@@ -112,3 +118,13 @@ def _estimate(scores: Sequence[float]) -> dict[str, float]:
     else:
         low, high = bootstrap_interval(scores, _CONFIDENCE, seed=0)
     return {"value": fmean(scores), "low": low, "high": high}
+
+
+def _difference(differences: Sequence[float]) -> dict[str, float]:
+    """Mean of a difference a prompt, with the interval of pairs where each side is right or wrong."""
+    if set(differences) <= {-1.0, 0.0, 1.0}:
+        better, worse = differences.count(1.0), differences.count(-1.0)
+        low, high = paired_interval(better, worse, len(differences), _CONFIDENCE)
+    else:
+        low, high = bootstrap_interval(differences, _CONFIDENCE, seed=0)
+    return {"value": fmean(differences), "low": low, "high": high}

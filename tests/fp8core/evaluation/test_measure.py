@@ -25,6 +25,7 @@ from fp8core.evaluation.measure import (
     majority_at_k,
     measure,
     paired_differences,
+    paired_interval,
     pass_at_k,
     score_prompt,
     wilson_interval,
@@ -138,6 +139,17 @@ def test_wilson_holds_the_share(count: int, data: st.DataObject, confidence: flo
     right = data.draw(st.integers(0, count))
     low, high = wilson_interval(right, count, confidence)
     assert 0 <= low <= right / count <= high <= 1
+
+
+@given(st.integers(1, 500), st.data())
+def test_the_interval_of_pairs_holds_the_difference_and_has_no_side(count: int, data: st.DataObject) -> None:
+    better = data.draw(st.integers(0, count))
+    worse = data.draw(st.integers(0, count - better))
+    low, high = paired_interval(better, worse, count, 0.95)
+    assert -1 <= low <= (better - worse) / count <= high <= 1
+    assert paired_interval(worse, better, count, 0.95) == pytest.approx((-high, -low), abs=1e-12)
+    # Equal answers on few prompts are no proof that both sides are equal.
+    assert low < 0 < high or better != worse
 
 
 def test_the_bootstrap_is_seeded_and_holds_the_mean() -> None:

@@ -53,6 +53,7 @@ def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
     gap = gap_of(loop_run("equal", **{"precision.rollout": side, "precision.training": side, "steps": 1}))
     assert (gap["nats"], gap["k3"], gap["error"], gap["difference"]["value"]) == (0, 0, 1, 0)
     assert gap["accuracy"] == gap["bf16_accuracy"]
+    assert gap["difference"]["low"] == -gap["difference"]["high"] < 0, "no answer differs, in either direction"
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost"])
