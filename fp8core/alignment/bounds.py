@@ -47,6 +47,8 @@ BOUNDED = {
 """Setting below `alignment.stop` -> the metric that it bounds."""
 
 _LOWER = frozenset({"effective_sample_size", "reward_slope"})
+# As the console and the report name them; the bias has a sign, and its size is bounded.
+_SHOWN = {"error": "tmpe", "ratio_bias": "|ratio_bias|"}
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
 _PROBED = ("probe_differing", "probe_error")
 _NO_ERROR = {"error": 1.0, "tokens_differing": 0.0, "k3": 0.0, "effective_sample_size": 1.0}
@@ -96,11 +98,15 @@ class StopBounds:
 
     @property
     def summary(self) -> str:
-        """One line: what is judged, by which contract."""
+        """One line: by which contract, and what follows which values."""
         if not self.judges:
             return f"nothing is bounded (alignment.stop, {self.contract} contract)"
-        limits = ", ".join(f"{name} {limit:g}" for name, limit in self.limits.items())
-        return f"{self.contract} contract, {self.action} beyond {limits}"
+        crossings = ", ".join(
+            f"{_SHOWN.get(name, name)} {'<' if name in _LOWER else '>'} {limit:g}"
+            for name, limit in self.limits.items()
+        )
+        lasting = "" if self.patience == 1 else f"for {self.patience} steps in a row "
+        return f"{self.contract} contract, {self.action}s if {lasting}{crossings}"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,9 @@ def test_the_summary_names_the_bound_that_was_crossed_after_it_was_loosened(laun
     assert paused.state.is_paused()
     summary = launch("loosened", steps=3, overrides={**MISMATCHED, "alignment.stop.error": 9.0}).summary
     assert summary["bounds_crossed"] == 1
-    assert summary["bounds"].startswith("alignment.stop.error=1; at the end mismatched contract, fail beyond error 9")
+    assert summary["bounds"].startswith(
+        "alignment.stop.error=1; at the end mismatched contract, fails if for 2 steps in a row tmpe > 9"
+    )
 
 
 def test_a_run_that_fails_by_a_bound_says_so(launch) -> None:

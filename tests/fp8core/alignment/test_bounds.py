@@ -131,6 +131,21 @@ def test_none_judges_nothing_and_says_so() -> None:
     assert found.summary == "nothing is bounded (alignment.stop, exact contract)"
 
 
+def test_the_line_says_on_which_side_of_a_bound_a_run_fails() -> None:
+    exact = of().summary
+    assert exact.startswith("exact contract, fails if tmpe > 1, tokens_differing > 0, |ratio_bias| > 0, ")
+    assert "reward_slope < 0" in exact
+    found = of(
+        **{
+            "precision.training.linear": "bf16",
+            "alignment.stop.effective_sample_size": 0.5,
+            "alignment.stop.action": "warn",
+        }
+    )
+    assert found.summary.startswith("mismatched contract, warns if for 3 steps in a row tmpe > 1.1, k3 > 0.01, ")
+    assert "effective_sample_size < 0.5" in found.summary
+
+
 def test_an_estimator_whose_advantages_may_have_another_sign_than_the_centred_reward_has_no_bound_on_it() -> None:
     assert "reward_slope" in of(**{"loss.advantage": "rloo"}).limits
     assert "reward_slope" not in of(**{"loss.advantage": "reinforce_plus_plus"}).limits

@@ -67,7 +67,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         weights_digest="def",
         total_seconds=9.0,
         task_seconds={"warm_start": 4.0, "train": 2.25},
-        bounds="exact contract, fail beyond error 1",
+        bounds="exact contract, fails if tmpe > 1",
         bounds_crossed=0,
     )
     assert summary.steps == 30
@@ -98,7 +98,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
             "difference_high": 0.125,
             "prompts": 32,
         },
-        "bounds": "exact contract, fail beyond error 1",
+        "bounds": "exact contract, fails if tmpe > 1",
         "bounds_crossed": 0,
         "overhead_ms_per_step": {"median": 250.0, "mean": 250.0},
         "seconds": {"warm_start": 4.0, "train": 2.25, "total": 9.0},
