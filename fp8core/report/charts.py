@@ -129,7 +129,7 @@ class Heatmap:
     """Positive values by row and x, coloured by their logarithm; NaN is left blank. `panels` maps a name to rows.
 
     The axis reaches to `last_x` at least, and the scale of colours includes the values of `also`: heat maps beside one
-    another have equal axes.
+    another have equal axes. `value_label` is the name of the values.
     """
 
     title: str
@@ -140,6 +140,7 @@ class Heatmap:
     note: str = ""
     last_x: float = 0.0
     also: Sequence[float] = ()
+    value_label: str = ""
 
     def positive(self) -> list[float]:
         """The values that have a colour."""
@@ -431,7 +432,8 @@ def _scale_heatmap(label: str, history: History) -> Heatmap:
         name: [[row.get(f"kv/scale_{kind}_layer{i}", np.nan) for row in rows] for i in layers]
         for kind, name in (("q", "queries"), ("k", "keys"), ("v", "values"))
     }
-    return Heatmap(f"Scales of Q, K and V: {label}", "step", "layer", [row[STEP] for row in rows], panels)
+    steps = [row[STEP] for row in rows]
+    return Heatmap(f"Scales of Q, K and V: {label}", "step", "layer", steps, panels, value_label="scale")
 
 
 def time_stacks(runs: Sequence[RunData]) -> list[Stack]:

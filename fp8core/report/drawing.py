@@ -19,12 +19,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -58,6 +60,7 @@ _MARKED_POINTS, _MARKERS_OF_A_LINE, _LARGEST_DECADES = 40, 10, 12
 _PNG_DPI, _PANEL_INCHES, _LINES_OF_A_PANEL, _LEGEND_COLUMNS = 100, (6.0, 3.6), 4, 4
 _BAR_INCHES, _BAR_FRAME_INCHES, _THICKNESS = 0.34, 2.0, 0.36
 # Of an SVG, in pixels.
+_ALONE = 6.0
 _WIDTH, _LEFT, _RIGHT, _PLOT, _BELOW, _CHARACTER = 400, 58, 390, 190, 42, 6.3
 _TITLE, _LEGEND_ROW, _NOTE_ROW = 34, 17, 15
 _BOX, _BOX_HEIGHT, _COLUMN, _LINE = 108, 46, 136, 62
@@ -359,9 +362,12 @@ def _heatmap_figure(heatmap: Heatmap) -> tuple[Figure, list[Spot]]:
                 spots.append(Spot(axes, a, b, words, i - 0.5, i + 0.5))
     axes.tick_params(labelbottom=True)
     axes.set_xlabel(heatmap.x_label)
-    scale = figure.add_axes((0.6, (y - 36.0) / figure.bbox.height, 0.36, 10.0 / figure.bbox.height))
-    figure.colorbar(mesh, cax=scale, orientation="horizontal", ticks=[low, high], format=lambda value, _: short(value))
+    # Below the label of the steps, and with room at its ends for half a number.
+    scale = figure.add_axes((0.5, (y - 56.0) / figure.bbox.height, 0.36, 10.0 / figure.bbox.height))
+    ticks = sorted({low, high})
+    figure.colorbar(mesh, cax=scale, orientation="horizontal", ticks=ticks, format=lambda value, _: short(value))
     scale.minorticks_off()
+    scale.set_ylabel(heatmap.value_label, rotation=0, ha="right", va="center")
     return figure, spots
 
 
@@ -464,7 +470,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(
-            handles,
+            [_legible(handle) for handle in handles],
             labels,
             loc="upper left",
             bbox_to_anchor=(12 / figure.bbox.width, 1 - 25 / figure.bbox.height),
@@ -476,6 +482,15 @@ def _legend(figure: Figure, axes: Axes) -> None:
             borderpad=0.0,
             borderaxespad=0.0,
         )
+
+
+def _legible(handle: Artist) -> Artist:
+    """What a legend shows for an element: for dots that are faint and small in a crowd, one that can be seen alone."""
+    if not isinstance(handle, Line2D) or handle.get_alpha() is None:
+        return handle
+    alone = Line2D([], [], ls="", marker=handle.get_marker(), color=handle.get_color(), mew=0, ms=_ALONE)
+    alone.set_label(handle.get_label())
+    return alone
 
 
 def _edges(x: Sequence[float], buckets: int) -> list[float]:

@@ -179,6 +179,25 @@ def test_each_layer_of_a_heat_map_has_a_number_and_no_other_has(layers: int) -> 
     assert {word for word in words_of(root) if word.isdigit()} == {"11", "12", *map(str, range(layers))}
 
 
+@pytest.mark.parametrize(
+    ("values", "shown"), [([0.03125, 0.03125], ["0.03125"]), ([0.5, 0.003784], ["0.003784", "0.5"])]
+)
+def test_the_colours_of_a_heat_map_have_a_name_and_each_end_once(values, shown) -> None:
+    root = parsed(Heatmap("Scales", "step", "layer", [11, 12], {"keys": [values]}, value_label="scale"))
+    assert [word for word in words_of(root) if word == "scale" or "." in word] == [*shown, "scale"]
+    width = float(root.find(f"{SVG}svg").get("viewBox").split()[2])
+    ends = [float(text.get("x")) for text in root.iter(f"{SVG}text") if "." in "".join(text.itertext())]
+    assert max(ends) + 30 < width, "half of its digits"
+
+
+def test_dots_are_large_and_opaque_in_a_legend() -> None:
+    text = figure_html(chart(Series("crowd", [1.0, 2.0], [1.0, 2.0], 0, "dots")))
+    # The dots themselves are one picture.
+    (marker,) = re.findall(r'<use [^>]*style="([^"]*)"/> </g> </g> <g> <text[^>]*>crowd<', text)
+    assert marker.startswith("fill: ")
+    assert "opacity" not in marker
+
+
 def test_a_heat_map_of_many_layers_and_steps_stays_small() -> None:
     rows = [[1.0 + (i * step) % 13 for step in range(5000)] for i in range(48)]
     text = figure_html(Heatmap("Scales", "step", "layer", range(5000), {name: rows for name in "qkv"}))
