@@ -29,13 +29,15 @@ from fp8core.report.summary import (
     TOKENS,
     TOKENS_DIFFERING,
     Summary,
-    edge_steps,
 )
 
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
-LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
+LEGEND = (
+    "tmpe 1: both policies give equal probabilities; differ: tokens where they do not",
+    "held-out in brackets: of an earlier step, as this one was not evaluated",
+)
 HEADER_EVERY = 20
 WARM_START_LINES = 10
 # Steps without a signal that are warned of, in a run of that many steps.
@@ -132,10 +134,12 @@ class Console:
             task_seconds: task -> seconds; the one with the largest share is named.
         """
         if self._lines == 0:
-            self._whole_line(Text(LEGEND, style="dim"))
+            legend: tuple[str, ...] = LEGEND
             if STALENESS in metrics:
                 self._widths |= _AGE
-                self._whole_line(Text(AGE_LEGEND, style="dim"))
+                legend = (*LEGEND, AGE_LEGEND)
+            for line in legend:
+                self._whole_line(Text(line, style="dim"))
         if self._lines % HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1
@@ -178,7 +182,7 @@ class Console:
         """The result in a panel; then the report, the curves, the command of the MLflow UI, the run's
         page, and the chain's head."""
         results = Table.grid(padding=(0, 2))
-        edge = edge_steps(summary.steps)
+        edge = summary.reward_edge_steps
         of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
         results.add_row("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean {of}")
         results.add_row(

@@ -95,8 +95,8 @@ class PrecisionGap(_Frozen):
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured.
 
-    `reward_first10` and `reward_last10` are means of ten steps, of a shorter run of half of them. In a step without a
-    signal, the rewards of every group are equal.
+    `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run. In a
+    step without a signal, the rewards of every group are equal.
     """
 
     run: str
@@ -106,6 +106,7 @@ class Summary(_Frozen):
     steps: int
     reward_first10: float | None
     reward_last10: float | None
+    reward_edge_steps: int
     heldout_first: float | None
     heldout_last: float | None
     tmpe_max: float | None
@@ -224,6 +225,7 @@ def summarise(
         steps=len(rewards),
         reward_first10=first_steps(rewards) if rewards else None,
         reward_last10=last_steps(rewards) if rewards else None,
+        reward_edge_steps=edge_steps(len(rewards)) if rewards else 0,
         heldout_first=heldout[0] if heldout else None,
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),

@@ -84,6 +84,7 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "steps": 30,
         "reward_first10": summary.reward_first10,
         "reward_last10": summary.reward_last10,
+        "reward_edge_steps": 10,
         "heldout_first": 0.4,
         "heldout_last": 0.9,
         "tmpe_max": 1.0078125,
@@ -114,3 +115,12 @@ def test_a_run_without_a_step_has_no_numbers() -> None:
         None,
         None,
     )
+
+
+@pytest.mark.parametrize(("steps", "edge"), [(0, 0), (1, 1), (4, 2), (5, 2), (20, 10), (80, 10)])
+def test_a_summary_says_of_how_many_steps_its_rewards_are_means(steps: int, edge: int) -> None:
+    names = {"run": "r", "mlflow_run_id": "m", "chain_head": "0:e", "weights_digest": "w", "bounds": "none"}
+    history = [{"step": step, "reward/mean": float(step)} for step in range(1, steps + 1)]
+    summary = summarise(history, [], **names, total_seconds=0.0, task_seconds={}, bounds_crossed=0)
+    assert summary.reward_edge_steps == edge
+    assert summary.reward_first10 == (sum(range(1, edge + 1)) / edge if edge else None)
