@@ -485,7 +485,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _legible(handle: Artist) -> Artist:
-    """What a legend shows for an element: for dots that are faint and small in a crowd, one that can be seen alone."""
+    """The element as a legend shows it: dots are faint and small in a crowd, but one of them has to be seen alone."""
     if not isinstance(handle, Line2D) or handle.get_alpha() is None:
         return handle
     alone = Line2D([], [], ls="", marker=handle.get_marker(), color=handle.get_color(), mew=0, ms=_ALONE)

@@ -172,7 +172,10 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("steps in which no group had a signal", _over(SIGNAL, lambda values: values.count(0.0), "{:.0f}".format)),
         ("tokens generated", _over(TOKENS, sum, lambda value: f"{value:,.0f}")),
         ("tokens generated per second of rollout", _rollout_speed),
-        ("median seconds of a step", lambda run: short(median(run.busy.values())) if run.busy else MISSING),
+        (
+            "median seconds of tasks a step",
+            lambda run: short(median(run.busy.values())) if run.busy else MISSING,
+        ),
         ("time of all processes", _time_of_all),
         ("bounds on alignment", _bounds),
         ("weights", _weights),

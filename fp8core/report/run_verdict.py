@@ -76,7 +76,7 @@ def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
     prompts = None if config is None else config.evaluation.prompts
     words = [answer(run.history, form, why, prompts=prompts, left=run.left).words]
     if run.busy:
-        words.append(f"{form(median(run.busy.values()))} s a step")
+        words.append(f"{form(median(run.busy.values()))} s of tasks a step")
     speed = rollout_speed(run)
     if speed is not None:
         words.append(f"{form(speed)} tokens a second of rollout")

@@ -91,6 +91,9 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     assert "finished, 4 steps" in both
     assert all(f"<td>{name}</td>" in both for name in ("warm_start", "precision_gap", "outside of committed tasks"))
     assert re.search(r"<td>time of all processes</td><td>[\d.]+ s, 1 process</td>", both)
+    # Neither is of a whole step, as MLflow's are.
+    assert "<td>median seconds of tasks a step</td>" in both
+    assert "<td>tokens generated per second of rollout</td>" in both
     gap = whole_run.store.get_json(whole_run.ledger.artifacts(0)["precision_gap"])
     ends = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
     assert f"<td>{ends} on {gap['prompts']} prompts</td>" in both.replace("&#43;", "+")
