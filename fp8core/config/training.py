@@ -156,7 +156,7 @@ class TrainingConfig(Section):
 def unmeant_training(training: TrainingConfig, *, packs: bool) -> dict[str, str]:
     """Settings with a bad effect, as `run.unmeant`; `packs`: the packed trainer has any part.
 
-    What the packed trainer alone reads is left: a configuration for a GPU is tried on a CPU with one override.
+    Settings that the packed trainer alone reads are left: one override tries a GPU's configuration on a CPU.
     """
     found = dict[str, str]()
     # One step changes the first moment by 1 - beta1 of its distance to the gradient; BF16 resolves 2^-8 of itself.
