@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -346,6 +347,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 60
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} lives on"
-        time.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} lives on"
+            time.sleep(0.05)
