@@ -283,9 +283,7 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
     if described is not None:
         refuse_in_use(folder)
         if (folder / LEDGER).exists():
-            ledger = LedgerView.glance(folder / LEDGER)
-            _refuse_other(described, ledger, config, config.run, new_code=new_code)
-            _refuse_edited(described, folder, ledger)
+            _refuse_other(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
 
 
 def _refuse_other(
@@ -314,9 +312,10 @@ def _refuse_other(
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)
+    _refuse_edited(begun, config.runs.absolute() / name, ledger)
 
 
-def _refuse_edited(described: RunDescription, folder: Path, ledger: LedgerView) -> None:
+def _refuse_edited(begun: RunConfig, folder: Path, ledger: LedgerView) -> None:
     """run.json has the settings that the last step was made with: a resume follows it, and would not see an edit."""
     last = ledger.last_step()
     entry = None if last is None else ledger.step(last)
@@ -326,7 +325,6 @@ def _refuse_edited(described: RunDescription, folder: Path, ledger: LedgerView) 
         record = read_manifest(ArtifactStore(folder), folder, entry).record
     except StoredFileError:
         return  # `restore` says so, or puts it back.
-    begun = reload_config(described.config)
     if record.code_version == current_code() and config_digest_at(begun, record.level) != record.config_digest:
         raise UserError(
             f"{folder}/run.json has other settings than step {last} was made with: undo the change, or begin "
@@ -377,7 +375,6 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
         described = directory.description()
         if described is not None:
             _refuse_other(described, directory.ledger, config, name, new_code=new_code)
-            _refuse_edited(described, directory.path, directory.ledger)
         if not directory.ledger.holds_work():
             directory.write_description(public_dump(config), current_code())
         elif described is None:

@@ -113,18 +113,17 @@ def _distances(
 
 def _estimate(scores: Sequence[float]) -> dict[str, float]:
     """Mean of a score a prompt; Wilson's interval where each is right or wrong, else one that resamples prompts."""
-    if set(scores) <= {0.0, 1.0}:
-        low, high = wilson_interval(round(sum(scores)), len(scores), _CONFIDENCE)
-    else:
-        low, high = bootstrap_interval(scores, _CONFIDENCE, seed=0)
-    return {"value": fmean(scores), "low": low, "high": high}
+    verdicts = set(scores) <= {0.0, 1.0}
+    return _mean(scores, wilson_interval(round(sum(scores)), len(scores), _CONFIDENCE) if verdicts else None)
 
 
 def _difference(differences: Sequence[float]) -> dict[str, float]:
     """Mean of a difference a prompt, with the interval of pairs where each side is right or wrong."""
-    if set(differences) <= {-1.0, 0.0, 1.0}:
-        better, worse = differences.count(1.0), differences.count(-1.0)
-        low, high = paired_interval(better, worse, len(differences), _CONFIDENCE)
-    else:
-        low, high = bootstrap_interval(differences, _CONFIDENCE, seed=0)
-    return {"value": fmean(differences), "low": low, "high": high}
+    verdicts = set(differences) <= {-1.0, 0.0, 1.0}
+    better, worse = differences.count(1.0), differences.count(-1.0)
+    return _mean(differences, paired_interval(better, worse, len(differences), _CONFIDENCE) if verdicts else None)
+
+
+def _mean(values: Sequence[float], interval: tuple[float, float] | None) -> dict[str, float]:
+    low, high = interval or bootstrap_interval(values, _CONFIDENCE, seed=0)
+    return {"value": fmean(values), "low": low, "high": high}

@@ -118,6 +118,10 @@ class RunView:
         config, deletions = _config(description, problems), _deletions(folder, problems)
         return cls(folder, description, config, entries, commits, deletions, written, problems)
 
+    def deletions_now(self) -> dict[str, Deletion]:
+        """As `deletions`, of this moment: a gc may have gone on since the view was made."""
+        return _deletions(self.folder, [])
+
     @cached_property
     def redone(self) -> dict[int, list[RedoEntry]]:
         """The redos by step: each gave another result than the task had stored, which did not run anew later."""

@@ -25,7 +25,6 @@ from fp8core.config.steps import PipelineConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
-from fp8core.store.deletion_log import Deletion, read_deletions
 from fp8core.store.diff import content_differences
 from fp8core.store.durable import Report, file_digest, folder_digest
 from fp8core.store.json_text import shown, value_differences
@@ -306,7 +305,7 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
         except FileNotFoundError:
             if ref.digest not in deletions and not looked_again:
                 # A gc beside this names all that it removes, and then begins.
-                deletions, looked_again = _deletions_now(view), True
+                deletions, looked_again = view.deletions_now(), True
             if (deletion := deletions.get(ref.digest)) is None:
                 yield reference.error("the file is missing")
             else:
@@ -322,13 +321,6 @@ def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
         kinds = ", ".join(ref.kind for ref in refs)
         problem = f"removed ({reason}, {when}): {kinds}; {sum(ref.size for ref in refs)} bytes"
         yield Finding("note", "artifacts", problem, step=step)
-
-
-def _deletions_now(view: RunView) -> Mapping[str, Deletion]:
-    try:
-        return read_deletions(view.folder)
-    except UserError:  # The view has its problem already.
-        return view.deletions
 
 
 def _tables(view: RunView) -> Iterator[Finding]:
