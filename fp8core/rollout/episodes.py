@@ -29,6 +29,11 @@ Key = tuple[int, int]
 """Group and sample of an episode."""
 _LOOK_SECONDS = 1.0
 """Longest wait for environments before the caller may look after something else."""
+_ENTER = 16
+"""Requests that may enter an engine together before one of its steps.
+
+vLLM's core takes 0.6 ms for one, and a step that decodes hides 11 ms of that: of more at once the GPU waits for some.
+"""
 
 
 class Pool(Protocol):
@@ -225,8 +230,9 @@ def run_episodes(
             for key, reply, seconds in sorted(replies, key=lambda answer: answer[0]):
                 go_on(key, open_[key].hear(reply, seconds))
             if asked:
-                session.add(_requests(asked))
-            asked.clear()
+                entering = len(asked) if multi_turn is None else max(_ENTER, len(asked) // 2)
+                session.add(_requests(asked[:entering]))
+                del asked[:entering]
             yield from _new(finished)
             for completion in session.step() if session.busy else []:
                 key = completion.group, completion.sample
@@ -459,20 +465,8 @@ class _Open:
     def _record(self, reply: Turn | Outcome, end: int, said: str, seconds: float) -> None:
         calls = _json([call._asdict() for call in self._action.calls])
         begin = self._turns[-1].observation_end if self._turns else 0
-        self._turns.append(
-            TurnRecord(
-                begin,
-                end,
-                len(self.tokens),
-                said,
-                calls,
-                self._action.malformed,
-                reply.failed,
-                reply.reward,
-                dict(reply.info),
-                seconds,
-            )
-        )
+        told = reply.failed, reply.reward, dict(reply.info), seconds
+        self._turns.append(TurnRecord(begin, end, len(self.tokens), said, calls, self._action.malformed, *told))
 
     def _over(self, finish: Finish, outcome: str, detail: str) -> Episode:
         """The episode as it is now."""
