@@ -15,6 +15,7 @@ from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
+from fp8core.data.prompt import PromptSource
 from fp8core.data.source import build_source, check_problems, check_turns
 from fp8core.environments.child import EpisodeLimits
 from fp8core.environments.pool import EnvironmentPool
@@ -31,7 +32,7 @@ from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rl.objective import refuse_unmeant_dual_clip
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
@@ -190,35 +191,45 @@ def check_inputs(config: RunConfig) -> None:
 
     Raises:
         UserError: as `build_base` (but for broken values of weights), `check_teacher`, `own_demonstrations`,
-            `build_source`, `build_verifier`, `check_problems`, `check_turns`, `StoredCheckpoint.check_head`,
-            `tool_calls_of`, `build_environment`, `check_openings`, `check_observation`, `refuse_unmeant_dual_clip` and
-            `refuse_other_data` have it.
+            `build_source`, `build_verifier`, `refuse_other_data`, `check_opened`, `check_new`,
+            `StoredCheckpoint.check_head`, `tool_calls_of`, `build_environment`, `check_openings` and
+            `check_observation` have it.
     """
     source = build_source(config.data, config.evaluation)
     if (ledger := stored_ledger(config)) is not None:
         refuse_other_data(config, ledger, source.digest())
     base = find_base(config)
-    check_stop_strings(config, base.tokenizer)
-    if config.loss.distillation.teacher is not None:
-        check_teacher(config, base.tokenizer)
     if config.warm_start is not None and config.warm_start.demonstrations is not None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
+        check_opened(config, base, source, verifier)
     is_new = config.run is None or read_description(config.runs / config.run) is None
     if is_new:
-        refuse_unmeant_dual_clip(config.loss, config.correction)
-        check_turns(source, config, base.tokenizer)
+        check_new(config, base, source)
         if base.checkpoint is not None:
             base.checkpoint.check_head()
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
-            room = longest_row(config, base.arch)
             problems = list(source.to_check())
-            check_openings(problems, config, base.tokenizer, room, pool, config.seed)
+            check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), pool, config.seed)
             if is_new:
                 check_observation(problems[0], config, base.tokenizer, pool)
+
+
+def check_opened(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier) -> None:
+    """Refuse parts of any run that do not go together (errors: `check_stop_strings`, `check_teacher`,
+    `check_problems`)."""
+    check_stop_strings(config, base.tokenizer)
+    if config.loss.distillation.teacher is not None:
+        check_teacher(config, base.tokenizer)
+    check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
+
+
+def check_new(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource) -> None:
+    """Refuse what a run that has begun goes on with (errors: `refuse_unmeant_dual_clip`, `check_turns`)."""
+    refuse_unmeant_dual_clip(config.loss, config.correction)
+    check_turns(source, config, base.tokenizer)
 
 
 def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:

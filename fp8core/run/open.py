@@ -18,7 +18,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import Plan, check_pipeline, import_spec
 from fp8core.data.prompt import Problem
-from fp8core.data.source import build_source, check_problems, check_turns, failed_answer
+from fp8core.data.source import build_source, failed_answer
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.freed_memory import keep_freed_memory
@@ -36,7 +36,8 @@ from fp8core.run.build import (
     build_environment,
     check_engine,
     check_memory,
-    check_teacher,
+    check_new,
+    check_opened,
     members_node,
     open_cluster,
     refuse_other_data,
@@ -44,7 +45,7 @@ from fp8core.run.build import (
 )
 from fp8core.run.commit import read_manifest
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.episodes import check_openings, failed_trial, tool_calls_of
+from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -454,12 +455,11 @@ def open_run(
         base = build_base(config)
         for note in _notes(config, base):
             console.note(note)
-        if config.loss.distillation.teacher is not None:
-            check_teacher(config, base.tokenizer)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
-        check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
-        if not directory.ledger.holds_work() and directory.description() is not None:  # Without one it is a replay.
-            check_turns(source, config, base.tokenizer)
+        check_opened(config, base, source, verifier)
+        is_new = not directory.ledger.holds_work() and directory.description() is not None  # Without one: a replay.
+        if is_new:
+            check_new(config, base, source)
             if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
                 console.note(failure)
         environment = None
@@ -467,6 +467,8 @@ def open_run(
             tool_calls_of(config.environment, base.tokenizer)
             if recorded is None:
                 environment = _enter_environment(parts, config, base, list(source.to_check()), console)
+                if is_new:
+                    check_observation(next(iter(source.to_check())), config, base.tokenizer, environment)
         version, pid, host = current_code(), os.getpid(), socket.gethostname()
         directory.ledger.append(
             SegmentEntry(pid=pid, host=host, code_version=version, started=time.time(), steps=config.steps, data=data)

@@ -284,8 +284,11 @@ def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(l
     """A run that has begun goes on with it."""
     preset = {"correction.method": "preset", "correction.preset": "verl/bypass_pg_is", "loss.dual_clip": 3.0}
     config = load_config("tiny", preset)
-    with pytest.raises(UserError, match=r"^loss.dual_clip: with correction.preset=verl/bypass_pg_is policy=reinforce"):
+    refused = r"^loss.dual_clip: with correction.preset=verl/bypass_pg_is policy=reinforce"
+    with pytest.raises(UserError, match=refused):
         check_inputs(config)
+    with pytest.raises(UserError, match=refused):
+        loop_run("deployed", **preset)  # No command has asked before.
     check_inputs(load_config("tiny", preset | {"correction.preset": "verl/bypass_ppo_clip"}))
     begun = loop_run("begun", steps=1).folder
     check_inputs(config.model_copy(update={"run": begun.name, "runs": begun.parent}))
