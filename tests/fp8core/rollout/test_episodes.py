@@ -395,22 +395,6 @@ def test_episodes_come_as_they_finish(pair):
     assert sorted([*first, *left]) == sorted(tasks)
 
 
-def test_answers_that_come_together_enter_the_engine_a_few_at_a_time(pair, monkeypatch):
-    """At most 16, or half of those that wait; what the policy writes does not depend on it."""
-    entered, add = [], EmbeddedSession.add
-
-    def counting(session, groups):
-        entered.append(sum(len(group.seeds) for group in groups))
-        add(session, groups)
-
-    monkeypatch.setattr(EmbeddedSession, "add", counting)
-    tasks = build_tasks(5, 14)
-    episodes = play(pair.engine, ScriptedPool(talkative), tasks, TurnBudget(turns=1, turn_tokens=2))
-    assert entered == [35, 17, 16, 2]
-    alone = {key: task for key, task in tasks.items() if key == (4, 13)}
-    assert play(pair.engine, ScriptedPool(talkative), alone, TurnBudget(turns=1, turn_tokens=2)) == episodes[-1:]
-
-
 def test_without_an_environment_an_episode_is_a_completion(pair, ragged_prompts, groups_of):
     """Equal to what the engine generates, in the same parts, and to be judged."""
     groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(1.0, 8, frozenset({1, 7, 11}))
