@@ -60,7 +60,13 @@ from fp8core.rollout.slots import (
     written_scales,
 )
 from fp8core.rollout.vllm.config import VllmConfig
-from fp8core.rollout.vllm.internals import end_calls, probe_client, register_aligned_models, routes_of
+from fp8core.rollout.vllm.internals import (
+    end_calls,
+    load_model_class,
+    probe_client,
+    register_aligned_models,
+    routes_of,
+)
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
@@ -133,7 +139,10 @@ class VllmEngine:
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
         with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
-            Path(folder, "config.json").write_text(json.dumps(model_config(arch, contract, options)), encoding="utf-8")
+            config = model_config(arch, contract, options)
+            for name in config["architectures"]:
+                load_model_class(name)
+            Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
             launch = Launch(folder, self._longest, max_batch, worker, attention)
             arguments = engine_arguments(contract, options, build, launch)
             arguments |= experts_arguments(arch, contract, options, build, routes)

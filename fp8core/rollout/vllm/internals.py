@@ -56,6 +56,14 @@ def register_aligned_models() -> None:
         ModelRegistry.register_model(name, f"fp8core.rollout.vllm.aligned:{name}")
 
 
+def load_model_class(name: str) -> None:
+    """Give vLLM the class of a model itself. Of a path it learns in a process of its own, which imports all of vLLM:
+    13 s on two processors. That spares a process that forks its workers CUDA; ours are spawned."""
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
 def probe(model: nn.Module) -> list[str]:
     """The parts that this module uses and this vLLM lacks; none when it can be worked with."""
     layers = list(_attention_layers(model))
