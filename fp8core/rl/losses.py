@@ -159,6 +159,8 @@ class LossOutput:
     loss: Tensor
     clip_fraction: Tensor
     """Tokens whose gradient the clip removed, per token of the denominator."""
+    ratio_clipped: Tensor
+    """Those of them that were clipped for their ratio, and not as `LossInputs.selected`."""
     ratio_mean: Tensor
     """Mean ratio of the denominator's tokens; of rejected ones it is 1."""
 
@@ -355,9 +357,11 @@ def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: Maske
 def loss_output(inputs: LossInputs, loss: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
     """A loss with the statistics of its tokens: their `ratio`, and which were `clipped`."""
     mask, tokens = inputs.mask, max(inputs.denominator.tokens, 1)
+    by_ratio = clipped if inputs.selected is None else clipped & ~inputs.selected
     return LossOutput(
         loss=loss,
         clip_fraction=(clipped & mask).sum().double() / tokens,
+        ratio_clipped=(by_ratio & mask).sum().double() / tokens,
         ratio_mean=torch.where(mask, ratio.detach(), 0.0).sum() / tokens,
     )
 

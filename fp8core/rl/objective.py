@@ -68,6 +68,7 @@ class ObjectiveTerms:
     Attributes:
         loss: differentiable scalar.
         clip_fraction: tokens whose gradient the clip removed, per token.
+        ratio_clipped: those of them that the policy loss did not single out beforehand.
         ratio_mean: mean importance ratio, as the policy loss defines it.
         ratio_bias: mean of the token's importance ratio - 1: exactly 0 where old and current log-probs are equal.
         ratio_deviation: the largest |importance ratio - 1| of a token.
@@ -80,6 +81,7 @@ class ObjectiveTerms:
 
     loss: Tensor
     clip_fraction: Tensor
+    ratio_clipped: Tensor
     ratio_mean: Tensor
     ratio_bias: Tensor
     ratio_deviation: Tensor
@@ -196,6 +198,7 @@ class Objective:
         return ObjectiveTerms(
             loss=policy.loss + self._reference_weight * penalty - self._bonus(entropy, batch.mask, denominator),
             clip_fraction=policy.clip_fraction,
+            ratio_clipped=policy.ratio_clipped,
             ratio_mean=policy.ratio_mean,
             ratio_bias=token_mean(deviation, inputs.mask, denominator),
             ratio_deviation=deviation.abs().max(),

@@ -37,7 +37,7 @@ AVERAGED = (
     "teacher_kl",
 )
 """Fields of a report that are means over its updates."""
-_OF_FIRST = ("ratio_bias", "ratio_deviation", "clip_fraction", "reward_slope")
+_OF_FIRST = ("ratio_bias", "ratio_deviation", "ratio_clipped", "reward_slope")
 """Statistics of the first update that a report has."""
 REPORTED = (
     "first_ratio_bias",
@@ -272,7 +272,7 @@ class PolicyTrainer(ABC):
             correction=correction,
             first_ratio_bias=first["ratio_bias"],
             first_ratio_deviation=first["ratio_deviation"],
-            first_clip_fraction=first["clip_fraction"],
+            first_clip_fraction=first["ratio_clipped"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.mask != written).sum()),
             **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},

@@ -68,6 +68,7 @@ def counts(batch):
 class Sums:
     loss: float = 0.0
     clip_fraction: float = 0.0
+    ratio_clipped: float = 0.0
     ratio_mean: float = 0.0
     ratio_bias: float = 0.0
     ratio_deviation: float = 0.0
@@ -101,6 +102,7 @@ def slow(method, reference_kl, batch, current):
             kl, slope = math.exp(d) - 1 - d, 1 - math.exp(d)
         sums.loss += (weight * (-a * (bounded if clipped else ratio)) + reference_kl * kl) / n
         sums.clip_fraction += clipped / n
+        sums.ratio_clipped += clipped / n
         sums.ratio_mean += ratio / n
         sums.ratio_bias += (ratio - 1) / n
         sums.ratio_deviation = max(sums.ratio_deviation, abs(ratio - 1))
