@@ -224,19 +224,26 @@ def _differing(config: RunConfig) -> list[str]:
 
 def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
     # A loss mask has no rounding, and a gradient against the rewards is wrong in every format.
-    limits = {"mask_differing": 0.0}
+    limits, ratio = {"mask_differing": 0.0}, _ratio_limits(config, contract)
     # A turn may have a return above its baseline in an episode whose reward is below the mean.
     by_turn = config.environment is not None and config.environment.advantage == "turn"
     by_rewards = config.loss.policy in SHIPPED_LOSSES and not config.loss.reward_kl and not by_turn
-    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not config.loss.distillation.weight:
+    # Its penalty has a gradient where a ratio is not 1, in whichever direction that lies.
+    penalised = config.loss.policy == "kl_cov" and ratio != _SAME_RATIO
+    if config.loss.advantage in _GROUP_BASELINES and by_rewards and not (config.loss.distillation.weight or penalised):
         limits["reward_slope"] = 0.0
+    return limits | (_EQUAL if contract in EQUAL else _NEAR) | ratio
+
+
+def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
+    """The default bounds on the importance ratios of the first update."""
     if contract in EQUAL:
-        return limits | _EQUAL | ({} if ratio_holds_age(config) else _SAME_RATIO)
-    same_trainer = trainer_of(config.training).arithmetic == "exact"
+        return {} if ratio_holds_age(config) else _SAME_RATIO
     if named_correction(config.correction).mode == "bypass":
         # The loss takes the rollout's log-probs for the old ones, so the ratio of a token holds its mismatch.
-        return limits | _NEAR | ({} if ratio_holds_age(config) else {"ratio_bias": _NEAR_RATIO["ratio_bias"]})
-    return limits | _NEAR | (_SAME_RATIO if same_trainer else _NEAR_RATIO)
+        return {} if ratio_holds_age(config) else {"ratio_bias": _NEAR_RATIO["ratio_bias"]}
+    same_trainer = trainer_of(config.training).arithmetic == "exact"
+    return _SAME_RATIO if same_trainer else _NEAR_RATIO
 
 
 def ratio_holds_age(config: RunConfig) -> bool:

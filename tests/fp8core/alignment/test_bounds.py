@@ -67,6 +67,21 @@ def test_importance_ratios_that_hold_the_mismatch_are_not_expected_to_be_1() -> 
     assert of(**bypass, **{"precision.training.linear": "bf16"}).limits["ratio_bias"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("settings", "bounded"),
+    [
+        ({}, True),
+        ({"precision.training.linear": "bf16"}, True),
+        ({"rollout.engine": "vllm", "rollout.vllm.model": "stock", "training.packed": True}, False),
+        ({"precision.training.linear": "bf16", "correction.method": "custom", "correction.mode": "bypass"}, False),
+        ({"pipeline.mode": "asynchronous", "pipeline.max_staleness": 2, "logprobs.source": "rollout"}, False),
+    ],
+)
+def test_the_penalty_of_kl_cov_may_be_against_the_rewards_where_the_first_ratio_may_not_be_1(settings, bounded) -> None:
+    assert ("reward_slope" in of(**settings, **{"loss.policy": "kl_cov"}).limits) == bounded
+    assert "reward_slope" in of(**settings).limits
+
+
 KEPT = {
     "pipeline.mode": "asynchronous",
     "pipeline.recompute_kv_cache_after_weight_update": False,
