@@ -214,25 +214,26 @@ class Objective:
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
         judged = self._weighed(current, batch)[0] if self._bypass else batch
+        advantages = self._advantages(batch)
         return LossInputs(
             current=current,
             old=old,
-            advantages=self._advantages(batch),
+            advantages=advantages,
             mask=batch.mask,
             denominator=denominator,
-            weights=self._weights(current, judged),
+            weights=self._weights(current, judged, advantages),
             selected=batch.selected,
             kept=judged.kept,
         )
 
-    def _weights(self, current: Tensor, batch: RolloutBatch) -> Tensor:
-        """Weights of a corrected batch in this update: 0 in off-policy rows, too."""
+    def _weights(self, current: Tensor, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        """Weights of a corrected batch in this update: 0 in off-policy rows, too, by the advantages of the loss."""
         weights = batch.weights
         assert weights is not None, "corrected() comes first"
         if self._off_policy_delta is None:
             return weights
         # Over all that the loss divides by, as in slime.
-        far = off_policy_rows(current, batch.rollout_logprobs, batch.advantages, batch.mask, self._off_policy_delta)
+        far = off_policy_rows(current, batch.rollout_logprobs, advantages, batch.mask, self._off_policy_delta)
         return torch.where(far, 0.0, weights)
 
     def _advantages(self, batch: RolloutBatch) -> Tensor:

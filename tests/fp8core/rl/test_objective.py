@@ -345,6 +345,26 @@ def test_distillation_adds_the_reverse_kl_to_each_token_s_advantage(weight, rewa
     assert terms.statistics()["teacher_kl"] == pytest.approx(gap.mean().item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_distillation_alone_is_off_policy_by_what_the_teacher_lowers(mode):
+    """Rewards have no part in it: tokens that the teacher finds less likely lose their weight in distant rows."""
+    batch, current = random_batch(seed=9, rows=8)
+    batch = replace(batch, teacher_logprobs=batch.reference_logprobs)
+    config = LossConfig(distillation={"teacher": "t", "weight": 1.0, "rewards": 0.0})
+    built = Objective(config, CorrectionConfig(method="custom", mode=mode, off_policy_delta=0.01))
+    found = []
+    for sign in (1.0, -1.0):
+        corrected, _ = built.corrected(replace(batch, advantages=sign * batch.advantages.abs()))
+        terms = built(current, corrected, counts(batch))
+        found.append((terms.loss.item(), terms.zero_weight_fraction.item()))
+    distance = torch.where(corrected.mask, batch.rollout_logprobs - current.detach(), 0.0).sum(dim=1)
+    distant = distance / corrected.mask.sum(dim=1).clamp_min(1) > 0.01
+    lowered = corrected.mask & (batch.teacher_logprobs < batch.old_logprobs) & distant[:, None]
+    assert found[0] == found[1]
+    assert found[0][1] == pytest.approx(int(lowered.sum()) / int(corrected.mask.sum()))
+    assert 0 < found[0][1] < 1
+
+
 def test_distillation_needs_a_teacher():
     batch, current = random_batch(seed=14, reference=False)
     built = Objective(LossConfig(distillation={"teacher": "t", "weight": 1.0}), CorrectionConfig(method="none"))
