@@ -526,9 +526,7 @@ def unmeant(config: RunConfig) -> dict[str, str]:
         )
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
-    # A torch trainer makes the warm start of any other, too.
-    torch = config.training.trainer == "torch" or config.warm_start is not None
-    found |= unmeant_training(config.training, packs=torch and config.training.computes_packed)
+    found |= unmeant_training(config.training)
     found |= unmeant_correction(config.correction) | unmeant_dual_clip(config.loss.dual_clip, config.loss.policy)
     return found if config.environment is None else found | config.environment.unmeant()
 

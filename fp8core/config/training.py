@@ -153,12 +153,14 @@ class TrainingConfig(Section):
         return self
 
 
-def unmeant_training(training: TrainingConfig, *, packs: bool) -> dict[str, str]:
-    """Settings with a bad effect, as `run.unmeant`; `packs`: the packed trainer has any part.
+def unmeant_training(training: TrainingConfig) -> dict[str, str]:
+    """Settings with a bad effect, as `run.unmeant`.
 
     Settings that the packed trainer alone reads are left: one override tries a GPU's configuration on a CPU.
     """
     found = dict[str, str]()
+    # A warm start, which a torch trainer makes before Megatron, too, has a beta1 of its own.
+    packs = training.trainer == "torch" and training.computes_packed
     # One step changes the first moment by 1 - beta1 of its distance to the gradient; BF16 resolves 2^-8 of itself.
     if packs and training.optimiser_state == "bf16" and training.beta1 > 0.95:
         found["training.beta1"] = (

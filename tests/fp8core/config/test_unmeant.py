@@ -93,8 +93,8 @@ def test_the_limits_of_the_tool_are_those_that_it_has_unset() -> None:
         ["correction.method=none", "correction.veto=0.1"],
         ["loss.policy=gspo", "loss.dual_clip=3.0"],
         [*PACKED_BF16, "training.beta1=0.95", "training.activation_checkpointing=true"],
-        # The warm start before it is trained by torch.
-        [*MEGATRON, "training.optimiser_state=bf16", "training.device=cuda"],
+        # The warm start before it is trained by torch, with a beta1 of its own.
+        [*MEGATRON, "training.optimiser_state=bf16", "training.device=cuda", "training.beta1=0.99"],
         ["training.beta1=0.999"],
         # As a configuration for a GPU is tried on a CPU.
         ["training.optimiser_state=bf16", "training.activation_checkpointing=true", "training.beta1=0.999"],
