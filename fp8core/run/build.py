@@ -15,7 +15,7 @@ from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
 from fp8core.data.demonstrations import own_demonstrations
-from fp8core.data.prompt import PromptSource
+from fp8core.data.prompt import PromptSource, longest_prompt
 from fp8core.data.source import build_source, check_problems, check_turns
 from fp8core.environments.child import EpisodeLimits
 from fp8core.environments.pool import EnvironmentPool
@@ -227,8 +227,11 @@ def check_opened(config: RunConfig, base: FoundModel | BaseModel, source: Prompt
 
 
 def check_new(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource) -> None:
-    """Refuse what a run that has begun goes on with (errors: `refuse_unmeant_dual_clip`, `check_turns`)."""
+    """Refuse what a run that has begun goes on with (errors: `refuse_unmeant_dual_clip`, `refuse_small_teacher`,
+    `check_turns`)."""
     refuse_unmeant_dual_clip(config.loss, config.correction)
+    if config.loss.distillation.teacher is not None:
+        refuse_small_teacher(config, base.arch, check_teacher(config, base.tokenizer))
     check_turns(source, config, base.tokenizer)
 
 
@@ -327,13 +330,35 @@ def build_sft_trainer(
     return build(settings, arch, initial)
 
 
-def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a teacher that cannot score what this model writes, before anything is trained.
+def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> Architecture:
+    """Refuse a teacher that cannot be read, or of another vocabulary, before anything is trained; else its shape.
 
     Raises:
-        UserError: the checkpoint of `loss.distillation.teacher` is missing, or has another vocabulary.
+        UserError: the checkpoint of `loss.distillation.teacher` is missing or broken, has another vocabulary, or is of
+            a model that the torch trainer does not have.
     """
-    _teacher_folder(config, tokenizer)
+    return _found_teacher(config, tokenizer).architecture
+
+
+def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
+    """Refuse a teacher that cannot score all that a policy of shape `arch` may write.
+
+    Raises:
+        UserError: it has fewer positions than the longest row, or no embedding of a token.
+    """
+    named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
+    positions = longest_row(config, arch)
+    longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
+    if teacher.max_positions < longest:
+        raise UserError(
+            f"{named}: it has {teacher.max_positions} positions, and a prompt with its completion may have {longest} "
+            "tokens; lower data.max_prompt_tokens or rollout.max_new_tokens, or take another teacher"
+        )
+    if teacher.vocab_size < arch.vocab_size:
+        raise UserError(
+            f"{named}: its vocab_size={teacher.vocab_size} is below the model's {arch.vocab_size}, of which every "
+            "token may be written; take another teacher"
+        )
 
 
 def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | None" = None) -> Trainer:
@@ -342,21 +367,15 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
     Without FP8 it needs no scales of its own, and a teacher is to be read as exactly as it can be.
 
     Raises:
-        UserError: as `check_teacher`; or the checkpoint is broken, or the packed trainer has no kernel for it.
+        UserError: as `check_teacher`; or weights are broken.
     """
-    settings = config.loss.distillation
-    teacher = find_checkpoint(_teacher_folder(config, tokenizer))
-    scoring = teacher_settings(config)
-    try:
-        trainer_of(scoring.training).check_model(scoring, teacher.architecture)
-    except UserError as error:
-        raise UserError(f"loss.distillation.teacher={settings.teacher}: {error}") from error
+    teacher, scoring = _found_teacher(config, tokenizer), teacher_settings(config)
     tensors = teacher.load().tensors if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
-def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
-    settings = config.loss.distillation
+def _found_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
+    settings, scoring = config.loss.distillation, teacher_settings(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
     named = f"{key}={settings.teacher}"
@@ -367,12 +386,14 @@ def _teacher_folder(config: RunConfig, tokenizer: Tokenizer) -> Path:
         raise UserError(f"{named}: no such folder{hint}")
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
-        difference = tokenizer.difference(Tokenizer.load(folder))
+        found = find_checkpoint(folder)
+        trainer_of(scoring.training).check_model(scoring, found.architecture)
     except UserError as error:
         raise UserError(f"{named}: {error}") from error
+    difference = tokenizer.difference(found.tokenizer)
     if difference is not None:
         raise UserError(f"{named}: it has another vocabulary than the model: {difference}")
-    return folder
+    return found
 
 
 def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None" = None) -> RolloutEngine:
