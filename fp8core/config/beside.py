@@ -23,9 +23,13 @@ def sft_config(config: RunConfig) -> RunConfig:
 
 
 def teacher_settings(config: RunConfig) -> RunConfig:
-    """Of the teacher of `loss.distillation`: a torch trainer in BF16, or in FP32 where the run trains so."""
+    """Of the teacher of `loss.distillation`: a torch trainer in BF16, or in FP32 where the run trains so.
+
+    Its passes over sequences that are not packed are as large as the run's.
+    """
     linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
     side = {"linear": linear, "kv_cache": linear}
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
-    update = {"precision": contract, "training": sft_settings(config), "loss": LossConfig()}
+    training = sft_settings(config).model_copy(update={"micro_batch": config.training.micro_batch})
+    update = {"precision": contract, "training": training, "loss": LossConfig()}
     return config.model_copy(update=update)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fp8core.config.beside import sft_settings, teacher_settings
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.errors import UserError
@@ -147,3 +148,10 @@ def test_a_teacher_of_a_model_that_nothing_scores_is_refused_before_anything_is_
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Gemma2ForCausalLM"]}))
     with pytest.raises(UserError, match=rf"^loss\.distillation\.teacher={tmp_path}: .*Gemma2ForCausalLM"):
         loop_run("foreign", **{"loss.distillation": {"teacher": str(tmp_path), "weight": 1.0}, "pipeline": PIPELINE})
+
+
+def test_a_teacher_scores_as_many_sequences_at_once_as_the_run():
+    """The policy of a warm start has no part in it: its settings are in the key that it is found by."""
+    config = load_config("tiny", {"training.micro_batch": 3})
+    assert teacher_settings(config).training.micro_batch == 3
+    assert sft_settings(config) == sft_settings(load_config("tiny"))
