@@ -64,7 +64,8 @@ def export_step(options: argparse.Namespace) -> int:
             )
     except (RedoError, *FAILURES) as error:
         return stopped(f"the policy after step {options.step} cannot be restored: {error}", 1)
-    say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}")
+    over = ", over the export of --step 0" if options.format == "peft" else ""
+    say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
     say(link_export(folder, options.step, options.target))
     return 0
 

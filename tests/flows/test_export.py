@@ -10,11 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from flows.cli import main
 from flows.tracking.record import TrackingRecord, write_record
-from fp8core.models.checkpoint import load_checkpoint
+from fp8core.config.load import load_config
+from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_dequantisation, plan_quantisation, write_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.run.build import build_base
 from fp8core.store.durable import folder_digest
 
 PROMPT = "2*7*6+0+9="
@@ -127,8 +129,9 @@ def test_block_fp8_that_nobody_reads_is_refused_and_bf16_is_written(loop_run, ex
 def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step):
     """Over the policy after step 0 they give the exported policy, of a checkpoint and of a step without one."""
     for name, of, form in (("base", 0, "bf16"), ("merged", step, "bf16"), ("adapter", step, "peft")):
-        code, _, errors = export(adapted.folder, tmp_path / name, "--step", of, "--format", form)
+        code, printed, errors = export(adapted.folder, tmp_path / name, "--step", of, "--format", form)
         assert code == 0, errors
+    assert printed.startswith(f"{tmp_path / 'adapter'}: the policy after step {step} of adapted in peft, over the exp")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (described["peft_type"], described["r"], described["lora_alpha"]) == ("LORA", 2, 5.0)
     assert described["target_modules"] == ["q_proj", "o_proj", "down_proj"]
@@ -147,6 +150,29 @@ def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step
         assert torch.equal(weight.float().bfloat16(), tensor), name
     assert not adapters
     assert moved > 0
+
+
+@pytest.mark.parametrize(
+    ("linear", "warmed", "named"), [("fp8_block", False, False), ("bf16", True, False), ("bf16", False, True)]
+)
+def test_adapters_name_the_model_as_their_base_where_the_policy_after_step_0_equals_it(
+    loop_run, export, tmp_path, linear, warmed, named
+):
+    """FP8 rounds what is frozen, and a warm start trains it."""
+    model = tmp_path / "model"
+    base = build_base(load_config("tiny", {"architecture.num_layers": 2}))
+    save_checkpoint(model, base.arch, base.tensors, base.tokenizer)
+    (tmp_path / "own.jsonl").write_text('{"question": "1+2=", "completion": "3"}\n' * 4)
+    warm = {"demonstrations": str(tmp_path / "own.jsonl"), "steps": 2} if warmed else None
+    settings = {"model": str(model), "architecture": None, "warm_start": warm, "training.lora": {"rank": 2}}
+    formats = {f"precision.{side}.linear": linear for side in ("rollout", "training")}
+    run = loop_run("based", steps=1, **settings, **formats)
+    for name, of, form in (("start", 0, "bf16"), ("adapter", 1, "peft")):
+        assert export(run.folder, tmp_path / name, "--step", of, "--format", form)[0] == 0
+    start, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "start", model))
+    assert all(torch.equal(start[name], tensor) for name, tensor in given.items()) == named
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == (str(model) if named else None)
 
 
 def test_a_run_without_adapters_has_none_to_export(whole_run, export, tmp_path):
