@@ -103,6 +103,7 @@ class Tokenizer:
         backend = _backend_of(path)
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.is_file() else {}
+        config |= _mapped_tokens(folder / "special_tokens_map.json", config)
         return cls(backend, config, _configured_eos(folder), _template_of(folder, config), str(folder))
 
     def difference(self, other: "Tokenizer") -> str | None:
@@ -351,6 +352,17 @@ def _configured_eos(folder: Path) -> frozenset[int]:
             raise UserError(f"{path}: eos_token_id: found {json.dumps(found)}, expected a token id or a list of them")
         return frozenset(ids)
     return frozenset()
+
+
+def _mapped_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The special tokens that older folders name in special_tokens_map.json alone.
+
+    As in transformers, a configuration that lists its added tokens names them itself.
+    """
+    if "added_tokens_decoder" in config or not path.is_file():
+        return {}
+    named = {key: entry for key, entry in read_json_object(path).items() if key.endswith("_token")}
+    return {key: entry for key, entry in named.items() if config.get(key) is None}
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:

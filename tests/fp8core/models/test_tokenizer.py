@@ -15,6 +15,8 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 ALPHABET = "0123456789+-*=#,$é\n"
 TEXTS = ["", "Tom has 17 apples.\n", "  naïve – 数学 🙂\t", "<|im_start|>user\nHi<|im_end|>", "x" * 300]
 
+HI = [{"role": "user", "content": "Hi"}]
+
 characters = character_tokenizer(ALPHABET, vocab_size=32, eos="$")
 
 
@@ -81,6 +83,26 @@ def test_ends_are_those_of_the_tokenizer_and_the_generation_config(folder):
     assert Tokenizer.load(folder).eos_ids == {2, 5}
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert Tokenizer.load(folder).eos_ids == {0, 2}
+
+
+def test_special_tokens_of_the_map_alone_are_those_of_the_tokenizer(folder, tmp_path):
+    """They are in prompts, end completions and stay in what is saved; the configuration comes first."""
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    end = config.pop("eos_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": None}))
+    mapped = {"eos_token": {"content": end, "lstrip": False}, "bos_token": "<|im_start|>", "pad_token": "<|im_start|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps({**mapped, "additional_special_tokens": ["<|im_end|>"]}))
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.chat_prompt("Hi") == "<|im_start|>Hi" == theirs.apply_chat_template(HI, tokenize=False)
+    assert ours.eos_ids == {theirs.eos_token_id}
+    assert ours.decode([ours.pad_id], special=True) == config["pad_token"]
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    saved = Tokenizer.load(tmp_path / "saved")
+    assert (saved.eos_ids, saved.bos_id, saved.pad_id) == (ours.eos_ids, ours.bos_id, ours.pad_id)
+    rewrite_json(folder / "tokenizer_config.json", added_tokens_decoder={}, eos_token=end)
+    assert Tokenizer.load(folder).bos_id is AutoTokenizer.from_pretrained(folder).bos_token_id is None
 
 
 def test_padding_falls_back_to_an_end(folder):
