@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, Undefined, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -32,6 +32,17 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _NoTools(Undefined):
+    """No tools: transformers gives templates None, and others leave them undefined. Templates test for either."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, _NoTools)
+
+    __hash__ = Undefined.__hash__
 
 
 class Tokenizer:
@@ -262,11 +273,13 @@ class Tokenizer:
             UserError: the template refuses the messages or fails.
         """
         assert self._template is not None, "without a chat template nothing is rendered"
-        # Templates test whether tools are defined.
-        told = {"tools": [*tools]} if tools else {}
         try:
             return self._template.render(
-                messages=[*messages], add_generation_prompt=add_generation_prompt, **told, **self._special
+                messages=[*messages],
+                tools=[*tools] or _NoTools(name="tools"),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
             )
         except (
             TemplateError,
@@ -389,13 +402,24 @@ def _compile(template: str, where: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    # Jinja's own filter escapes HTML, which transformers' does not.
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = _tojson
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _NoTools)
     environment.globals["raise_exception"] = _raise_template_error
     try:
         return environment.from_string(template)
     except TemplateError as error:
         raise UserError(f"{where}: malformed chat template: {_one_line(error)}") from error
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """That of transformers: jinja's own escapes HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _one_line(error: Exception) -> str:

@@ -149,6 +149,37 @@ def test_template_features(folder):
     assert prompt == '26 Jul 2024<|endoftext|>|<|im_end|>|{"a": "<é>"}1 + 1'
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOLD = "{% if tools is not none %}T{% endif %}{% if tools != none %}U{% endif %}{% if tools %}V{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tools"),
+    [
+        (TOLD, []),
+        (TOLD, [TOOL]),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}" + TOLD, []),
+        ("{% if documents is not none %}D{% endif %}{% if other is none %}O{% endif %}", []),
+        ("{% if documents is defined and documents %}D{% endif %}", []),
+        ("{{ messages[0] | tojson(separators=(',', ':')) }}", []),
+        ("{{ messages[0] | tojson(ensure_ascii=True, sort_keys=True) }}{{ '<é>' | tojson(true, 2) }}", []),
+    ],
+)
+def test_templates_read_tools_documents_and_json_as_in_transformers(folder, template, tools):
+    (folder / "chat_template.jinja").write_text(template + "{{ messages[0].content }}")
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": "naïve"}]
+    assert ours.render(asked, tools) == theirs.apply_chat_template(
+        asked, tools=tools or None, add_generation_prompt=True, tokenize=False
+    )
+
+
+def test_no_tools_are_not_defined_either(folder):
+    (folder / "chat_template.jinja").write_text("{% if tools is defined %}T{% endif %}{{ messages[0].content }}")
+    assert Tokenizer.load(folder).render(HI) == "Hi"
+    assert Tokenizer.load(folder).render(HI, [TOOL]) == "THi"
+
+
 @pytest.mark.parametrize(
     "embedded",
     ["{{ messages[0].content }}!", [{"name": "tool"}, {"name": "default", "template": "{{ messages[0].content }}!"}]],
