@@ -175,9 +175,9 @@ def test_templates_read_tools_documents_and_json_as_in_transformers(folder, temp
 
 
 def test_no_tools_are_not_defined_either(folder):
-    (folder / "chat_template.jinja").write_text("{% if tools is defined %}T{% endif %}{{ messages[0].content }}")
+    (folder / "chat_template.jinja").write_text("{% if tools is defined %}+{% endif %}{{ messages[0].content }}")
     assert Tokenizer.load(folder).render(HI) == "Hi"
-    assert Tokenizer.load(folder).render(HI, [TOOL]) == "THi"
+    assert Tokenizer.load(folder).render(HI, [TOOL]) == "+Hi"
 
 
 @pytest.mark.parametrize(
