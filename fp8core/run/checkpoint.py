@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, thawed_heap
 from fp8core.run.policy import initial_trainer
+from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
 from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.ledger import START, CheckpointEntry
@@ -75,20 +76,17 @@ def load_state(run: RunContext, version: int) -> None:
 
     A checkpoint that should be there and is missing or damaged is named on the console.
     """
-    seen = set[int]()
-    for entry in run.directory.ledger.newest_checkpoints():
-        if entry.step in seen:
-            continue  # Written again, later.
-        seen.add(entry.step)
+    count = 0
+    for count, entry in enumerate(last_written(run.directory.ledger), start=1):
         if entry.step <= version:
             problem = _load(run, entry)
             if problem is None:
                 return
             # Older ones are pruned, and nobody misses them.
-            if len(seen) <= run.config.checkpoint.keep + 1:
+            if count <= run.config.checkpoint.keep + 1:
                 place = run.directory.checkpoint(entry)
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
-    if not seen and run.ready_trainer().version == START:
+    if not count and run.ready_trainer().version == START:
         return
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
@@ -99,9 +97,7 @@ def load_state(run: RunContext, version: int) -> None:
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
     """Load a checkpoint; returns what forbids it, None when it is loaded."""
     folder, store = run.directory.checkpoint(entry), run.directory.store
-    policy = run.directory.ledger.effective_outputs(entry.step)[run.plan.carries["policy"]]
-    held = {"version": entry.step, "weights_digest": entry.weights_digest}
-    if store.digest_json(held) != policy.digest:
+    if (policy := held_policy(run.directory.ledger, store, entry)) is None:
         return "the checkpoint holds another policy than the run went on from"
     if not folder.is_dir():
         return "the checkpoint is missing"
@@ -116,7 +112,7 @@ def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
     except StoredFileError as error:
         return f"the checkpoint is damaged: {error}"
     if (damage := store.damage(policy)) is not None:
-        store.put_json(policy.kind, held)
+        store.put_json(policy.kind, content_of_policy(entry))
         run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
     return None
 

@@ -19,8 +19,8 @@ from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
+from fp8core.store.checkpoints import is_intact
 from fp8core.store.durable import make_folder, read_stored, sync_path, write_file
-from fp8core.store.gc import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.training.saved_state import MASTERS, check_checkpoint, check_weights, read_tensors

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.checkpoints import held_policy, is_intact, last_written
 from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.durable import folder_digest, refuse_link, remove_folder
+from fp8core.store.durable import refuse_link, remove_folder
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
@@ -129,18 +130,11 @@ def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactSto
     if keep.best is not None and not values:
         raise UserError(f"artifacts.keep.best.metric: no step has a metric {keep.best.metric}")
     newest = max(steps, default=START) - reach
-    reached = (entry for entry in ledger.newest_checkpoints() if entry.step <= newest)
-    intact = (entry.step for entry in reached if is_intact(folder / entry.uri, entry.digest))
+    reached = (entry for entry in last_written(ledger) if entry.step <= newest)
+    ours = (entry for entry in reached if held_policy(ledger, store, entry) is not None)
+    intact = (entry.step for entry in ours if is_intact(folder / entry.uri, entry.digest))
     resumable = next(intact, START)
     return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
-
-
-def is_intact(checkpoint: Path, digest: str) -> bool:
-    """True if a checkpoint has the digest of the ledger. Raises StoredFileError: it cannot be read."""
-    try:
-        return folder_digest(checkpoint) == digest
-    except OSError as error:
-        raise StoredFileError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
 def _staying(ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:

@@ -173,6 +173,18 @@ def test_every_step_from_the_last_intact_checkpoint_on_is_kept(folder: Path) -> 
     assert plan_removal(folder, LAST, NOW).dropped == []
 
 
+def test_a_checkpoint_of_a_policy_that_a_redo_replaced_is_none_to_resume_from(folder: Path) -> None:
+    with RunDirectory.create_or_open(folder) as run:
+        outputs = {"next_policy": run.store.put_json("policy", {"version": 12, "weights_digest": "redone"})}
+        run.ledger.append(RedoEntry(step=12, task="train", outputs=outputs, code_version=""))
+    assert plan_removal(folder, LAST, NOW).kept == [0, *range(8, 13)]
+    with RunDirectory.create_or_open(folder) as run:
+        (entry,) = [each for each in run.ledger.checkpoints() if each.step == 12]
+        # It was written again, and a backup of the older one came into its place.
+        run.ledger.append(entry.model_copy(update={"digest": "other bytes", "weights_digest": "redone"}))
+    assert plan_removal(folder, LAST, NOW).kept == [0, *range(8, 13)]
+
+
 @pytest.mark.parametrize(("reach", "first"), [(0, 12), (4, 8), (5, 4), (9, 1)])
 def test_policies_that_the_next_step_scores_with_stay_in_reach_of_a_checkpoint(folder, reach: int, first: int) -> None:
     assert plan_removal(folder, LAST, NOW, reach=reach).kept == [0, *range(first, 13)]
