@@ -22,7 +22,7 @@ def checkpoint_due(run: RunContext, index: int) -> bool:
 
 
 def missing_checkpoint(run: RunContext) -> int | None:
-    """The last committed iteration, when its checkpoint was due and a kill came before it; else None."""
+    """The last committed iteration, when its checkpoint was due and there is none to resume from; else None."""
     last = _beyond_checkpoints(run)
     return last if last is not None and checkpoint_due(run, last) else None
 
@@ -34,10 +34,18 @@ def unsaved_step(run: RunContext) -> int | None:
 
 
 def _beyond_checkpoints(run: RunContext) -> int | None:
-    """The last committed iteration, when it is later than the newest checkpoint; else None."""
-    last, newest = run.directory.ledger.last_step(), next(run.directory.ledger.newest_checkpoints(), None)
+    """The last committed iteration, when no checkpoint of it can be resumed from; else None."""
+    last, newest = run.directory.ledger.last_step(), next(last_written(run.directory.ledger), None)
     entered = START if newest is None else newest.step
-    return last if last is not None and last > entered else None
+    if last is None or last < entered or last == START:
+        return None
+    return None if newest is not None and last == entered and _is_resumable(run, newest) else last
+
+
+def _is_resumable(run: RunContext, entry: CheckpointEntry) -> bool:
+    """Its files were read when the run was restored: they may be large, and are not read again at every stop."""
+    held = held_policy(run.directory.ledger, run.directory.store, entry)
+    return held is not None and entry.step not in run.lost_checkpoints and run.directory.checkpoint(entry).is_dir()
 
 
 def save_state(run: RunContext, index: int) -> None:
@@ -67,6 +75,7 @@ def save_state(run: RunContext, index: int) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}
+    run.lost_checkpoints.discard(index)
     run.directory.ledger.append(CheckpointEntry(step=index, uri=uri, **digests, seconds=time.perf_counter() - began))
     _prune(run, index)
 
@@ -81,7 +90,9 @@ def load_state(run: RunContext, version: int) -> None:
         if entry.step <= version:
             problem = _load(run, entry)
             if problem is None:
+                run.lost_checkpoints.discard(entry.step)
                 return
+            run.lost_checkpoints.add(entry.step)
             # Older ones are pruned, and nobody misses them.
             if count <= run.config.checkpoint.keep + 1:
                 place = run.directory.checkpoint(entry)

@@ -67,6 +67,8 @@ class RunContext:
     """Digest of the file of a policy loss of the user's own, as the run began with it."""
     kept_policies: "dict[int, KeptPolicy]" = field(default_factory=dict, repr=False)
     """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
+    lost_checkpoints: set[int] = field(default_factory=set, repr=False)
+    """Steps whose checkpoint could not be loaded: missing, damaged, or of a policy that was replaced."""
     followed: LedgerView | None = field(default=None, repr=False)
     """Of the run that a replay makes again: what was decided there by the clock is not decided anew."""
     environment: EnvironmentPool | None = field(default=None, repr=False)

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from fp8core.config.run import KeepConfig
-from fp8core.run.loop import begin
+from fp8core.run.loop import begin, save_last
+from fp8core.store.checkpoints import is_intact
 from fp8core.store.gc import plan_removal, remove
 
 TOLERANT = {"replay.level": "tolerant"}
@@ -17,6 +18,45 @@ def lost(run_copy, tmp_path):
     run_copy.change_rewards(3)
     shutil.move(run_copy.folder / "checkpoints" / "00004", tmp_path / "away")
     return run_copy
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_the_newest_checkpoint_is_written_again_by_the_next_resume(whole_run, run_copy, how):
+    folder = run_copy.folder / "checkpoints" / "00004"
+    if how == "missing":
+        shutil.rmtree(folder)
+    else:
+        next(folder.glob("*.safetensors")).write_bytes(b"other bytes")
+    run_copy.resume()
+    entries = run_copy.ledger.checkpoints()
+    assert [entry.step for entry in entries] == [2, 4, 4]
+    assert entries[-1].weights_digest == whole_run.records[4]["weights_digest"]
+    assert is_intact(folder, entries[-1].digest)
+    run_copy.resume()
+    assert len(run_copy.ledger.checkpoints()) == 3, "one that is whole is not written again"
+
+
+def test_a_stop_writes_the_policy_of_a_redo(lost):
+    with lost.opened(**TOLERANT) as run:
+        begin(run)
+        save_last(run)
+    *_, left, written = lost.ledger.checkpoints()
+    assert (left.step, written.step) == (4, 4)
+    assert written.weights_digest != left.weights_digest
+    with lost.opened(**TOLERANT) as run:
+        assert begin(run) == 0
+        save_last(run)
+    assert lost.ledger.checkpoints()[-1] == written
+
+
+def test_a_checkpoint_of_a_policy_that_was_replaced_is_written_again(lost, tmp_path):
+    with lost.opened(**TOLERANT) as run:
+        begin(run)
+    shutil.move(tmp_path / "away", lost.folder / "checkpoints" / "00004")
+    lost.resume(**TOLERANT)
+    assert [entry.step for entry in lost.ledger.checkpoints()] == [2, 4, 4]
+    with lost.opened(**TOLERANT) as run:
+        assert begin(run) == 0
 
 
 def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
