@@ -258,6 +258,7 @@ def replay(
     if rerun_environments and changed.environment is None:
         raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
     _refuse_other_model(own, changed, steps)
+    _refuse_other_stream(own, changed, steps)
     if steps[0] > START:
         # The first step may score tokens of policies that are as old as this.
         original.refuse_removed(own, steps[0] - 1, max(0, own.pipeline.reach - 1))
@@ -444,3 +445,30 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
             raise UserError(f"--set {key}: step {steps[0]} starts from a policy of the run's own model")
     if steps[0] > START + 1 and {*plan_of(own).carries} != {*plan_of(changed).carries}:
         raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
+
+
+def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> None:
+    """The completions in flight that a step goes on from fit only settings that allow what was written."""
+    if steps[0] <= START + 1 or "stream" not in plan_of(own).carries:
+        return
+    before, now = (_turn_tokens(config) for config in (own, changed))
+    unfit = {
+        "pipeline.max_staleness": changed.pipeline.max_staleness < own.pipeline.max_staleness,
+        "pipeline.drop_or_wait": changed.pipeline.drop_or_wait != own.pipeline.drop_or_wait,
+        "rollout.max_new_tokens": changed.rollout.max_new_tokens < own.rollout.max_new_tokens,
+        "environment.turn_tokens": now < before,
+        # The number of a prompt says of which step it is.
+        "rollout.prompts_per_step": changed.rollout.prompts_per_step != own.rollout.prompts_per_step,
+        "rollout.oversample": changed.rollout.drawn_prompts != own.rollout.drawn_prompts,
+    }
+    for key, found in unfit.items():
+        if found:
+            section, name = key.split(".")
+            begun = json.dumps(getattr(getattr(own, section), name)).strip('"')
+            raise UserError(f"--set {key}: step {steps[0]} goes on from completions begun under {key}={begun}")
+
+
+def _turn_tokens(config: RunConfig) -> int:
+    """The most that the policy may write in one turn."""
+    limit = None if config.environment is None else config.environment.turn_tokens
+    return config.rollout.max_new_tokens if limit is None else limit

@@ -1,0 +1,70 @@
+"""Replays of steps that go on from completions in flight."""
+
+import io
+
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.report.console import Console
+from fp8core.run.replay import RunSnapshot, replay
+from fp8core.store.run_directory import read_description
+
+AHEAD = {
+    "pipeline.mode": "asynchronous",
+    "pipeline.ahead_tokens": 3,
+    "pipeline.max_staleness": 2,
+    "warm_start.steps": 20,
+    "training.learning_rate": 0.01,
+}
+
+
+def replayed(run, step, *overrides):
+    console = io.StringIO()
+    original = RunSnapshot.read(run.folder, read_description(run.folder))
+    try:
+        return list(replay(original, range(step, step + 1), overrides, Console(console, 4), None))
+    finally:
+        run.said = console.getvalue()
+
+
+@pytest.fixture(scope="module")
+def ahead(loop_run):
+    return loop_run("ahead", **AHEAD)
+
+
+@pytest.mark.parametrize(
+    ("setting", "begun"),
+    [
+        ("pipeline.max_staleness=1", "pipeline.max_staleness=2"),
+        ("pipeline.drop_or_wait=drop", "pipeline.drop_or_wait=wait"),
+        ("rollout.max_new_tokens=3", "rollout.max_new_tokens=16"),
+        ("rollout.prompts_per_step=6", "rollout.prompts_per_step=4"),
+        ("rollout.oversample=1.5", "rollout.oversample=1.0"),
+    ],
+)
+def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setting, begun):
+    key = setting.partition("=")[0]
+    with pytest.raises(UserError) as refused:
+        replayed(ahead, 3, setting)
+    assert str(refused.value) == f"--set {key}: step 3 goes on from completions begun under {begun}"
+    # Nothing is in flight before the first step.
+    (verdict,) = replayed(ahead, 1, setting)
+    assert not any("Error" in line for line in verdict.difference)
+
+
+def test_a_setting_that_allows_all_that_is_in_flight_is_replayed(ahead):
+    for setting in ("pipeline.max_staleness=3", "rollout.max_new_tokens=40", "pipeline.max_inflight_prompts=1"):
+        (verdict,) = replayed(ahead, 3, setting)
+        assert not any("fails" in line for line in verdict.difference)
+
+
+def test_turns_that_may_be_longer_than_those_to_come_are_refused(loop_run):
+    answered = {
+        "environment": {"name": "calculator", "options": {"modulus": 10, "left_to_right": True}, "turn_tokens": 8},
+        "rollout.max_new_tokens": 24,
+        "warm_start.tool_share": 0.4,
+        "warm_start.step_by_step_share": 0.0,
+    }
+    run = loop_run("turns_ahead", **{**AHEAD, **answered}, steps=2)
+    with pytest.raises(UserError, match=r"step 2 goes on from completions begun under environment\.turn_tokens=8$"):
+        replayed(run, 2, "environment.turn_tokens=7")
