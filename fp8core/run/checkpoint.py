@@ -93,9 +93,8 @@ def load_state(run: RunContext, version: int) -> None:
                 run.lost_checkpoints.discard(entry.step)
                 return
             run.lost_checkpoints.add(entry.step)
-            # Older ones are pruned, and nobody misses them.
-            if count <= run.config.checkpoint.keep + 1:
-                place = run.directory.checkpoint(entry)
+            place = run.directory.checkpoint(entry)
+            if place.is_dir() or not _is_pruned(run, entry, count - 1):
                 run.console.note(f"{place}: {problem}; an older state is taken, and more updates are redone")
     if not count and run.ready_trainer().version == START:
         return
@@ -103,6 +102,16 @@ def load_state(run: RunContext, version: int) -> None:
     run.trainer = None  # There may be no room for two.
     with thawed_heap():
         run.trainer = initial_trainer(run)
+
+
+def _is_pruned(run: RunContext, entry: CheckpointEntry, later: int) -> bool:
+    """True of one that as many later ones have replaced as are kept beside the newest.
+
+    A replay's ledger, of which `later` is the count, ends early: that of the run which it makes again has them all.
+    """
+    if run.followed is not None:
+        later = sum(other.step > entry.step for other in last_written(run.followed))
+    return later > run.config.checkpoint.keep
 
 
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:

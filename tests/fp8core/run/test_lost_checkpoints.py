@@ -1,13 +1,17 @@
 """Checkpoints that are lost, damaged or replaced by a redo: what a run keeps, and what it writes again."""
 
+import io
 import shutil
 
 import pytest
 
 from fp8core.config.run import KeepConfig
+from fp8core.report.console import Console
 from fp8core.run.loop import begin, save_last
+from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.checkpoints import is_intact
 from fp8core.store.gc import plan_removal, remove
+from fp8core.store.run_directory import read_description
 
 TOLERANT = {"replay.level": "tolerant"}
 
@@ -70,3 +74,15 @@ def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
     lost.resume(steps=5, **TOLERANT)
     assert "00004: the checkpoint holds another policy than the run went on from" in lost.said
     assert lost.ledger.last_step() == 5
+
+
+def test_a_replay_misses_no_checkpoint_that_a_later_one_replaced(loop_run):
+    run = loop_run("pruned", checkpoint={"every": 1, "keep": 1})
+    assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["00003", "00004"]
+    original, console = RunSnapshot.read(run.folder, read_description(run.folder)), io.StringIO()
+    (verdict,) = replay(original, range(3, 4), (), Console(console, 4), None)
+    assert (verdict.outcome, console.getvalue()) == ("equal", "")
+    shutil.rmtree(run.folder / "checkpoints" / "00003")
+    (verdict,) = replay(original, range(4, 5), (), Console(console, 4), None)
+    assert verdict.outcome == "equal"
+    assert console.getvalue().count("the checkpoint is missing") == 1
