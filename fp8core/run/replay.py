@@ -322,6 +322,8 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
         if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
             left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
             verdict = replace(verdict, causes=(left, *verdict.causes))
+        if verdict.outcome != "equal":
+            verdict = replace(verdict, causes=(*verdict.causes, *_lost_cache(original, run.config, steps[0])))
         yield verdict
         if verdict.outcome == "different":
             return
@@ -431,6 +433,17 @@ def _other_hardware(stored: StepManifest) -> Iterator[str]:
     machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
     if machine:
         yield f"hardware differs: {', '.join(_change(difference, 'hardware') for difference in machine)}"
+
+
+def _lost_cache(original: RunSnapshot, config: RunConfig, first: int) -> Iterator[str]:
+    """Of a run that keeps its cache at an update: a replay has the cache of completions in flight computed anew."""
+    # In one process from the first step on, a replay keeps the cache as the run did.
+    lost = first > START + 1 or len(original.ledger.segments()) > 1
+    if lost and not config.pipeline.recompute_kv_cache_after_weight_update:
+        yield (
+            "a cache of older weights is stored nowhere (pipeline.recompute_kv_cache_after_weight_update=false): "
+            "completions in flight go on from another one here"
+        )
 
 
 def _change(difference: Difference, field: str) -> str:

@@ -68,3 +68,14 @@ def test_turns_that_may_be_longer_than_those_to_come_are_refused(loop_run):
     run = loop_run("turns_ahead", **{**AHEAD, **answered}, steps=2)
     with pytest.raises(UserError, match=r"step 2 goes on from completions begun under environment\.turn_tokens=8$"):
         replayed(run, 2, "environment.turn_tokens=7")
+
+
+def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
+    kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
+    run = loop_run("kept_cache", **AHEAD, **kept, **{"correction.method": "token_tis"})
+    (verdict,) = replayed(run, 1)
+    assert (verdict.outcome, verdict.causes) == ("equal", ())
+    (verdict,) = replayed(run, 3)
+    assert verdict.outcome == "different"
+    (cause,) = verdict.causes
+    assert "pipeline.recompute_kv_cache_after_weight_update=false" in cause
