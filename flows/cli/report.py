@@ -1,11 +1,14 @@
 """`fp8-grpo report`: one HTML page that overlays one or more runs, from their folders alone."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
+from flows.tracking.record import read_record
+from fp8core.errors import StoredFileError
 from fp8core.user_files import PAGE, PICTURE
 
 
@@ -26,7 +29,7 @@ def report_runs(options: argparse.Namespace) -> int:
 
     folders = [find_run(run) for run in options.runs]
     refuse_duplicates(folders)
-    runs = read_runs(folders)
+    runs = read_runs(folders, error_of=_error)
     options.out.write(report_html(runs).encode())
     say(options.out.shown)
     if options.png is not None:
@@ -39,3 +42,12 @@ def report_runs(options: argparse.Namespace) -> int:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
         return stopped(f"{damaged[0]}{more}", 1)
     return 0
+
+
+def _error(folder: Path) -> str | None:
+    """The error that a training failed with, by its record for MLflow."""
+    try:
+        record = read_record(folder)
+    except StoredFileError:
+        return None  # A report needs no such file; whoever opens the run names it.
+    return None if record is None or record.error is None else record.error.partition("\n")[0]

@@ -74,9 +74,9 @@ class MlflowBacklog:
             self._once.append(self._send_again)
         self._sound = True
 
-    def add_report(self, on_step: Callable[[], None]) -> None:
-        """The training failed or was paused: its report follows what is committed (`on_step`: `publish_report`)."""
-        self._last.append(lambda: publish_report(self._run, self._tracker, on_step))
+    def add_report(self, on_step: Callable[[], None], error: str) -> None:
+        """The training failed or was paused: its report follows what is committed (arguments: `publish_report`)."""
+        self._last.append(lambda: publish_report(self._run, self._tracker, on_step, error))
 
     def add_result(self) -> None:
         """Picture, summary and report are in the run's folder, and nothing more will be committed."""

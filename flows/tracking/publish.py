@@ -151,18 +151,21 @@ def _headline(run: RunContext) -> str:
     return "\n".join(lines)
 
 
-def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None]) -> None:
-    """The report of a training that failed or was paused, as far as it came (`on_step`: `write_report`)."""
+def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None], error: str) -> None:
+    """The report of a training that failed or was paused, as far as it came (arguments: `write_report`)."""
     if run.directory.ledger.last_step() is not None:
-        tracker.log_file(write_report(run, on_step), None)
+        tracker.log_file(write_report(run, on_step, error), None)
 
 
-def write_report(run: RunContext, on_step: Callable[[], None] = lambda: None) -> Path:
+def write_report(run: RunContext, on_step: Callable[[], None] = lambda: None, error: str | None = None) -> Path:
     """Write the report of all that is committed into the run's folder, and return its path. Raises UserError.
 
-    `on_step` is called for each step that is read, and may raise when that takes too long.
+    `on_step` is called for each step that is read, and may raise when that takes too long. `error` is what the
+    training fails with.
     """
-    return run.directory.write_text(REPORT, report_html(read_runs([run.directory.path], on_step)))
+    return run.directory.write_text(
+        REPORT, report_html(read_runs([run.directory.path], on_step, error_of=lambda _: error))
+    )
 
 
 def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:

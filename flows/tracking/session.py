@@ -32,7 +32,7 @@ from flows.tracking.store import (
 from flows.tracking.tables import published_kinds
 from flows.tracking.tracker import Tracker, ahead_of
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, without_passwords
+from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
@@ -279,8 +279,8 @@ def open_session(
                 with publishing(console, mlflow) as publisher:
                     try:
                         yield Session(run, tracker, mlflow, publisher)
-                    except Exception:  # Others stop a training that is continued later, while its user waits.
-                        mlflow.add_report(publisher.check_patience)
+                    except Exception as error:  # Others stop a training that is continued later; its user waits.
+                        mlflow.add_report(publisher.check_patience, without_passwords(first_line(error)))
                         raise
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.

@@ -16,7 +16,7 @@ from fp8core.report.summary import OF_START, STEP, History, start_metrics, union
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
-from fp8core.store.ledger import START, CheckpointEntry, StepEntry
+from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, spans
@@ -43,7 +43,7 @@ class RunData:
     label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
     seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
     task ran. tokens, heldout, examples: None when there are none to read. damaged: what could not be read, a line each.
-    removed: what gc removed.
+    removed: what gc removed. stopped: why it ended before its last step, where that is known.
     """
 
     label: str
@@ -58,6 +58,7 @@ class RunData:
     provenance: Provenance
     damaged: Sequence[str]
     removed: Sequence[str]
+    stopped: str | None = None
 
     @property
     def missing(self) -> list[str]:
@@ -84,7 +85,11 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """Its progress, in words."""
+        """Its progress, in words, and why it stopped."""
+        return self._progress if self.stopped is None else f"{self._progress}; {self.stopped}"
+
+    @property
+    def _progress(self) -> str:
         steps = self.evidence.steps
         last = max(steps, default=None)
         asked = "?" if self.asked is None else self.asked
@@ -93,12 +98,22 @@ class RunData:
         return f"finished, {last} steps" if last == self.asked else f"{last} of {asked} steps"
 
 
-def read_runs(folders: Sequence[Path], on_step: Callable[[], None] = lambda: None) -> list[RunData]:
-    """Every run, labelled; `on_step` is called often, and may raise to end the reading.
+def read_runs(
+    folders: Sequence[Path],
+    on_step: Callable[[], None] = lambda: None,
+    error_of: Callable[[Path], str | None] = lambda folder: None,
+) -> list[RunData]:
+    """Every run, labelled.
+
+    Args:
+        folders: of the runs.
+        on_step: called often; may raise to end the reading.
+        error_of: folder -> the error that the training failed with, in a line; None where none is known.
 
     Raises UserError: a folder holds no run, or has a malformed run.json.
     """
-    return [read_run(folder, label, on_step) for folder, label in zip(folders, labels(folders), strict=True)]
+    named = zip(folders, labels(folders), strict=True)
+    return [read_run(folder, label, on_step, error_of(folder)) for folder, label in named]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -108,8 +123,8 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: None) -> RunData:
-    """One run. `on_step` and errors as in `read_runs`."""
+def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: None, error: str | None = None) -> RunData:
+    """One run, and the `error` that it failed with. `on_step` and errors as in `read_runs`."""
     evidence = RunView.read(folder)
     commits = sorted(evidence.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
@@ -133,7 +148,16 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
         provenance=provenance,
         damaged=missing,
         removed=_removed(evidence),
+        stopped=_crossed(evidence) or (f"failed: {error}" if error else None),
     )
+
+
+def _crossed(evidence: RunView) -> str | None:
+    """The crossing of a bound that a run stopped at: nothing follows it in the ledger."""
+    last = evidence.entries[-1][1] if evidence.entries else None
+    if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
+        return None
+    return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
 
 
 def pipeline_steps(evidence: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:

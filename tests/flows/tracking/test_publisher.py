@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from flows.cli import main
 from flows.tracking.record import TrackingRecord, read_record, write_record
 from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
@@ -240,7 +241,11 @@ def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_tr
     (run,) = shown(copy.config).runs
     assert "report.html" in run["files"]
     assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
-    assert "<title>tiny-run</title>" in (copy.folder / "report.html").read_text()
+    page = (copy.folder / "report.html").read_text()
+    assert "<title>tiny-run</title>" in page
+    assert "; failed: broken" in page
+    assert main(["report", str(copy.folder), "--out", str(runs / "page.html")]) == 0
+    assert "; failed: broken" in (runs / "page.html").read_text()
 
 
 REFUSED = ("401 Unauthorized", b"who are you?")

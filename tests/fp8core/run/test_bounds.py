@@ -1,7 +1,10 @@
 """Bounds on alignment in a training without an orchestrator: when it stops, and how it goes on."""
 
+import re
+
 import pytest
 
+from fp8core.report.run_data import read_run
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import BoundError, TrainingPaused
 from fp8core.store.run_directory import LEDGER
@@ -25,6 +28,7 @@ def test_a_paused_training_has_a_checkpoint_and_goes_on_for_as_long_again(begun)
     run = begun("pause")
     with pytest.raises(TrainingPaused, match=NAMED):
         run.resume(steps=5, **{"checkpoint.every": 100})
+    assert re.search(rf"2 of 5 steps; paused {NAMED}", read_run(run.folder, "paused").status)
     assert run.ledger.last_step() == 2
     assert run.ledger.checkpoints()[-1].step == 2
     with pytest.raises(TrainingPaused, match="after step 4"):
@@ -32,6 +36,7 @@ def test_a_paused_training_has_a_checkpoint_and_goes_on_for_as_long_again(begun)
     assert crossed_at(run) == [2, 4]
     run.resume(steps=5)
     assert run.ledger.last_step() == 5
+    assert read_run(run.folder, "over").status == "finished, 5 steps"
 
 
 def test_a_training_killed_before_it_paused_pauses_where_it_would_have(begun) -> None:
@@ -51,6 +56,7 @@ def test_failing_is_an_error_and_a_warning_none(begun) -> None:
     run = begun("fail")
     with pytest.raises(BoundError, match=NAMED):
         run.resume(steps=4)
+    assert re.search(rf"2 of 4 steps; failed {NAMED}", read_run(run.folder, "failed").status)
     run.resume(steps=5, **{"alignment.stop.action": "warn"})
     assert crossed_at(run) == [2, 4]
     assert "warn: step 4: alignment.stop.error=1" in run.said
