@@ -470,7 +470,7 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
         "pipeline.drop_or_wait": changed.pipeline.drop_or_wait != own.pipeline.drop_or_wait,
         "rollout.max_new_tokens": changed.rollout.max_new_tokens < own.rollout.max_new_tokens,
         "environment.turn_tokens": now < before,
-        # The number of a prompt says of which step it is.
+        # The step of a prompt follows from its number.
         "rollout.prompts_per_step": changed.rollout.prompts_per_step != own.rollout.prompts_per_step,
         "rollout.oversample": changed.rollout.drawn_prompts != own.rollout.drawn_prompts,
     }
