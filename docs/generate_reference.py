@@ -219,6 +219,8 @@ def _argument(action: argparse.Action) -> str:
     # A folder of this checkout by its name there: the page is the same on every machine.
     default = f"`{str(action.default).removeprefix(f'{ROOT}/')}`" if shown else ""
     help_ = (action.help or "") % {"default": action.default, "prog": "fp8-grpo"}
+    if action.choices is not None:
+        help_ += f"; one of {', '.join(f'`{choice}`' for choice in action.choices)}"
     return f"| `{name}` | {default} | {help_.replace('|', chr(92) + '|')} |"
 
 

@@ -1,4 +1,4 @@
-"""The one place that reads and sets environment variables, before the libraries that read them are imported.
+"""Environment variables of a command's process, read and set before the libraries that read them are imported.
 
 Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
 """

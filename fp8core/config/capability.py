@@ -18,8 +18,6 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from itertools import chain
 
-import torch
-
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 
@@ -73,6 +71,9 @@ class Refusal:
 
 def this_platform() -> str:
     """`cpu`, or the compute capability of the first GPU as `sm_90`."""
+    # A configuration is read without torch, whose import takes seconds.
+    import torch
+
     if not torch.cuda.is_available():
         return "cpu"
     major, minor = torch.cuda.get_device_capability()
@@ -81,6 +82,8 @@ def this_platform() -> str:
 
 def this_node(packages: Iterable[str] = ()) -> Node:
     """The machine of this process, with the versions of these `packages` too: those of an engine of the user's own."""
+    import torch
+
     # Entries import this module.
     from fp8core.rollout.registry import ENGINES, find_entry
     from fp8core.training.registry import trainers

@@ -187,9 +187,14 @@ def shipped_names() -> list[str]:
 
 
 def _tree(name_or_path: str, overrides: Overrides) -> Block:
-    layers = [*_file_layers(_locate(name_or_path)), *_override_layers(overrides)]
+    path = _locate(name_or_path)
+    layers = [*_file_layers(path), *_override_layers(overrides)]
     _refuse_nul(layers)
-    return _stacked(layers)
+    tree = _stacked(layers)
+    if path.resolve().parent == SHIPPED and tree.get("name") is None:
+        shipped = ", ".join(shipped_names())
+        raise UserError(f"configuration {name_or_path}: only a base for others; shipped: {shipped}")
+    return tree
 
 
 def _validated(tree: Block) -> RunConfig:

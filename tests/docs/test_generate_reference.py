@@ -1,5 +1,6 @@
 """The generated pages and schemas are up to date: settings, commands, manifests, measured steps, table of claims."""
 
+import argparse
 import importlib.util
 import json
 import re
@@ -31,6 +32,13 @@ def generator() -> ModuleType:
 def test_the_pages_are_those_of_the_code(generator) -> None:
     for path, text in generator.pages().items():
         assert path.read_text() == text, "run python docs/generate_reference.py"
+
+
+def test_the_page_of_commands_lists_allowed_values(generator) -> None:
+    parser = argparse.ArgumentParser()
+    command = parser.add_subparsers().add_parser("paint")
+    command.add_argument("--colour", choices=("red", "blue"), help="of the wall")
+    assert "| `--colour COLOUR` |  | of the wall; one of `red`, `blue` |" in generator.cli_tables(parser)
 
 
 def test_the_measured_steps_of_plans_are_those_of_the_stored_rows(generator) -> None:

@@ -4,9 +4,11 @@ import gc
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+import fp8core.config
 from flows.imports import uncollected
 
 # None of these is imported to plan, and no command needs `transformers`.
@@ -22,6 +24,14 @@ def test_a_short_command_imports_no_library_that_it_does_not_need(command, large
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.strip() == "set()", found.stderr
+
+
+def test_a_configuration_is_read_without_torch():
+    names = sorted(f"fp8core.config.{file.stem}" for file in Path(fp8core.config.__path__[0]).glob("*.py"))
+    loop = f"for name in {names}: import_module(name)"
+    program = f"import sys\nfrom importlib import import_module\n{loop}\nprint('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.strip() == "False"
 
 
 def test_a_check_of_stored_tables_imports_no_pandas(whole_run):

@@ -499,6 +499,11 @@ def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:
     assert load_open_config("tiny") == load_config("tiny")
 
 
+@pytest.mark.parametrize("name", ["pipeline", str(SHIPPED / "pipeline.yaml")])
+def test_a_base_for_others_is_refused_as_such(name: str) -> None:
+    assert refused(name) == f"configuration {name}: only a base for others; shipped: {', '.join(shipped_names())}"
+
+
 def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.yaml", "base: tiny\nrun: 7\n")
     assert refused(path) == f"run: must be a valid string, got 7; quote it to make it a string ({path}:2)"
