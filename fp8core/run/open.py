@@ -433,7 +433,7 @@ def open_run(
     kernels: KernelFolders | None = None,
     recorded: Mapping[str, JsonValue] | None = None,
 ) -> Iterator[RunContext]:
-    """Everything that is alive in a run's folder, reachable for tasks (`workers.live`) while the block lasts.
+    """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
 
     `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. `recorded` is the
     description of an environment whose recorded answers are used instead of the environment itself.

@@ -49,7 +49,7 @@ class TrainerEntry:
         scores_updates: whether an update gives the log-probs of its forward, and passes those of older policies
             (`trainer.ScoringTrainer`).
         device: where it computes here.
-        build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`warm_start`).
+        build_sft: a trainer for the warm start; None: the reference decoder makes it, in FP32 (`run.start`).
         check_machine: raises UserError for what a machine has not installed, for GPUs that are missing, and for formats
             that it does not compute there.
         check_model: raises UserError for a model that it cannot hold, cut or multiply.

@@ -41,7 +41,7 @@ from fp8core.training.packing import MicroBatch
 
 
 class Policy:
-    """The model of this process; process groups exist (`groups.join`)."""
+    """The model of this process; process groups exist (`parallel.join`)."""
 
     def __init__(
         self,
