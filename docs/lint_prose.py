@@ -31,6 +31,7 @@ LONGEST = 25
 # A phrase that the reader should not meet, and what to write in its place.
 WORDS = {
     r"\bleave \S+ away\b": "omit",
+    r"\blaid over\b": "overlaid",
     r"lays? [\w ]+ over one another": "overlay",
     r"as fast as can be": "at full speed",
     r"\bcompany\b": "the same requests",

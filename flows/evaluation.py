@@ -87,7 +87,7 @@ def refuse(asked: EvaluationRequest) -> None:
         raise UserError(f"precisions: {', '.join(asked.precisions)} names one twice")
     if _is_checkpoint(asked.target):
         if asked.step is not None:
-            raise UserError(f"{asked.target}: is a checkpoint, which has no steps; leave step={asked.step} away")
+            raise UserError(f"{asked.target}: is a checkpoint, which has no steps; omit step={asked.step}")
     else:
         run = _original(asked.target)
         run.refuse_unknown(_step(run, asked.step))
@@ -95,10 +95,10 @@ def refuse(asked: EvaluationRequest) -> None:
     keys = given if isinstance(given, Mapping) else [text.partition("=")[0] for text in given]
     for key in keys:
         if key.partition(".")[0] in _UNUSED:
-            raise UserError(f"{key}: an evaluation does not use it; leave it away")
+            raise UserError(f"{key}: an evaluation does not use it; omit it")
     config = _config(asked, Path(asked.target))
     if asked.split is not None and (config.data.source == "chain" or config.data.source.endswith(SUFFIXES)):
-        raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; leave it away")
+        raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; omit it")
     _counted(asked)
     _temperature(asked, config)
 

@@ -15,7 +15,7 @@ from fp8core.user_files import PAGE, PICTURE
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are laid over another")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are overlaid")
     add_output(parser, "--out", PAGE, f"the page to write (default {PAGE.kept_as})", PAGE.kept_as)
     add_output(parser, "--png", PICTURE, "the most important charts as a picture")
     add_force(parser)

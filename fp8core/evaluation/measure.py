@@ -266,7 +266,7 @@ def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
         UserError: the data cannot be read, is generated without end, or has fewer.
     """
     if config.data.source == "chain":
-        raise UserError("data: the chain task has no rows; leave data away to ask its held-out questions")
+        raise UserError("data: the chain task has no rows; omit data to ask its held-out questions")
     unique: dict[str, Problem] = {}
     for row in read_rows(config.data):
         unique.setdefault(row.asked, row)
