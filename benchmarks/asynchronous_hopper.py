@@ -95,7 +95,7 @@ def _row(mode: str, options: argparse.Namespace, folder: Path, seed: int, settin
         return None
     run = read_run(folder, mode)
     shown = " ".join(["fp8-grpo run", options.config, *(f"--set {setting}" for setting in settings)])
-    ledger, timed = step_ledger_row(run, mode, shown), timed_steps(run.evidence)
+    ledger, timed = step_ledger_row(run, mode, shown), timed_steps(run.view)
     if ledger is None:
         return None
 

@@ -148,7 +148,7 @@ def run_facts(folder: Path) -> Row:
     if not (folder / LEDGER).exists():
         return {"steps": 0}
     run = read_run(folder, folder.name)
-    last = max(run.evidence.steps, default=START)
+    last = max(run.view.steps, default=START)
     if last == START:
         return {"steps": 0}
     return {
@@ -158,15 +158,15 @@ def run_facts(folder: Path) -> Row:
         "task_seconds": seconds_by_task(run),
         **_digests(run, last),
         "ran": _executed(run, last),
-        **run_provenance(run.evidence),
+        **run_provenance(run.view),
     }
 
 
 def _digests(run: RunData, last: int) -> Row:
     """Of the weights that vLLM read back in each step (`tasks/sync.py` compared them with what was sent) and of the
     trainer's. `checkpoint_is_held`: vLLM holds the last checkpoint, quantised anew."""
-    store = ArtifactStore(run.evidence.folder)
-    steps = [run.evidence.steps[index] for index in range(START + 1, last + 1)]
+    store = ArtifactStore(run.view.folder)
+    steps = [run.view.steps[index] for index in range(START + 1, last + 1)]
     held = [store.get_json(commit.artifacts["sync_report"])["digest"] for commit in steps]
     trained = [_manifest(run, commit.step).record.weights_digest for commit in steps]
     return {"engine_digests": held, "weights_digests": trained, "checkpoint_is_held": _is_held(run, last, held[-1])}
@@ -174,7 +174,7 @@ def _digests(run: RunData, last: int) -> Row:
 
 def _is_held(run: RunData, last: int, held: str) -> bool | None:
     """None where there is no checkpoint of the last step, or one that is narrower than what the engine holds."""
-    folder, config = run.evidence.folder / "checkpoints" / f"{last:05d}" / "policy", run.evidence.config
+    folder, config = run.view.folder / "checkpoints" / f"{last:05d}" / "policy", run.view.config
     if config is None or config.precision.rollout.linear == "fp32" or not folder.is_dir():
         return None
     checkpoint = load_checkpoint(folder)
@@ -197,7 +197,7 @@ def _has_linears(said: Any) -> bool:
 
 
 def _manifest(run: RunData, step: int) -> Any:
-    manifest, problems = read_manifest(run.evidence.folder, run.evidence.steps[step])
+    manifest, problems = read_manifest(run.view.folder, run.view.steps[step])
     assert manifest is not None, problems
     return manifest
 

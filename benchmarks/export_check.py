@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = find_run(options.run)
     run = read_run(folder, folder.name)
     config = reload_config(description_of(folder).config)
-    step = max(run.evidence.steps) if options.step is None else options.step
+    step = max(run.view.steps) if options.step is None else options.step
     measured = {int(row[STEP]): row[HELDOUT] for row in run.history if HELDOUT in row}.get(step)
-    about = {"run": folder.name, "step": step, **run_provenance(run.evidence), "command": provenance()["command"]}
+    about = {"run": folder.name, "step": step, **run_provenance(run.view), "command": provenance()["command"]}
     options.out.mkdir(parents=True, exist_ok=True)
     rows = _Rows(options.out / RESULT, about, keep=options.only is not None)
     rows.add({"format": "in training", "loader": config.rollout.engine, "accuracy": measured})

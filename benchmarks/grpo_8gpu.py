@@ -202,7 +202,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
     run = read_run(training.folder, training.variant)
     measured = step_ledger_row(run, training.variant, training.shown)
     assert measured is not None, f"{training.folder}: no step between two commits"
-    steps = [step.commit.step for step in timed_steps(run.evidence)]
+    steps = [step.commit.step for step in timed_steps(run.view)]
     sizes = [_sizes(run, step) for step in steps]
     trained = sum(size["generated_tokens"] for size in sizes)
     tokens = sum(size["prompt_tokens"] + size["generated_tokens"] for size in sizes) / len(sizes)
@@ -240,7 +240,7 @@ def step_row(training: Training, arch: Architecture, case: tuple[str, str], opti
 
 
 def _sizes(run: RunData, step: int) -> Row:
-    rollouts = ArtifactStore(run.evidence.folder).get_table(run.evidence.steps[step].artifacts["rollouts"])
+    rollouts = ArtifactStore(run.view.folder).get_table(run.view.steps[step].artifacts["rollouts"])
     prompts, completions = (
         [len(tokens) for tokens in rollouts[name].to_pylist()] for name in ("prompt_tokens", "tokens")
     )
@@ -255,10 +255,10 @@ def _sizes(run: RunData, step: int) -> Row:
 
 def _ahead(run: RunData, step: int) -> int:
     """Tokens that are written after a step and have not been trained on."""
-    stream = run.evidence.steps[step].artifacts.get("next_stream")
+    stream = run.view.steps[step].artifacts.get("next_stream")
     if stream is None:
         return 0
-    return sum(map(len, ArtifactStore(run.evidence.folder).get_table(stream)["tokens"].to_pylist()))
+    return sum(map(len, ArtifactStore(run.view.folder).get_table(stream)["tokens"].to_pylist()))
 
 
 def step_table(rows: Sequence[Row]) -> str:

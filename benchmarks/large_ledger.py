@@ -164,18 +164,18 @@ def ledger_row(training: Training, arch: Architecture) -> Row | None:
 
 def _prompt_tokens(run: RunData) -> int:
     """Of all requests of the newest step."""
-    last = run.evidence.steps[max(run.evidence.steps)]
-    rollouts = ArtifactStore(run.evidence.folder).get_table(last.artifacts["rollouts"])
+    last = run.view.steps[max(run.view.steps)]
+    rollouts = ArtifactStore(run.view.folder).get_table(last.artifacts["rollouts"])
     return sum(len(tokens) for tokens in rollouts["prompt_tokens"].to_pylist())
 
 
 def _seconds_before(run: RunData) -> dict[str, float]:
     """Seconds of a run's parts before its first step, in order; reading the model begins with run.json."""
-    tasks, first = run.evidence.steps[START].tasks, run.evidence.steps[START + 1].tasks
-    (segment,) = LedgerView.read(run.evidence.folder / LEDGER).segments()
+    tasks, first = run.view.steps[START].tasks, run.view.steps[START + 1].tasks
+    (segment,) = LedgerView.read(run.view.folder / LEDGER).segments()
     digest, scales, evaluation = (tasks[name] for name in ("warm_start", "calibrate", "evaluate"))
     return {
-        "read": segment.started - (run.evidence.folder / "run.json").stat().st_mtime,
+        "read": segment.started - (run.view.folder / "run.json").stat().st_mtime,
         "digest": digest.seconds,
         "engine_and_trainer": scales.started - digest.started - digest.seconds,
         "first_scales": scales.seconds,

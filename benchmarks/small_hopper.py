@@ -215,7 +215,7 @@ def _has_steps(training: Training) -> bool:
     """True if an iteration is committed."""
     if not (training.folder / LEDGER).exists():
         return False
-    return max(read_run(training.folder, training.variant).evidence.steps, default=START) > START
+    return max(read_run(training.folder, training.variant).view.steps, default=START) > START
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -266,13 +266,13 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
         **({"turns": fmean(turns)} if turns else {}),
         "heldout_first": heldout[0],
         "heldout_last": heldout[-1],
-        "warm_start": styles(run.evidence),
+        "warm_start": styles(run.view),
         "reward_first": rewards[0],
         "reward_last": rewards[-1],
         "steps": len(rewards),
         "asked": run.asked,
         "seconds": seconds_by_task(run),
-        **run_provenance(run.evidence),
+        **run_provenance(run.view),
         "command": command,
     }
 
@@ -284,7 +284,7 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
     its commit and its checkpoint; `orchestration` is the time without any of these. Tasks that run side by side count
     in full, so that the percentages may add up to more than 100. The row's own `artifacts` split those seconds.
     """
-    steps = timed_steps(run.evidence)
+    steps = timed_steps(run.view)
     if not steps:
         return None
     parts = [step_parts(step) for step in steps]
@@ -298,15 +298,15 @@ def step_ledger_row(run: RunData, variant: str, command: str) -> Row | None:
         "seconds": seconds,
         "percent": {name: 100 * value / wall for name, value in seconds.items() if name != WALL},
         "artifacts": {name: fmean(part[name] for part in stored) for name in stored[0]},
-        **run_provenance(run.evidence),
+        **run_provenance(run.view),
         "command": command,
     }
 
 
-def timed_steps(evidence: RunView) -> list[TimedStep]:
+def timed_steps(view: RunView) -> list[TimedStep]:
     """Steps whose whole duration lies within one process; its first one, in which engines compile, is none."""
     found = []
-    for _, entries in _processes(evidence):
+    for _, entries in _processes(view):
         before, checkpoint = None, 0.0
         for entry in entries:
             if isinstance(entry, CheckpointEntry):
@@ -314,7 +314,7 @@ def timed_steps(evidence: RunView) -> list[TimedStep]:
             else:
                 if before is not None and entry.step > START + 1:
                     wall = (entry.committed_ms - before.committed_ms) / 1000
-                    found.append(TimedStep(evidence.steps[entry.step], wall, checkpoint))
+                    found.append(TimedStep(view.steps[entry.step], wall, checkpoint))
                 before, checkpoint = entry, 0.0
     return found
 
@@ -340,22 +340,22 @@ def artifact_parts(step: TimedStep) -> dict[str, float]:
 
 def seconds_by_task(run: RunData) -> dict[str, float]:
     """Over all steps; the tasks of step 0 as `first_...` beside the warm start, and the time of all processes."""
-    first = run.evidence.steps[START].tasks
+    first = run.view.steps[START].tasks
     before = {name if name == "warm_start" else f"first_{name}": entry.seconds for name, entry in first.items()}
     after = {name: sum(steps.values()) for name, steps in run.seconds.items()}
-    return before | after | {"total": sum(_durations(run.evidence))}
+    return before | after | {"total": sum(_durations(run.view))}
 
 
-def styles(evidence: RunView) -> dict[str, float]:
+def styles(view: RunView) -> dict[str, float]:
     """Sampled accuracy of each style of demonstration after the warm start."""
-    ref = evidence.steps[START].artifacts["evaluation"]
-    content = json.loads(read_checked(evidence.folder / ref.uri, ref.digest, ref.size))
+    ref = view.steps[START].artifacts["evaluation"]
+    content = json.loads(read_checked(view.folder / ref.uri, ref.digest, ref.size))
     return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
 
 
-def run_provenance(evidence: RunView) -> Row:
+def run_provenance(view: RunView) -> Row:
     """Commit, versions and machine of the newest step."""
-    manifest, problems = read_manifest(evidence.folder, evidence.steps[max(evidence.steps)])
+    manifest, problems = read_manifest(view.folder, view.steps[max(view.steps)])
     assert manifest is not None, problems
     return {
         "commit": None,
@@ -371,10 +371,10 @@ def draw_variants(runs: Mapping[str, RunData], path: Path, title: str) -> None:
     draw_png([curve_chart(curve, lines) for curve in (*LEARNING[:4], *ALIGNMENT[:2])], path, title)
 
 
-def _processes(evidence: RunView) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:
+def _processes(view: RunView) -> list[tuple[float, list[StepEntry | CheckpointEntry]]]:
     """When each process of a run started (Unix seconds), and the steps and checkpoints it made, in order."""
     found: list[tuple[float, list[StepEntry | CheckpointEntry]]] = []
-    for _, entry in evidence.entries:
+    for _, entry in view.entries:
         if isinstance(entry, SegmentEntry):
             # Repeated before a checkpoint.
             if not found or entry.started != found[-1][0]:
@@ -384,9 +384,9 @@ def _processes(evidence: RunView) -> list[tuple[float, list[StepEntry | Checkpoi
     return found
 
 
-def _durations(evidence: RunView) -> Iterator[float]:
+def _durations(view: RunView) -> Iterator[float]:
     """Seconds of each process, from its start to its last commit."""
-    for started, entries in _processes(evidence):
+    for started, entries in _processes(view):
         committed = [entry.committed_ms for entry in entries if isinstance(entry, StepEntry)]
         if committed:
             yield committed[-1] / 1000 - started

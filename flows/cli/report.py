@@ -37,7 +37,7 @@ def report_runs(options: argparse.Namespace) -> int:
 
         draw_png(key_charts(runs), options.png.target, ", ".join(run.label for run in runs))
         say(options.png.shown)
-    damaged = [f"{run.evidence.folder}: {line}" for run in runs for line in run.damaged]
+    damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
         return stopped(f"{damaged[0]}{more}", 1)

@@ -63,7 +63,7 @@ def verify_run(options: argparse.Namespace) -> int:
     told = None if options.head is None else ExpectedHead.parse(options.head)
     keys = {fingerprint(read_public_key("--public-key", path)): path for path in options.public_key}
     began, read = time.perf_counter(), 0
-    evidence, provenance, links = RunView.read(find_run(options.run)), Provenance(), Chain()
+    view, provenance, links = RunView.read(find_run(options.run)), Provenance(), Chain()
 
     def report(more: int) -> None:
         nonlocal read
@@ -74,21 +74,21 @@ def verify_run(options: argparse.Namespace) -> int:
         provenance.add(manifest)
         links.add(manifest)
 
-    with _bar(verified_bytes(evidence)) as advance:
-        findings = list(verify(evidence, report, watch))
-    anchors, found = _anchors(evidence, links, told, keys, options.tracking_uri)
+    with _bar(verified_bytes(view)) as advance:
+        findings = list(verify(view, report, watch))
+    anchors, found = _anchors(view, links, told, keys, options.tracking_uri)
     findings += found
-    say(provenance.text(evidence))
+    say(provenance.text(view))
     for name, line in anchors.items():
         say(f"{name:<{_NAME_WIDTH}}{line}")
     for finding in findings:
         say(finding)
-    named = {reference.ref.uri: reference.ref.digest for reference in references(evidence)}
-    absent = {uri for uri in named if not (evidence.folder / uri).is_file()}
+    named = {reference.ref.uri: reference.ref.digest for reference in references(view)}
+    absent = {uri for uri in named if not (view.folder / uri).is_file()}
     counts = {
-        "steps": len(evidence.steps),
+        "steps": len(view.steps),
         "artifacts": len(named) - len(absent),
-        "removed": sum(named[uri] in evidence.deletions for uri in absent),
+        "removed": sum(named[uri] in view.deletions for uri in absent),
         "bytes": read,
         "seconds": time.perf_counter() - began,
         "errors": sum(finding.severity == "error" for finding in findings),
@@ -102,7 +102,7 @@ def verify_run(options: argparse.Namespace) -> int:
     if options.json is not None:
         found_json = [asdict(finding) for finding in findings]
         content = {
-            "run": provenance.content(evidence),
+            "run": provenance.content(view),
             "anchors": anchors,
             "findings": found_json,
             "counts": counts,
@@ -126,7 +126,7 @@ def _store(text: str) -> str:
 
 
 def _anchors(
-    evidence: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
+    view: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
 ) -> "tuple[dict[str, str], list[Finding]]":
     """Anchors of the chain outside of the folder: lines by anchor, and findings."""
     from flows.environment import bound_mlflow_requests
@@ -139,10 +139,10 @@ def _anchors(
     quiet_store_logs()
     said: list[tuple[str, str | Finding]] = []
     if store != "none":
-        said.append(("MLflow", compare_with_mlflow(evidence, links, store)))
+        said.append(("MLflow", compare_with_mlflow(view, links, store)))
     if told is not None:
         said.append(("--head", told.compare(links)))
-    said += [("signatures", line) for line in signature_lines(evidence.folder, links, keys)]
+    said += [("signatures", line) for line in signature_lines(view.folder, links, keys)]
     lines = {name: line for name, line in said if isinstance(line, str)}
     return lines, [line for _, line in said if isinstance(line, Finding)]
 

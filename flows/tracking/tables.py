@@ -91,9 +91,9 @@ def completion_table(run: RunContext) -> Table | None:
     `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
     thinned out, or that another task trained, has no advantages.
     """
-    evidence = RunView.read(run.directory.path)
+    view = RunView.read(run.directory.path)
     # The report names the unreadable files.
-    picked = pick_completions(evidence, compared_artifacts(evidence), [])
+    picked = pick_completions(view, compared_artifacts(view), [])
     if picked is None:
         return None
     groups = picked.in_order()
@@ -118,8 +118,8 @@ def episode_turns(run: RunContext) -> dict[tuple[int, int, int], list[Row]]:
     """
     if run.config.environment is None:
         return {}
-    evidence = RunView.read(run.directory.path)
-    picked = pick_completions(evidence, compared_artifacts(evidence), [])
+    view = RunView.read(run.directory.path)
+    picked = pick_completions(view, compared_artifacts(view), [])
     rows = [] if picked is None else [row for rows in picked.in_order() for row in rows]
     found = {}
     for row in rows:

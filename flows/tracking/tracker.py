@@ -306,23 +306,23 @@ def refuse_other_chain(directory: RunDirectory, tracker: Tracker) -> None:
         raise UserError(f"{ahead}: continued once more, it gets an MLflow run of its own")
 
 
-def compare_with_mlflow(evidence: RunView, links: Chain, store: str | None) -> str | Finding:
+def compare_with_mlflow(view: RunView, links: Chain, store: str | None) -> str | Finding:
     """The line of an audit that compares a run's chain with the head that MLflow holds.
 
     Args:
-        evidence: of the run's folder; it may be live.
+        view: of the run's folder; it may be live.
         links: its chain, as it was read.
         store: the tracking store to read; None reads the one that the folder names, where that may be used.
 
     Returns: words; a finding when the heads differ (error), or when they cannot be compared (note).
     """
     try:
-        record = read_record(evidence.folder)
-        uri = store or _store_of(evidence, record)
+        record = read_record(view.folder)
+        uri = store or _store_of(view, record)
         shown_uri = without_passwords(uri)
         with store_errors(uri):
             client = client_of_existing_store(uri)
-            run_id = record.run_id if record is not None and record.uri == shown_uri else _run_of(client, evidence)
+            run_id = record.run_id if record is not None and record.uri == shown_uri else _run_of(client, view)
             if run_id is None:
                 return _unknown(f"no MLflow run with the id of this run in {shown_uri}")
             held = held_by(client.get_run(run_id), uri)
@@ -333,7 +333,7 @@ def compare_with_mlflow(evidence: RunView, links: Chain, store: str | None) -> s
         return _unknown(f"{place} holds no head: nothing was published, or by an older version")
     step, last = held.head.step, links.last
     if last is None or step > last:
-        return _beyond(evidence.folder, record, held.head, place, last)
+        return _beyond(view.folder, record, held.head, place, last)
     if step not in links.digests:
         return _unknown(f"{place} was told the record {held.head}, whose manifest cannot be read here")
     if links.digests[step] != held.head.digest:
@@ -365,24 +365,24 @@ def _committed_since(folder: Path, head: Head) -> bool:
         return False
 
 
-def _store_of(evidence: RunView, record: TrackingRecord | None) -> str:
+def _store_of(view: RunView, record: TrackingRecord | None) -> str:
     """The store of a run; its run.json names it too. Raises UserError: it is unknown, or may not be used."""
     if record is not None:
-        return store_of_folder(record.uri, evidence.folder, record.lay_at)
-    if evidence.config is None:
+        return store_of_folder(record.uri, view.folder, record.lay_at)
+    if view.config is None:
         raise UserError("no tracking.json, and a configuration that cannot be read")
-    return store_of_folder(evidence.config.tracking.uri, evidence.folder, None)
+    return store_of_folder(view.config.tracking.uri, view.folder, None)
 
 
-def _run_of(client: MlflowClient, evidence: RunView) -> str | None:
+def _run_of(client: MlflowClient, view: RunView) -> str | None:
     """The MLflow run with a run's id in its tag. Raises UserError: its experiment is not known."""
-    if evidence.config is None:
+    if view.config is None:
         raise UserError("the configuration cannot be read, which names the experiment")
-    experiment = client.get_experiment_by_name(evidence.config.tracking.experiment)
+    experiment = client.get_experiment_by_name(view.config.tracking.experiment)
     if experiment is None:
         return None
     tagged = client.search_runs(
-        [experiment.experiment_id], f"tags.`{TRAINING}` = '{evidence.description.id}'", max_results=1
+        [experiment.experiment_id], f"tags.`{TRAINING}` = '{view.description.id}'", max_results=1
     )
     return str(tagged[0].info.run_id) if tagged else None
 

@@ -198,7 +198,7 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
     return Measured(
         variant=variant,
         seed=seed,
-        steps=(max(run.evidence.steps, default=START), run.asked or -1),
+        steps=(max(run.view.steps, default=START), run.asked or -1),
         accuracy=fmean(accuracies[-last:]) if accuracies else None,
         curve=learning_curve(run),
         errors=values(TMPE),
@@ -215,10 +215,10 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
 def learning_curve(run: RunData) -> LearningCurve | None:
     """Scores of all evaluations of a run; None when one of them is gone, or has no scores of the same prompts."""
     scores: dict[int, dict[str, float]] = {}
-    for commit in run.evidence.steps.values():
+    for commit in run.view.steps.values():
         for ref in (ref for ref in commit.artifacts.values() if ref.kind == "evaluation"):
             try:
-                content = json.loads(read_checked(run.evidence.folder / ref.uri, ref.digest, ref.size))
+                content = json.loads(read_checked(run.view.folder / ref.uri, ref.digest, ref.size))
             except ArtifactError:
                 return None
             if content:  # Steps between evaluations have an empty one.
@@ -242,7 +242,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float | None:
 
 def _idle(run: RunData) -> list[int]:
     gradients = dict(zip(*series(run.history, GRAD_NORM), strict=True))
-    digests = {step: commit.entry.weights_digest for step, commit in run.evidence.steps.items()}
+    digests = {step: commit.entry.weights_digest for step, commit in run.view.steps.items()}
     return [
         step
         for step, digest in sorted(digests.items())
@@ -262,9 +262,9 @@ def _speed(run: RunData) -> float | None:
 def _memory_of_steps(run: RunData, memory: Sequence[MemorySample]) -> list[tuple[float, float]]:
     """(step, MiB) at the commits of the second half, of the process that made the last of them."""
     points = []
-    steps = sorted(step for step in run.evidence.steps if step > START)
+    steps = sorted(step for step in run.view.steps if step > START)
     for step in steps[len(steps) // 2 :]:
-        moment = run.evidence.steps[step].entry.committed_ms / 1000
+        moment = run.view.steps[step].entry.committed_ms / 1000
         before = [sample for sample in memory if moment - 5 <= sample.time <= moment]
         if before:
             points.append((float(step), before[-1]))

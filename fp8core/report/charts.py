@@ -545,7 +545,7 @@ _NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_di
 
 def configured_bounds(runs: Sequence[RunData]) -> Bounds:
     """`bound_lines` of runs, by their stored configurations."""
-    return bound_lines([(run.label, stored_bounds(run.evidence.config)) for run in runs])
+    return bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
 
 
 def bound_lines(runs: Sequence[tuple[str, StopBounds | None]]) -> Bounds:

@@ -118,16 +118,16 @@ class Picked:
         return [rows for pair in zip_longest(self.early, self.late) for rows in pair if rows is not None]
 
 
-def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
+def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
     """Rows of the completions of a few prompts, with the log-probs of both policies and the reward; None without any.
 
     Args:
-        evidence: of the run.
+        view: of the run.
         names: of the artifacts with the rollouts and with the log-probs.
         missing: takes a line for what cannot be read and was not removed by gc.
     """
-    commits = sorted(evidence.commits, key=lambda commit: commit.step)
-    whole = [commit for commit in commits if commit.step > START and _kept(evidence, commit, names)]
+    commits = sorted(view.commits, key=lambda commit: commit.step)
+    whole = [commit for commit in commits if commit.step > START and _kept(view, commit, names)]
     half = (len(whole) + 1) // 2
     unread = Unread("completions")
     first, last = dict[str, list[Row]](), dict[str, list[Row]]()
@@ -136,7 +136,7 @@ def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[st
         (whole[: max(half, len(whole) - SEARCHED) - 1 : -1], last),
     ):
         for commit in some:
-            for name, rows in _read(evidence, commit, names, unread).items():
+            for name, rows in _read(view, commit, names, unread).items():
                 found.setdefault(name, rows)
     missing += unread.lines()
     if not first and not last:
@@ -156,12 +156,12 @@ def pick_completions(evidence: RunView, names: tuple[str, str], missing: list[st
     )
 
 
-def read_examples(evidence: RunView, names: tuple[str, str], missing: list[str]) -> Examples | None:
+def read_examples(view: RunView, names: tuple[str, str], missing: list[str]) -> Examples | None:
     """The completions that a report shows (arguments: `pick_completions`); None where no step has any."""
-    picked = pick_completions(evidence, names, missing)
+    picked = pick_completions(view, names, missing)
     if picked is None:
         return None
-    decode = _decoder(evidence, missing)
+    decode = _decoder(view, missing)
     early, late = ([_asked(rows, decode) for rows in some] for some in (picked.early, picked.late))
     return Examples(early, late, picked.same)
 
@@ -175,14 +175,14 @@ class HeldoutPair:
     last: HeldoutSample
 
 
-def heldout_pairs(evidence: RunView, missing: list[str]) -> list[HeldoutPair]:
+def heldout_pairs(view: RunView, missing: list[str]) -> list[HeldoutPair]:
     """The texts that evaluations keep of held-out prompts; none before there are two evaluations with texts.
 
     `missing` takes a line for what cannot be read and was not removed by gc.
     """
-    commits = sorted(evidence.commits, key=lambda commit: commit.step)
+    commits = sorted(view.commits, key=lambda commit: commit.step)
     unread = Unread("held-out completions")
-    first, last = (_first_evaluation(evidence, order, unread) for order in (commits, commits[::-1]))
+    first, last = (_first_evaluation(view, order, unread) for order in (commits, commits[::-1]))
     missing += unread.lines()
     if first is None or last is None or first[0] == last[0]:
         return []
@@ -206,18 +206,18 @@ def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
 
 
 def _first_evaluation(
-    evidence: RunView, commits: Sequence[Commit], unread: Unread
+    view: RunView, commits: Sequence[Commit], unread: Unread
 ) -> tuple[int, dict[str, HeldoutSample]] | None:
     """Step and samples, by prompt_id, of the first of these commits that evaluated, if it kept any."""
-    store, known_empty = ArtifactStore(evidence.folder), set[str]()
+    store, known_empty = ArtifactStore(view.folder), set[str]()
     for commit in commits:
         for ref in commit.artifacts.values():
-            if ref.kind != "evaluation" or ref.digest in known_empty or was_removed(evidence, ref):
+            if ref.kind != "evaluation" or ref.digest in known_empty or was_removed(view, ref):
                 continue
             try:
                 content = store.get_json(ref)
             except ArtifactError as error:
-                unread.add(commit.step, error, evidence.folder)
+                unread.add(commit.step, error, view.folder)
                 continue
             if content:
                 found = [HeldoutSample.model_validate(sample) for sample in content.get("samples") or ()]
@@ -234,17 +234,17 @@ def largest_difference(row: Row) -> float | None:
     return max((abs(p - g) for p, g, written in pairs if written), default=None)
 
 
-def _kept(evidence: RunView, commit: Commit, names: tuple[str, str]) -> bool:
+def _kept(view: RunView, commit: Commit, names: tuple[str, str]) -> bool:
     refs = [commit.artifacts.get(name) for name in names]
-    return all(ref is not None and not was_removed(evidence, ref) for ref in refs)
+    return all(ref is not None and not was_removed(view, ref) for ref in refs)
 
 
-def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
+def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
     """By prompt a row for each completion of a step, with its log-probs under both policies, and its reward.
 
     `trained` is None where they were not compared.
     """
-    store = ArtifactStore(evidence.folder)
+    store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
@@ -253,7 +253,7 @@ def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unr
         rewards = {
             (row["group"], row["sample"]): row["reward"]
             for ref in commit.artifacts.values()
-            if ref.kind == "rewards" and not was_removed(evidence, ref)
+            if ref.kind == "rewards" and not was_removed(view, ref)
             for row in store.get_table(ref, ["group", "sample", "reward"]).to_pylist()
         }
         trained: list[Sequence[float] | None] = [row["logprobs"] for row in table]
@@ -266,7 +266,7 @@ def _read(evidence: RunView, commit: Commit, names: tuple[str, str], unread: Unr
         ):
             raise ArtifactError(f"{store.path(scored)}: logprobs: not as many items in every row as the rollouts have")
     except ArtifactError as error:
-        unread.add(commit.step, error, evidence.folder)
+        unread.add(commit.step, error, view.folder)
         return {}
     found: dict[str, list[Row]] = defaultdict(list)
     for row, values in zip(rows, trained, strict=True):
@@ -385,10 +385,10 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
             yield Piece(text, level)
 
 
-def _decoder(evidence: RunView, missing: list[str]) -> Decode | None:
+def _decoder(view: RunView, missing: list[str]) -> Decode | None:
     """The tokenizer of the newest checkpoint that is in the run's folder; None without one that can be read."""
-    entries = [entry for _, entry in evidence.entries if isinstance(entry, CheckpointEntry)]
-    folders = [evidence.folder / entry.uri / "policy" for entry in reversed(entries)]
+    entries = [entry for _, entry in view.entries if isinstance(entry, CheckpointEntry)]
+    folders = [view.folder / entry.uri / "policy" for entry in reversed(entries)]
     path = next((folder / "tokenizer.json" for folder in folders if folder.is_dir()), None)
     if path is None:
         return None
@@ -397,6 +397,6 @@ def _decoder(evidence: RunView, missing: list[str]) -> Decode | None:
             refuse_link(place)
         tokenizer = Tokenizer.load(path.parent)
     except UserError as error:
-        missing.append(str(error).removeprefix(f"{evidence.folder}/"))
+        missing.append(str(error).removeprefix(f"{view.folder}/"))
         return None
     return tokenizer.decode

@@ -200,7 +200,7 @@ def numbers_table(runs: Sequence[RunData]) -> Table:
 
 def difference_table(runs: Sequence[RunData]) -> Table:
     """Settings that are not the same in all runs."""
-    configs = with_equal_steps([run.evidence.config for run in runs])
+    configs = with_equal_steps([run.view.config for run in runs])
     settings = [run_settings(run, config) for run, config in zip(runs, configs, strict=True)]
     keys = list(dict.fromkeys(key for one in settings for key in one))
     rows = [
@@ -213,13 +213,13 @@ def difference_table(runs: Sequence[RunData]) -> Table:
 
 def settings_table(run: RunData) -> Table:
     """Every setting of a run, folded."""
-    settings = run_settings(run, run.evidence.config)
+    settings = run_settings(run, run.view.config)
     return Table(f"Every setting of {run.label}", ["setting", "value"], list(settings.items()), folded=True)
 
 
 def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
-    content: Mapping[str, Any] = run.evidence.description.config if config is None else public_dump(config)
+    content: Mapping[str, Any] = run.view.description.config if config is None else public_dump(config)
     settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.asked}).items()}
     bounds = stored_bounds(config)
     return settings if bounds is None else settings | bounds.described()
@@ -227,11 +227,11 @@ def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
 
 def provenance_table(run: RunData) -> Table:
     """Folder, processes, code, machine and libraries of a run."""
-    return Table(run.label, ["", ""], run.provenance.lines(run.evidence))
+    return Table(run.label, ["", ""], run.provenance.lines(run.view))
 
 
 def _time_of_all(run: RunData) -> str:
-    processes = run.evidence.process_seconds
+    processes = run.view.process_seconds
     if not processes:
         return MISSING
     return f"{sum(processes):,.1f} s, {len(processes)} {'process' if len(processes) == 1 else 'processes'}"
@@ -239,11 +239,11 @@ def _time_of_all(run: RunData) -> str:
 
 def whole_time_table(runs: Sequence[RunData]) -> Table:
     """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole."""
-    spent = [time_spent(run.evidence) for run in runs]
+    spent = [time_spent(run.view) for run in runs]
     names = [*dict.fromkeys(name for one in spent for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
 
     def cell(run: RunData, seconds: float | None) -> str:
-        whole = sum(run.evidence.process_seconds)
+        whole = sum(run.view.process_seconds)
         return MISSING if seconds is None or not whole else f"{seconds:,.1f} s ({seconds / whole:.1%})"
 
     rows = []
@@ -256,7 +256,7 @@ def whole_time_table(runs: Sequence[RunData]) -> Table:
 
 
 def _bounds(run: RunData) -> str:
-    bounds = stored_bounds(run.evidence.config)
+    bounds = stored_bounds(run.view.config)
     return MISSING if bounds is None else bounds.summary
 
 
@@ -281,7 +281,7 @@ def _rollout_speed(run: RunData) -> str:
 
 
 def _weights(run: RunData) -> str:
-    steps = run.evidence.steps
+    steps = run.view.steps
     return steps[max(steps)].entry.weights_digest[:_DIGITS] if steps else MISSING
 
 
@@ -485,7 +485,7 @@ def changes_table(before: ParityResult, night: ParityResult) -> Table:
 
 def _prompts(runs: Sequence[RunData]) -> int | None:
     """Held-out prompts of trainings that all have the same ones; None where no configuration can be read."""
-    return next((run.evidence.config.evaluation.prompts for run in runs if run.evidence.config is not None), None)
+    return next((run.view.config.evaluation.prompts for run in runs if run.view.config is not None), None)
 
 
 def _compared(runs: Runs) -> Runs:

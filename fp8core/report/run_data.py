@@ -47,7 +47,7 @@ class RunData:
     """
 
     label: str
-    evidence: RunView
+    view: RunView
     history: History
     seconds: Mapping[str, Mapping[int, float]]
     busy: Mapping[int, float]
@@ -74,14 +74,14 @@ class RunData:
     @property
     def asked(self) -> int | None:
         """The number of steps that the run is to have: those it was begun with, or was extended to."""
-        config, last = self.evidence.config, self.provenance.last
+        config, last = self.view.config, self.provenance.last
         known = ([] if config is None else [config.steps]) + ([] if last is None else [last.record.steps])
         return max(known, default=None)
 
     @property
     def left(self) -> int:
         """The number of steps that it still has to make, as far as it is known."""
-        return max(0, (self.asked or 0) - max(self.evidence.steps, default=0))
+        return max(0, (self.asked or 0) - max(self.view.steps, default=0))
 
     @property
     def status(self) -> str:
@@ -90,7 +90,7 @@ class RunData:
 
     @property
     def _progress(self) -> str:
-        steps = self.evidence.steps
+        steps = self.view.steps
         last = max(steps, default=None)
         asked = "?" if self.asked is None else self.asked
         if last is None:
@@ -125,63 +125,63 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: None, error: str | None = None) -> RunData:
     """One run, and the `error` that it failed with. `on_step` and errors as in `read_runs`."""
-    evidence = RunView.read(folder)
-    commits = sorted(evidence.commits, key=lambda commit: commit.step)
-    missing = [f"{problem.place}: {problem.problem}" for problem in evidence.problems]
-    missing += [f"{LEDGER}: {evidence.gap}"] if evidence.gap is not None else []
+    view = RunView.read(folder)
+    commits = sorted(view.commits, key=lambda commit: commit.step)
+    missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
+    missing += [f"{LEDGER}: {view.gap}"] if view.gap is not None else []
     provenance = Provenance()
     for manifest in _manifests(folder, commits, missing):
         on_step()
         provenance.add(manifest)
-    pipeline = pipeline_steps(evidence, commits)
-    compared = compared_artifacts(evidence)
+    pipeline = pipeline_steps(view, commits)
+    compared = compared_artifacts(view)
     return RunData(
         label=label,
-        evidence=evidence,
-        history=_history(evidence, commits, missing),
+        view=view,
+        history=_history(view, commits, missing),
         seconds=_seconds(commits, [step.name for step in pipeline]),
         busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
         pipeline=pipeline,
-        tokens=newest_tokens(evidence, compared, missing),
-        heldout=heldout_examples(heldout_pairs(evidence, missing)),
-        examples=read_examples(evidence, compared, missing),
+        tokens=newest_tokens(view, compared, missing),
+        heldout=heldout_examples(heldout_pairs(view, missing)),
+        examples=read_examples(view, compared, missing),
         provenance=provenance,
         damaged=missing,
-        removed=_removed(evidence),
-        stopped=_crossed(evidence) or (f"failed: {error}" if error else None),
+        removed=_removed(view),
+        stopped=_crossed(view) or (f"failed: {error}" if error else None),
     )
 
 
-def _crossed(evidence: RunView) -> str | None:
+def _crossed(view: RunView) -> str | None:
     """The crossing of a bound that a run stopped at: nothing follows it in the ledger."""
-    last = evidence.entries[-1][1] if evidence.entries else None
+    last = view.entries[-1][1] if view.entries else None
     if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
         return None
     return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
 
 
-def pipeline_steps(evidence: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
+def pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
     """The steps of the newest iteration; without a configuration that can be read, what they read is not known."""
     tasks = commits[-1].tasks if commits and commits[-1].step > START else {}
     provided = {name: tuple(entry.outputs) for name, entry in tasks.items()}
-    if evidence.config is None:
+    if view.config is None:
         return [PipelineStep(name, (), artifacts) for name, artifacts in provided.items()]
     return [
         PipelineStep(step.name, tuple(step.inputs().values()), provided.get(step.name, ()))
-        for step in evidence.config.pipeline.steps
+        for step in view.config.pipeline.steps
     ]
 
 
-def _history(evidence: RunView, commits: Iterable[Commit], missing: list[str]) -> History:
+def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> History:
     rows: list[dict[str, float]] = []
     unread = Unread("metrics")
     for commit in commits:
         row: dict[str, float] = {STEP: commit.step}
         for ref in commit.artifacts.values():
             try:
-                row |= _metrics(evidence.folder, ref, commit.step)
+                row |= _metrics(view.folder, ref, commit.step)
             except ArtifactError as error:
-                unread.add(commit.step, error, evidence.folder)
+                unread.add(commit.step, error, view.folder)
         rows.append(row)
     missing += unread.lines()
     return rows
@@ -222,17 +222,17 @@ def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[
     return {name: steps for name, steps in seconds.items() if steps}
 
 
-def time_spent(evidence: RunView) -> dict[str, float]:
+def time_spent(view: RunView) -> dict[str, float]:
     """Seconds in each committed task: those of the start, then of all iterations, their commits and checkpoints.
 
     Tasks may run side by side. `OUTSIDE_TASKS` is the rest of the time of all processes (`RunView.process_seconds`):
     workers start, steps are orchestrated, and tasks run whose step is not committed.
     """
     seconds: dict[str, float] = defaultdict(float)
-    for commit in sorted(evidence.commits, key=lambda commit: commit.step):
+    for commit in sorted(view.commits, key=lambda commit: commit.step):
         for name, task in commit.tasks.items():
             seconds[_OF_START.get(name, name) if commit.step == START else name] += task.seconds
-    for _, entry in evidence.entries:
+    for _, entry in view.entries:
         match entry:
             case StepEntry():
                 seconds["commit"] += entry.seconds
@@ -240,9 +240,9 @@ def time_spent(evidence: RunView) -> dict[str, float]:
                 seconds["checkpoint"] += entry.seconds
             case _:
                 pass
-    ran = [entry for commit in evidence.commits for entry in commit.tasks.values()]
+    ran = [entry for commit in view.commits for entry in commit.tasks.values()]
     inside = union_seconds((entry.started, entry.started + entry.seconds) for entry in ran)
-    rest = sum(evidence.process_seconds) - inside - seconds.get("commit", 0.0) - seconds.get("checkpoint", 0.0)
+    rest = sum(view.process_seconds) - inside - seconds.get("commit", 0.0) - seconds.get("checkpoint", 0.0)
     return {**seconds, OUTSIDE_TASKS: max(0.0, rest)}
 
 
@@ -250,29 +250,29 @@ def _busy(commit: Commit) -> float:
     return union_seconds((entry.started, entry.started + entry.seconds) for entry in commit.tasks.values())
 
 
-def _token_artifacts(evidence: RunView) -> tuple[str, str]:
+def _token_artifacts(view: RunView) -> tuple[str, str]:
     """The artifacts with rollouts and with log-probs before the update, which a pipeline may have renamed."""
     ports = ("rollouts", "logprobs")
-    if evidence.config is not None:
-        for step in evidence.config.pipeline.steps:
+    if view.config is not None:
+        for step in view.config.pipeline.steps:
             inputs = step.inputs()
             if set(ports) <= set(inputs):
                 return inputs[ports[0]], inputs[ports[1]]
     return ports
 
 
-def compared_artifacts(evidence: RunView) -> tuple[str, str]:
+def compared_artifacts(view: RunView) -> tuple[str, str]:
     """Rollouts and log-probs that the metrics compare; ahead, these are by the versions that wrote the tokens."""
-    rollouts, logprobs = _token_artifacts(evidence)
-    steps = [] if evidence.config is None else evidence.config.pipeline.steps
+    rollouts, logprobs = _token_artifacts(view)
+    steps = [] if view.config is None else view.config.pipeline.steps
     behaviour = next((inputs["behaviour"] for step in steps if "behaviour" in (inputs := step.inputs())), logprobs)
     return rollouts, behaviour
 
 
-def _removed(evidence: RunView) -> list[str]:
+def _removed(view: RunView) -> list[str]:
     """The removals of gc, a line for each time it ran."""
     removed: dict[str, list[Deletion]] = defaultdict(list)
-    for tombstone in evidence.deletions.values():
+    for tombstone in view.deletions.values():
         removed[tombstone.when].append(tombstone)
     return [
         f"gc removed {len(files)} files ({sum(file.size for file in files):,} bytes) on {when}, of steps "

@@ -71,7 +71,7 @@ def answer(
 
 def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
     """The answer of a run, with its speed."""
-    config = run.evidence.config
+    config = run.view.config
     why = unverifiable(config) if config is not None and is_known(config) else None
     prompts = None if config is None else config.evaluation.prompts
     words = [answer(run.history, form, why, prompts=prompts, left=run.left).words]

@@ -37,11 +37,11 @@ class TokenSample:
         return self.training - self.rollout
 
 
-def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
+def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
     """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps.
 
     Args:
-        evidence: of the run.
+        view: of the run.
         names: of the artifacts with the rollouts and with the log-probs.
         missing: takes a line for what cannot be read and was not removed by gc.
 
@@ -50,19 +50,19 @@ def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str])
     """
     found: list[TokenSample] = []
     unread = Unread("tokens")
-    for commit in sorted(evidence.commits, key=lambda commit: -commit.step):
+    for commit in sorted(view.commits, key=lambda commit: -commit.step):
         if len(found) == MOST_STEPS or sum(len(part.position) for part in found) >= ENOUGH_TOKENS:
             break
         refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
-        if len(refs) < len(names) or any(was_removed(evidence, ref) for ref in refs):
+        if len(refs) < len(names) or any(was_removed(view, ref) for ref in refs):
             continue
         try:
-            rollouts, scored = (_table(evidence, ref) for ref in refs)
+            rollouts, scored = (_table(view, ref) for ref in refs)
             if refs[1].kind == "behaviour":
                 rollouts = _scored_rows(rollouts, scored)
-            sample = _tokens(commit.step, rollouts, scored, evidence.folder / refs[1].uri)
+            sample = _tokens(commit.step, rollouts, scored, view.folder / refs[1].uri)
         except ArtifactError as error:
-            unread.add(commit.step, error, evidence.folder)
+            unread.add(commit.step, error, view.folder)
         else:
             found.append(sample)
     missing += unread.lines()
@@ -76,9 +76,9 @@ def newest_tokens(evidence: RunView, names: tuple[str, str], missing: list[str])
     )
 
 
-def was_removed(evidence: RunView, ref: Ref) -> bool:
+def was_removed(view: RunView, ref: Ref) -> bool:
     """True if gc removed the file of an artifact."""
-    return ref.digest in evidence.deletions and not (evidence.folder / ref.uri).exists()
+    return ref.digest in view.deletions and not (view.folder / ref.uri).exists()
 
 
 class Unread:
@@ -101,10 +101,10 @@ class Unread:
         ]
 
 
-def _table(evidence: RunView, ref: Ref) -> pa.Table:
+def _table(view: RunView, ref: Ref) -> pa.Table:
     """The columns that say which token it is; a run with routed experts has a column that is a hundred times larger."""
     columns = ["group", "sample", "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
-    return ArtifactStore(evidence.folder).get_table(ref, columns)
+    return ArtifactStore(view.folder).get_table(ref, columns)
 
 
 def _scored_rows(rollouts: pa.Table, scored: pa.Table) -> pa.Table:

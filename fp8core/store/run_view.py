@@ -338,24 +338,22 @@ class Provenance:
             self.seen[fact][value].append(record.step)
         self.last = manifest
 
-    def text(self, evidence: RunView) -> str:
+    def text(self, view: RunView) -> str:
         """`lines`, aligned."""
-        lines = self.lines(evidence)
+        lines = self.lines(view)
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
-    def lines(self, evidence: RunView) -> list[tuple[str, str]]:
+    def lines(self, view: RunView) -> list[tuple[str, str]]:
         """Everything as facts with their values; values that changed name their steps."""
-        described, config = evidence.description, evidence.config
-        lines = [("run", f"{evidence.folder} (id {described.id}, begun {described.created})")]
+        described, config = view.description, view.config
+        lines = [("run", f"{view.folder} (id {described.id}, begun {described.created})")]
         if config is not None:
             lines.append(("configuration", f"{config.name} ({config_digest(config)[:_SHOWN_DIGITS]})"))
         if self.last is not None:
-            lines.append(("steps", f"{spans(evidence.steps)} committed, {self.last.record.steps} asked for"))
-        lines += [
-            ("not committed", f"step {step}: {', '.join(tasks)}") for step, tasks in _uncommitted(evidence).items()
-        ]
-        for number, segment in enumerate(_segments(evidence), start=1):
+            lines.append(("steps", f"{spans(view.steps)} committed, {self.last.record.steps} asked for"))
+        lines += [("not committed", f"step {step}: {', '.join(tasks)}") for step, tasks in _uncommitted(view).items()]
+        for number, segment in enumerate(_segments(view), start=1):
             code = segment.code_version[:_SHOWN_DIGITS]
             text = f"{number}: {_time(segment)}, process {segment.pid} on {segment.host}, code {code}"
             lines.append(("segment", text))
@@ -367,18 +365,18 @@ class Provenance:
             lines.append(("last record", record_digest(self.last)))
         return lines
 
-    def content(self, evidence: RunView) -> dict[str, JsonValue]:
+    def content(self, view: RunView) -> dict[str, JsonValue]:
         """The same as JSON types, with whole digests."""
-        config = evidence.config
+        config = view.config
         return {
-            "folder": str(evidence.folder),
-            "id": evidence.description.id,
-            "begun": evidence.description.created,
+            "folder": str(view.folder),
+            "id": view.description.id,
+            "begun": view.description.created,
             "configuration": config.name if config is not None else None,
             "config_digest": config_digest(config) if config is not None else None,
-            "steps": spans(evidence.steps),
+            "steps": spans(view.steps),
             "steps_asked_for": self.last.record.steps if self.last is not None else None,
-            "segments": [segment.model_dump(mode="json", exclude={"event"}) for segment in _segments(evidence)],
+            "segments": [segment.model_dump(mode="json", exclude={"event"}) for segment in _segments(view)],
             "seen": {
                 fact: {value: spans(steps) for value, steps in values.items()} for fact, values in self.seen.items()
             },
@@ -386,19 +384,19 @@ class Provenance:
         }
 
 
-def _uncommitted(evidence: RunView) -> dict[int, list[str]]:
+def _uncommitted(view: RunView) -> dict[int, list[str]]:
     """The finished tasks of the step that is under way."""
-    last, tasks = max(evidence.steps, default=START - 1), defaultdict(list)
-    for _, entry in evidence.entries:
+    last, tasks = max(view.steps, default=START - 1), defaultdict(list)
+    for _, entry in view.entries:
         if isinstance(entry, TaskEntry) and entry.step > last:
             tasks[entry.step].append(entry.task)
     return dict(tasks)
 
 
-def _segments(evidence: RunView) -> list[SegmentEntry]:
+def _segments(view: RunView) -> list[SegmentEntry]:
     """The process starts; a line that repeats the last one is no other start."""
     segments: list[SegmentEntry] = []
-    for _, entry in evidence.entries:
+    for _, entry in view.entries:
         if isinstance(entry, SegmentEntry) and entry not in segments[-1:]:
             segments.append(entry)
     return segments

@@ -136,7 +136,7 @@ def test_rows_of_a_real_run(whole_run, tmp_path):
     for entry in (whole_run.ledger.tasks(2)["rollout"], whole_run.ledger.tasks(2)["record"]):
         assert 0.0 < entry.storing < entry.seconds
     assert row["versions"]["torch"]
-    assert run_provenance(run.evidence)["commit"] == row["commit"]
+    assert run_provenance(run.view)["commit"] == row["commit"]
     words = list(loop_tables([row, ledger]))
     assert len(words) == 4
     assert all("| bf16 |" in table for table in words)

@@ -127,7 +127,7 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
     assert read_run(run_copy.folder, "extended").status == "5 of 6 steps"
     run_copy.resume(steps=6)
     extended = read_run(run_copy.folder, "extended")
-    assert (extended.status, len(extended.evidence.process_seconds)) == ("finished, 6 steps", 4)
+    assert (extended.status, len(extended.view.process_seconds)) == ("finished, 6 steps", 4)
     with pytest.raises(UserError, match=r"has step 6 already, and steps=5 asks for fewer"):
         run_copy.resume(steps=5)
 

@@ -34,13 +34,13 @@ def test_a_slope_needs_twenty_steps_and_does_not_bend_to_a_jump():
 
 def test_memory_is_that_of_the_second_half_and_of_the_last_process(whole_run):
     run = read_run(whole_run.folder, "whole")
-    last = run.evidence.steps[4]
+    last = run.view.steps[4]
     begun = last.entry.committed_ms / 1000
     commits = [
         replace(last, entry=last.entry.model_copy(update={"step": step, "committed_ms": int(1000 * (begun + step))}))
         for step in range(1, 61)
     ]
-    longer = replace(run, evidence=replace(run.evidence, commits=commits), history=[])
+    longer = replace(run, view=replace(run.view, commits=commits), history=[])
     # The first half grows faster, in another process.
     memory = [
         MemorySample(begun + step - 0.1, 1, 900.0 * step)

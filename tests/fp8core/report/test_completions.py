@@ -71,7 +71,7 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
         assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
     assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
     monkeypatch.setattr(module, "PROMPTS", 100)
-    every = pick_completions(data.evidence, compared_artifacts(data.evidence), [])
+    every = pick_completions(data.view, compared_artifacts(data.view), [])
     assert every is not None
     assert not every.same
     compared = [sum(row["trained"] is not None for row in rows) for rows in every.early if rows[0]["step"] == 1]

@@ -39,8 +39,8 @@ def test_times_are_those_of_the_ledger(whole_run) -> None:
 
 
 def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_run) -> None:
-    evidence = read_run(whole_run.folder, "whole").evidence
-    spent = time_spent(evidence)
+    view = read_run(whole_run.folder, "whole").view
+    spent = time_spent(view)
     start, last = whole_run.ledger.tasks(0), whole_run.ledger.tasks(4)
     names = {"warm_start": "warm_start", "calibrate": "first_scales", "evaluate": "first_evaluation"}
     assert {names.get(name, name): task.seconds for name, task in start.items()}.items() <= spent.items()
@@ -52,7 +52,7 @@ def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_ru
     assert next(iter(spent)) == "warm_start"
     assert [*last, "commit"] == [name for name in spent if name in last or name == "commit"]
     # Tasks that run side by side count twice, so the parts are the whole at least.
-    whole = sum(evidence.process_seconds)
+    whole = sum(view.process_seconds)
     assert 0 < spent[OUTSIDE_TASKS] < whole <= sum(spent.values()) + 1e-6
 
 
@@ -108,7 +108,7 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     text = "\n".join(run.missing)
     for place in ("metrics of step 2: the file is missing", "tokens of step 4:", "manifests/00003.json", "tombstones"):
         assert place in text
-    assert "libraries" in dict(run.provenance.lines(run.evidence))
+    assert "libraries" in dict(run.provenance.lines(run.view))
 
 
 def test_a_run_without_a_step_is_read(run_copy) -> None:

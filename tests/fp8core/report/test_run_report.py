@@ -116,7 +116,7 @@ def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, mixed_run,
     assert ">NeMo RL: 0.001<" in charts["Divergence of training from rollout policy (k3)"]
     assert ">stop of own: 0.25<" in report_html(beside)
     assert configured_bounds(alone)[TMPE] == [Bound("stop: 0.25", 0.25)]
-    in_its_folder = training_charts("own", own.history, stored_bounds(own.evidence.config))[-1]
+    in_its_folder = training_charts("own", own.history, stored_bounds(own.view.config))[-1]
     assert list(in_its_folder.bounds) == [Bound("stop: 0.25", 0.25)]
 
 

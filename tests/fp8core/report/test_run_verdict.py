@@ -69,8 +69,8 @@ def test_a_run_that_goes_on_is_too_short_to_tell(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
     stopped = replace(run, history=history([0.63, 0.61] * 10))
     assert run_sentence(stopped, short).startswith("Not learned")
-    config = run.evidence.config.model_copy(update={"steps": 80})
-    assert run_sentence(replace(stopped, evidence=replace(run.evidence, config=config)), short).startswith("Too short")
+    config = run.view.config.model_copy(update={"steps": 80})
+    assert run_sentence(replace(stopped, view=replace(run.view, config=config)), short).startswith("Too short")
 
 
 @pytest.mark.parametrize(

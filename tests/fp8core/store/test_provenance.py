@@ -31,7 +31,7 @@ def manifest(step: int, code: str, git: dict[str, object]) -> StepManifest:
     return StepManifest(record=record, observed=StepObservations(timings={}, hardware=hardware, git=git, paths={}))
 
 
-def evidence() -> RunView:
+def view() -> RunView:
     task = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=0.0, seconds=0.0)
     # A checkpoint repeats the line of the process that writes it.
     entries = list(enumerate([FIRST, FIRST, SECOND, task], start=1))
@@ -47,14 +47,14 @@ def gathered() -> Provenance:
 
 
 def test_what_changed_names_its_steps() -> None:
-    text = gathered().text(evidence())
+    text = gathered().text(view())
     for words in ("111111111111 (steps 0-1)", "222222222222 (steps 2)", "abc, with uncommitted changes (steps 2)"):
         assert words in text
     assert "process 2 on b" in text
 
 
 def test_the_same_as_json_has_whole_digests() -> None:
-    content = gathered().content(evidence())
+    content = gathered().content(view())
     assert content["seen"] == {
         "level": {"exact": "0-2"},
         "code": {"1" * 64: "0-1", "2" * 64: "2"},
