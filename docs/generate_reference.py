@@ -73,7 +73,7 @@ _MANIFEST_MODELS: dict[str, type[BaseModel]] = {
     "redo": RedoEntry,
     "bound": BoundEntry,
     "ref": Ref,
-    "tombstone": Deletion,
+    "deletion": Deletion,
     "signature": Signature,
     "run": RunDescription,
 }
@@ -102,7 +102,7 @@ def manifest_schemas() -> dict[Path, str]:
     content = {
         f"manifest-{_VERSION}.json": StepManifest.model_json_schema(),
         "ledger.json": entry.json_schema(),
-        "tombstone.json": Deletion.model_json_schema(),
+        "deletion.json": Deletion.model_json_schema(),
     }
     return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
 

@@ -67,8 +67,8 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     from fp8core.store.run_view import spans
 
     kinds: dict[str, list[int]] = defaultdict(list)
-    for tombstone in removal.deletions:
-        kinds[tombstone.kind].append(tombstone.size)
+    for deletion in removal.deletions:
+        kinds[deletion.kind].append(deletion.size)
     everything = [size for sizes in kinds.values() for size in sizes]
     rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
     rows.append(("in all", len(everything), sum(everything)))
@@ -81,6 +81,6 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
             "",
             f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
             *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
-            *(printable(tombstone.uri) for tombstone in removal.deletions),
+            *(printable(deletion.uri) for deletion in removal.deletions),
         ]
     )

@@ -272,8 +272,8 @@ def compared_artifacts(view: RunView) -> tuple[str, str]:
 def _removed(view: RunView) -> list[str]:
     """The removals of gc, a line for each time it ran."""
     removed: dict[str, list[Deletion]] = defaultdict(list)
-    for tombstone in view.deletions.values():
-        removed[tombstone.when].append(tombstone)
+    for deletion in view.deletions.values():
+        removed[deletion.when].append(deletion)
     return [
         f"gc removed {len(files)} files ({sum(file.size for file in files):,} bytes) on {when}, of steps "
         f"{spans({file.step for file in files if file.step is not None}) or 'none'}"

@@ -55,7 +55,7 @@ def _parse(line: bytes, place: str) -> Deletion:
     try:
         return Deletion.model_validate_json(line)
     except ValidationError as error:
-        raise StoredFileError(f"{place}: not a tombstone: {mistake(error)}") from error
+        raise StoredFileError(f"{place}: not a deletion: {mistake(error)}") from error
 
 
 def log_deletions(folder: Path, deletions: Collection[Deletion]) -> None:

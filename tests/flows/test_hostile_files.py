@@ -207,7 +207,7 @@ DAMAGES: dict[str, Damage] = {
     "ledger: a checkpoint elsewhere": change_entry("checkpoint", 2, put(uri="../../elsewhere")),
     "ledger: a checkpoint of another step": change_entry("checkpoint", 2, put(uri="checkpoints/00004")),
     "run.json: a list": write("run.json", b"[]"),
-    "tombstones: a huge size": write(
+    "deletions: a huge size": write(
         "tombstones.jsonl",
         b'{"digest":"d","uri":"u","kind":"k","size":1e400,"step":null,"reason":"r","when":"w"}\n',
     ),

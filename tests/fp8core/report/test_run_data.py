@@ -99,8 +99,8 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     manifest = run_copy.ledger.step(3).manifest
     (run_copy.folder / manifest.uri).unlink()
     (run_copy.folder / "manifests" / "00003.json").write_text("{}")
-    with (run_copy.folder / "tombstones.jsonl").open("w") as tombstones:
-        tombstones.write("nonsense\n")
+    with (run_copy.folder / "tombstones.jsonl").open("w") as deletions:
+        deletions.write("nonsense\n")
     run = read_run(run_copy.folder, "damaged")
     assert [row["step"] for row in run.history if REWARD in row] == [1, 3, 4]
     assert run.tokens is not None

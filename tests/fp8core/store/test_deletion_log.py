@@ -15,7 +15,7 @@ def deletion(letter: str, reason: str = "step 3 is not kept") -> Deletion:
     return Deletion(digest=letter * 64, uri=uri, kind="rollouts", size=7, step=3, reason=reason, when=when)
 
 
-def test_tombstones_come_back_by_digest_and_the_newest_wins(tmp_path: Path) -> None:
+def test_deletions_come_back_by_digest_and_the_newest_wins(tmp_path: Path) -> None:
     assert read_deletions(tmp_path) == {}
     log_deletions(tmp_path, [deletion("a"), deletion("b")])
     log_deletions(tmp_path, [deletion("a", "orphan")])
@@ -39,7 +39,7 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     log_deletions(tmp_path, [deletion("a"), deletion("b")])
     path = tmp_path / "tombstones.jsonl"
     path.write_text(path.read_text().replace('"size":7', '"size":-7'))
-    with pytest.raises(UserError, match=rf"^{path}:1: not a tombstone: size: Input should be greater"):
+    with pytest.raises(UserError, match=rf"^{path}:1: not a deletion: size: Input should be greater"):
         read_deletions(tmp_path)
 
 
