@@ -76,13 +76,13 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
+from fp8core.environments.protocol import Action, Key, Outcome, Reply, Said, Task, Turn
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Episode, Key, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import freeze_heap, thaw_heap
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
@@ -127,7 +127,7 @@ class TimedPool:
         when = time.monotonic() + self._latest * self._random.random()
         self._due.append((when, episode, Outcome("judge") if over else Turn((Said("tool", digits),))))
 
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """What is due."""
         if self._left is not None:
             answers, left = self._left
@@ -159,7 +159,7 @@ class TracedPool(TimedPool):
         self._engine = engine
         self.trace: dict[str, Any] = {}
 
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """What is due."""
         if len(self.steps) == _TRACED[0]:
             self._engine.call_worker("policy_trace_begin")

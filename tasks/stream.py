@@ -12,9 +12,10 @@ import torch
 
 from fp8core.config.steps import NoOptions
 from fp8core.data.prompt import longest_prompt
+from fp8core.environments.protocol import Key
 from fp8core.rl.batch import column, pad, padded
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.episodes import Begun, Episode, Key, Pool
+from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.registry import continuation_of, longest_row
 from fp8core.rollout.stream import (
     DroppingStream,

@@ -24,15 +24,10 @@ from typing import Any
 from fp8core.environments.channel import DETAIL_CHARACTERS, action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED
-from fp8core.environments.protocol import Action, Outcome, Task, Turn
+from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.rewards.child import CPU_SIGNAL
 from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
-
-Key = tuple[int, int]
-"""Group and sample of an episode."""
-Reply = tuple[Key, Turn | Outcome, float]
-"""With the seconds that the environment took."""
 
 _LOADED_BYTES = 1 << 20
 """Of the line that says what was loaded."""

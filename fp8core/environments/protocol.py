@@ -3,7 +3,8 @@
 Imported by child processes, hence free of everything heavy.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -90,6 +91,12 @@ class Outcome:
     info: Mapping[str, float] = field(default_factory=dict)
 
 
+Key = tuple[int, int]
+"""Group and sample of an episode."""
+Reply = tuple[Key, Turn | Outcome, float]
+"""With the seconds that the environment took."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A problem as an environment gets it.
@@ -123,3 +130,35 @@ class Environment(Protocol):
     def close(self) -> None:
         """Release what the episode holds; called once, also after an Outcome."""
         ...
+
+
+def opening_json(turn: Turn) -> str:
+    """Messages and tools of a first turn, as JSON; the same turn gives the same text."""
+    tools = [{**tool._asdict(), "parameters": dict(tool.parameters)} for tool in turn.tools]
+    return _json({"messages": [said._asdict() for said in turn.messages], "tools": tools})
+
+
+def opening_of(text: str) -> Turn:
+    """The first turn of which `opening_json` wrote this."""
+    found = json.loads(text)
+    return Turn(tuple(Said(**said) for said in found["messages"]), tuple(Tool(**tool) for tool in found["tools"]))
+
+
+def said_json(messages: Iterable[Said]) -> str:
+    """Messages of an environment, as JSON."""
+    return _json([said._asdict() for said in messages])
+
+
+def said_of(text: str) -> tuple[Said, ...]:
+    """The messages of which `said_json` wrote this."""
+    return tuple(Said(**said) for said in json.loads(text))
+
+
+def calls_json(calls: Iterable[ToolCall]) -> str:
+    """Tool calls of the policy, as JSON."""
+    return _json([call._asdict() for call in calls])
+
+
+def _json(value: Any) -> str:
+    # ASCII: a lone surrogate that an environment said has no bytes.
+    return json.dumps(value)

@@ -6,15 +6,14 @@ environment's; `written` is the mask of the policy's. Each of its turns is a req
 requests of other episodes stay in flight. The order of replies decides when a token is written, and never which.
 """
 
-import json
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from fp8core.environments.chat import Conversation, LongTextError, ObservationError, Talk
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
+from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn, calls_json, opening_json, said_json
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -25,8 +24,6 @@ from fp8core.rollout.engine import (
     StreamingEngine,
 )
 
-Key = tuple[int, int]
-"""Group and sample of an episode."""
 _LOOK_SECONDS = 1.0
 """Longest wait for environments before the caller may look after something else."""
 
@@ -42,7 +39,7 @@ class Pool(Protocol):
         """Hand an environment what the policy wrote."""
         ...
 
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Answers of environments that have come, with their seconds; `wait`: at least one, if it comes in time."""
         ...
 
@@ -457,7 +454,7 @@ class _Open:
         self._written += [written] * len(tokens)
 
     def _record(self, reply: Turn | Outcome, end: int, said: str, seconds: float) -> None:
-        calls = _json([call._asdict() for call in self._action.calls])
+        calls = calls_json(self._action.calls)
         begin = self._turns[-1].observation_end if self._turns else 0
         told = reply.failed, reply.reward, dict(reply.info), seconds
         self._turns.append(TurnRecord(begin, end, len(self.tokens), said, calls, self._action.malformed, *told))
@@ -515,7 +512,7 @@ class _OneTurn:
     """The pool where there is no environment: no first message, and each completion is to be judged."""
 
     def __init__(self) -> None:
-        self._replies = list[tuple[Key, Turn | Outcome, float]]()
+        self._replies = list[Reply]()
 
     def begin(self, episode: Key, task: Task) -> None:
         self._replies.append((episode, Turn(()), 0.0))
@@ -523,7 +520,7 @@ class _OneTurn:
     def act(self, episode: Key, action: Action) -> None:
         self._replies.append((episode, Outcome("judge"), 0.0))
 
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         assert self._replies or not wait, "the engine ended without all completions"
         replies, self._replies = self._replies, []
         return replies
@@ -559,30 +556,3 @@ class _Generated:
     def close(self) -> None:
         if self._parts is not None:
             self._parts.close()
-
-
-def opening_json(turn: Turn) -> str:
-    """Messages and tools of a first turn, as JSON; the same turn gives the same text."""
-    tools = [{**tool._asdict(), "parameters": dict(tool.parameters)} for tool in turn.tools]
-    return _json({"messages": [said._asdict() for said in turn.messages], "tools": tools})
-
-
-def opening_of(text: str) -> Turn:
-    """The first turn of which `opening_json` wrote this."""
-    found = json.loads(text)
-    return Turn(tuple(Said(**said) for said in found["messages"]), tuple(Tool(**tool) for tool in found["tools"]))
-
-
-def said_json(messages: Iterable[Said]) -> str:
-    """Messages of an environment, as JSON."""
-    return _json([said._asdict() for said in messages])
-
-
-def said_of(text: str) -> tuple[Said, ...]:
-    """The messages of which `said_json` wrote this."""
-    return tuple(Said(**said) for said in json.loads(text))
-
-
-def _json(value: Any) -> str:
-    # ASCII: a lone surrogate that an environment said has no bytes.
-    return json.dumps(value)

@@ -28,7 +28,7 @@ from fp8core.data.prompt import (
     refuse_length,
 )
 from fp8core.environments.chat import AT_LEAST, ObservationError, Talk
-from fp8core.environments.protocol import Action, Said, Task, Turn
+from fp8core.environments.protocol import Action, Key, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
 from fp8core.errors import NotRecordedError, UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -38,13 +38,10 @@ from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampl
 from fp8core.rollout.episodes import (
     Begun,
     Episode,
-    Key,
     MultiTurn,
     Pool,
     TurnBudget,
-    opening_of,
     run_episodes,
-    said_of,
 )
 from fp8core.rollout.stop_strings import cut_at, text_until
 from fp8core.store.tables import TURNS, text_digest
@@ -278,9 +275,6 @@ def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
         for row in turn_rows(one, tokenizer)
     ]
     return pa.Table.from_pylist(rows, schema=TURNS)
-
-
-Reply = tuple[Key, Turn | EnvironmentOutcome, float]
 
 
 class RecordedPool:

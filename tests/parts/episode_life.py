@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 from fp8core.config.load import reload_config
-from fp8core.environments.pool import EnvironmentPool, Reply
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.environments.protocol import Reply
 from fp8core.report.console import Console
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of

@@ -4,8 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
-from fp8core.rollout.episodes import Key
+from fp8core.environments.protocol import Action, Key, Outcome, Reply, Said, Task, Tool, Turn
 
 Answer = Callable[[Key, int, Action], Turn | Outcome]
 CALCULATOR = Tool(
@@ -27,7 +26,7 @@ class ScriptedPool:
         """`order`: seed of the order of replies, of which some are held back; None: at once, as they came."""
         self._answer, self._opening = answer, opening
         self._random = None if order is None else random.Random(order)
-        self._replies: list[tuple[Key, Turn | Outcome, float]] = []
+        self._replies: list[Reply] = []
         self.acted: dict[Key, list[Action]] = {}
         self.ended: list[Key] = []
         self.resting: set[Key] = set()
@@ -42,7 +41,7 @@ class ScriptedPool:
         self._replies.append((episode, self._answer(episode, len(before), action), 0.5))
         before.append(action)
 
-    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[tuple[Key, Turn | Outcome, float]]:
+    def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         assert self._replies or not wait, "nothing would ever come"
         found, self._replies = self._replies, []
         if self._random is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8core.environments.pool import EnvironmentPool, Key
-from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.environments.protocol import Action, Key, Outcome, Said, Task, Turn
 from fp8core.rewards.supervisor import signals_are_confined
 from tests.fp8core.environments.conftest import LIMITS
 

@@ -11,7 +11,7 @@ from scripted_pool import CALCULATOR, ScriptedPool
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Outcome, Said, Task, Turn
+from fp8core.environments.protocol import Outcome, Said, Task, Turn, opening_json, opening_of, said_json, said_of
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.models.tokenizer import character_tokenizer
@@ -22,11 +22,7 @@ from fp8core.rollout.episodes import (
     Begun,
     MultiTurn,
     TurnBudget,
-    opening_json,
-    opening_of,
     run_episodes,
-    said_json,
-    said_of,
 )
 from fp8core.run.episodes import RecordedPool, begun_of, turn_rows, turns_table
 from fp8core.run.episodes import play as play_run
