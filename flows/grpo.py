@@ -214,15 +214,22 @@ class FlowExecution(PrefectExecution):
         seconds = {name: result.entry.seconds for name, result in results.items()}
         metrics = step_metrics(run, index)
         run.console.step({**metrics, "step": index}, ended - began, seconds)
-        keep, measured = run.config.artifacts.keep, min(run.config.evaluation.every, run.config.steps)
-        # An evaluated step has every metric. Own steps have theirs, so that nothing can tell before.
-        if index == measured and keep is not None and keep.best is not None and keep.best.metric not in metrics:
-            missing = f"artifacts.keep.best.metric={keep.best.metric}: step {index} has no such metric"
-            run.console.note(f"{missing}, and gc will refuse it; docs/reference/metrics.md has the names")
+        _note_missing_metric(run, index, metrics)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
         self._artifacts.step_done(index)
         self._session.publisher.wake()
+
+
+def _note_missing_metric(run: RunContext, index: int, metrics: Mapping[str, float]) -> None:
+    """Say after the first evaluated step, which has every metric, that `artifacts.keep.best` has the name of none.
+
+    Own steps have metrics of their own, so that nothing can tell before.
+    """
+    keep, evaluated = run.config.artifacts.keep, min(run.config.evaluation.every, run.config.steps)
+    if index == evaluated and keep is not None and keep.best is not None and keep.best.metric not in metrics:
+        missing = f"artifacts.keep.best.metric={keep.best.metric}: step {index} has no such metric"
+        run.console.note(f"{missing}, and gc will refuse it; docs/reference/metrics.md has the names")
 
 
 def finish(session: Session, console: Console) -> Summary:

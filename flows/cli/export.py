@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,7 @@ def export_step(options: argparse.Namespace) -> int:
                 policy,
                 options.format,
                 options.target,
-                _WRITERS[options.format](original, options.step, policy),
+                _writer(options.format, original, options.step, policy),
                 tracked(folder, options.step),
             )
     except (RedoError, *FAILURES) as error:
@@ -70,33 +72,24 @@ def export_step(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_bf16(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
-    from fp8core.run.export import copy_folder
-
-    return lambda target: copy_folder(policy.folder, target)
-
-
-def _write_fp8(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
-    """In block FP8, but for the layers that the run's rollouts kept in BF16."""
+def _writer(written: str, original: "RunSnapshot", step: int, policy: "Policy") -> Callable[[Path], None]:
+    """What fills a folder in a format; in block FP8 the layers stay in BF16 that the run's rollouts kept so."""
     from flows.cli.quantise import print_remarks, write_with_bar
-    from fp8core.config.load import reload_config
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+    from fp8core.run.export import copy_folder, write_adapter
 
-    contract = reload_config(original.described.config).precision
-    kept = KeptInBf16(contract.bf16_first_layers, contract.bf16_last_layers)
-    plan = plan_quantisation(policy.folder, kept, contract.scale_rule)
+    config = original.config(step)
+    match written:
+        case "bf16":
+            return partial(copy_folder, policy.folder)
+        case "peft":
+            return partial(write_adapter, policy, config)
+    assert written == "fp8", written
+    kept = KeptInBf16(config.precision.bf16_first_layers, config.precision.bf16_last_layers)
+    plan = plan_quantisation(policy.folder, kept, config.precision.scale_rule)
 
-    def write(target: Path) -> None:
+    def write_fp8(target: Path) -> None:
         write_with_bar(plan, target)
         print_remarks(plan)
 
-    return write
-
-
-def _write_peft(original: "RunSnapshot", step: int, policy: "Policy") -> Any:
-    from fp8core.run.export import write_adapter
-
-    return lambda target: write_adapter(policy, original.config(step), target)
-
-
-_WRITERS = {"bf16": _write_bf16, "fp8": _write_fp8, "peft": _write_peft}
+    return write_fp8

@@ -56,9 +56,9 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
     return run_task(run, index, planned.name, parts, body)
 
 
-def finished_steps(run: RunContext, index: int, carried: Mapping[str, Ref]) -> list[PlannedStep]:
-    """The steps of an iteration, in order, whose stored results `run_step` takes; `carried` is what it starts from."""
-    stored, artifacts, finished = run.directory.ledger.tasks(index), dict(carried), list[PlannedStep]()
+def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
+    """The steps of an iteration, in order, whose stored results `run_step` takes; `start` is what it starts from."""
+    stored, artifacts, finished = run.directory.ledger.tasks(index), dict(start), list[PlannedStep]()
     for planned in run.plan.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
