@@ -12,6 +12,7 @@ from fp8core.errors import UserError, refuse
 from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.plan.frozen_trainers import FrozenTrainers, frozen_trainers
 from fp8core.plan.memory import (
     CacheRoom,
     Device,
@@ -27,7 +28,6 @@ from fp8core.plan.memory import (
     shipped_bytes,
     stored_bytes,
 )
-from fp8core.plan.scorers import Scorers, scorers
 from fp8core.plan.step_time import StepTime, step_time
 from fp8core.rollout.engine import RECEIVED_BYTES
 from fp8core.rollout.registry import engine_entry
@@ -122,7 +122,7 @@ def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: 
     if not gpus:
         engine = replace(engine, needs=_times(math.ceil(config.cluster.engines / machine.hosts), engine.needs))
     ahead = _ahead(config, arch)
-    devices = _devices(config, arch, machine, parallel, sync, engine, gpus, scorers(config, arch, parallel))
+    devices = _devices(config, arch, machine, parallel, sync, engine, gpus, frozen_trainers(config, arch, parallel))
     devices = _with_warm_start(devices, config, arch, machine.gpu)
     if ahead is not None:
         devices = _with_policies(devices, machine.host, ahead)
@@ -258,7 +258,7 @@ def _devices(
     sync: StoredBytes,
     engine: EngineMemory,
     engine_gpus: int,
-    scoring: Scorers,
+    scoring: FrozenTrainers,
 ) -> tuple[DevicePlan, ...]:
     gpu, plans, on_host = machine.gpu, list[DevicePlan](), dict[str, tuple[Need, ...]]()
     shared = engine_gpus > 0 and config.cluster.placement == "colocated"
@@ -325,7 +325,7 @@ def _with_largest(phases: tuple[Phase, ...], *others: Phase) -> tuple[Phase, ...
 
 
 def _scoring(
-    config: RunConfig, arch: Architecture, parallel: Parallel, scoring: Scorers, beside: tuple[Need, ...]
+    config: RunConfig, arch: Architecture, parallel: Parallel, scoring: FrozenTrainers, beside: tuple[Need, ...]
 ) -> tuple[Need, ...]:
     """The needs of a GPU while others than the trainer score, whose weights are ready too; nothing is kept for a
     backward pass."""
@@ -353,7 +353,7 @@ def _training(
     gpu: Device,
     parallel: Parallel,
     sync: StoredBytes,
-    scoring: Scorers,
+    scoring: FrozenTrainers,
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
     trainer = trainer_of(config.training)
@@ -397,7 +397,7 @@ def _sharing(
     sync: StoredBytes,
     engine: EngineMemory,
     engine_gpus: int,
-    scoring: Scorers,
+    scoring: FrozenTrainers,
 ) -> list[DevicePlan]:
     """The GPUs that generate and train in turn, and those that do one of both where there are more of them."""
     both = min(engine_gpus, parallel.gpus)
@@ -417,7 +417,7 @@ def _in_turn(
     parallel: Parallel,
     sync: StoredBytes,
     engine: EngineMemory,
-    scoring: Scorers,
+    scoring: FrozenTrainers,
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
     trainer = trainer_of(config.training)

@@ -5,7 +5,9 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
+from fp8core.config.section import ClusterConfig
 from fp8core.errors import UserError
 from fp8core.rollout.registry import ENGINES, find_entry
 from fp8core.store.manifest import installed_version
@@ -23,6 +25,10 @@ _EXTRAS = {
 }
 
 
+# Ray names the kind of a node's accelerators by a resource of its own.
+_KIND = "accelerator_type:"
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the examination; `cure` is empty when there is nothing to do."""
@@ -30,6 +36,24 @@ class Finding:
     subject: str
     state: str
     cure: str = ""
+
+
+class ClusterNode(NamedTuple):
+    """A node that is alive; `kind` is Ray's name of its GPUs, empty where it has none."""
+
+    address: str
+    cpus: int
+    gpus: int
+    kind: str
+
+
+class Inventory(NamedTuple):
+    """Nodes in the order of their addresses, and what no process has taken."""
+
+    ray: str
+    nodes: list[ClusterNode]
+    free_cpus: int
+    free_gpus: int
 
 
 def examine(address: str | None = None) -> str:
@@ -75,8 +99,6 @@ def _gpus() -> Iterator[Finding]:
 def _cluster(address: str) -> Iterator[Finding]:
     if find_spec("ray") is None:
         raise UserError("--address: Ray is not installed (pip install 'fp8-grpo[ray]')")
-    from fp8core.cluster.inventory import take_inventory
-
     found = take_inventory(address)
     cpus, gpus = sum(node.cpus for node in found.nodes), sum(node.gpus for node in found.nodes)
     held = f"{gpus} GPUs ({found.free_gpus} free), {cpus} CPUs ({found.free_cpus} free)"
@@ -84,6 +106,32 @@ def _cluster(address: str) -> Iterator[Finding]:
     for node in found.nodes:
         kind = f" ({node.kind})" if node.kind else ""
         yield Finding(f"node {node.address}", f"{node.gpus} GPUs{kind}, {node.cpus} CPUs")
+
+
+def take_inventory(address: str) -> Inventory:
+    """The inventory of the cluster at `auto` or HOST:PORT, which `doctor --address` names.
+
+    Raises:
+        UserError: nothing answers there, or another version of Ray or Python.
+    """
+    # Ray is optional.
+    import ray
+
+    from fp8core.cluster.connection import connect
+
+    connect(ClusterConfig(address=address), 1, "--address")
+    try:
+        nodes = sorted(_node(each["NodeManagerAddress"], each["Resources"]) for each in ray.nodes() if each["Alive"])
+        free = ray.available_resources()
+    finally:
+        ray.shutdown()
+    # Ray connects to its own version alone.
+    return Inventory(ray.__version__, nodes, int(free.get("CPU", 0)), int(free.get("GPU", 0)))
+
+
+def _node(address: str, held: dict[str, float]) -> ClusterNode:
+    kinds = sorted(name.removeprefix(_KIND) for name in held if name.startswith(_KIND))
+    return ClusterNode(address, int(held.get("CPU", 0)), int(held.get("GPU", 0)), ", ".join(kinds))
 
 
 def _packages() -> Iterator[Finding]:

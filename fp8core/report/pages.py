@@ -5,6 +5,7 @@ changed since it last passed.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from fp8core.config.section import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes
-from fp8core.report.ahead import ahead_charts
 from fp8core.report.charts import (
     ALIGNMENT,
     ESS,
@@ -34,6 +34,7 @@ from fp8core.report.charts import (
     Chart,
     Curve,
     Drawing,
+    Series,
     collapsed,
     configured_bounds,
     curve_chart,
@@ -60,6 +61,7 @@ from fp8core.report.summary import (
     LAG_ESS,
     LENGTH,
     MISSING,
+    OUTSIDE_CLIP,
     REWARD,
     SIGNAL,
     STALENESS,
@@ -79,6 +81,37 @@ from fp8core.user_files import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 EXAMPLE_RUNS = 2
+# Charts of runs that generate ahead: staleness, what an update hides, and by the age of a token its lag.
+_HIDDEN = "rollout/tokens_beside_update"
+_AHEAD = (
+    Curve("Staleness of tokens", "versions, mean of the step", STALENESS, include=(0.0, 1.0)),
+    Curve(
+        "Generation beside the update",
+        "tokens of the step's own",
+        _HIDDEN,
+        lambda row: row[_HIDDEN] / (row.get(TOKENS) or math.nan),
+        include=(0.0, 1.0),
+        note="Tokens that were written beside the update, over those that it learned from. 1: nothing waits.",
+    ),
+)
+_BY_AGE = (
+    Curve(
+        "Effective sample size by age",
+        "ESS / tokens",
+        LAG_ESS,
+        include=(0.0, 1.0),
+        note="Of the policy before the update against that which wrote a token; weights truncated at 2. 1: they are "
+        "equal.",
+    ),
+    Curve(
+        "Clip fraction by age",
+        "share of tokens",
+        OUTSIDE_CLIP,
+        include=(0.0,),
+        note="Tokens whose ratio of these two policies is beyond loss.clip_low or loss.clip_high.",
+    ),
+)
+"""The metric of each has a suffix for the age."""
 WEIGHTS = (
     Curve("Mean weight of the mismatch", "mean exp(d) of the step", WEIGHT, bounds=(Bound("expected: 1", 1.0),)),
     Curve(
@@ -328,6 +361,30 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
         _missing(runs),
     ]
+
+
+def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
+    """Staleness, what an update hides, and by age sample size and clip; none where no run generates ahead."""
+    ahead = [(label, history) for label, history in runs if any(STALENESS in row for row in history)]
+    if not ahead:
+        return []
+    return [*(curve_chart(curve, runs) for curve in _AHEAD), *(_by_age(curve, ahead) for curve in _BY_AGE)]
+
+
+def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
+    """A line for each age of each run."""
+    series, prefix = list[Series](), f"{curve.metric}_age_"
+    for label, history in runs:
+        for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
+            rows = [row for row in history if name in row]
+            age = f"age {name.removeprefix(prefix).replace('_', ' to ')}"
+            shown = age if len(runs) == 1 else f"{label}, {age}"
+            series.append(Series(shown, [row[STEP] for row in rows], [row[name] for row in rows], len(series)))
+    return Chart(curve.title, "step", curve.y_label, series, include=curve.include, note=curve.note)
+
+
+def _first_age(name: str) -> int:
+    return int(name.partition("_age_")[2].partition("_")[0])
 
 
 def _charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], words: Sequence[str] = ()) -> Section:

@@ -6,6 +6,7 @@ prompts to rewards.
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -43,7 +44,6 @@ from fp8core.rollout.episodes import (
     TurnBudget,
     run_episodes,
 )
-from fp8core.rollout.stop_strings import cut_at, text_until
 from fp8core.store.tables import TURNS, text_digest
 
 FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -448,3 +448,36 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
         return {}
     p50, p95 = np.percentile(seconds, [50, 95], method="nearest").tolist()
     return {"answers": float(len(seconds)), "p50": p50, "p95": p95, "max": max(seconds)}
+
+
+def text_until(text: str, strings: Sequence[str]) -> str:
+    """The text up to the end of the string that is complete first; all of it where none is."""
+    ends = [text.index(string) + len(string) for string in strings if string in text]
+    return text[: min(ends, default=len(text))]
+
+
+def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+    """The completion up to the token that completes the first of the strings; all of it without one.
+
+    A token depends on those before it alone. So the result equals, bit for bit, a completion of an engine that stops
+    there.
+    """
+    if not strings:
+        return completion
+
+    def complete(count: int) -> bool:
+        text = tokenizer.decode(completion.tokens[:count])
+        return any(string in text for string in strings)
+
+    whole = len(completion.tokens)
+    if not complete(whole):
+        return completion
+    count = bisect_left(range(whole), True, key=complete)
+    experts = completion.experts
+    return replace(
+        completion,
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        finish="stop_string",
+        experts=None if experts is None else experts[: len(experts) - (whole - count)],
+    )

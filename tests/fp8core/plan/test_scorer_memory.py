@@ -8,9 +8,9 @@ from fp8core.config.load import load_config
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.hub import model_shape
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.plan.frozen_trainers import frozen_trainers
 from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run
-from fp8core.plan.scorers import scorers
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_teacher, build_trainer
 from fp8core.training.registry import trainer_grid
@@ -107,7 +107,7 @@ def held_by(trainer):
 def test_a_host_holds_what_a_reference_keeps_after_a_pass():
     config = load_config("careful")
     arch = model_shape(config)
-    (found,) = scorers(config, arch, None).on_host
+    (found,) = frozen_trainers(config, arch, None).on_host
     held = held_by(build_trainer(config, arch, initial_weights(arch, config.seed)))
     assert (found.item, found.bytes) == ("reference", pytest.approx(held, rel=0.05))
 
@@ -116,14 +116,14 @@ def test_a_host_holds_what_a_teacher_of_another_shape_keeps_after_a_pass(tmp_pat
     base = build_base(load_config("tiny", {"architecture.num_layers": 3}))
     save_checkpoint(tmp_path / "teacher", base.arch, base.tensors, base.tokenizer)
     config = load_config("distil", {"loss.distillation.teacher": str(tmp_path / "teacher")})
-    (found,) = scorers(config, model_shape(config), None).on_host
+    (found,) = frozen_trainers(config, model_shape(config), None).on_host
     held = held_by(build_teacher(config, base.tokenizer))
     assert (found.item, found.bytes) == ("teacher", pytest.approx(held, rel=0.05))
 
 
 def test_a_teacher_that_cannot_be_read_is_planned_as_large_as_the_policy(tmp_path):
     config = load_config("distil", {"loss.distillation.teacher": str(tmp_path / "later")})
-    (found,) = scorers(config, model_shape(config), None).on_host
+    (found,) = frozen_trainers(config, model_shape(config), None).on_host
     assert "as large as the policy" in found.note
     assert found.bytes > 4 * sum(tensor.numel() for tensor in initial_weights(model_shape(config), 0).values())
 

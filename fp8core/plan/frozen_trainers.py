@@ -19,7 +19,7 @@ _REFERENCE, _TEACHER = "tasks.reference:reference", "tasks.teacher:teacher"
 
 
 @dataclass(frozen=True)
-class Scorers:
+class FrozenTrainers:
     """The memory of all of them, which stays between steps.
 
     Attributes:
@@ -33,7 +33,7 @@ class Scorers:
     on_host: tuple[Need, ...]
 
 
-def scorers(config: RunConfig, arch: Architecture, parallel: Parallel | None) -> Scorers:
+def frozen_trainers(config: RunConfig, arch: Architecture, parallel: Parallel | None) -> FrozenTrainers:
     """Those of the pipeline's steps.
 
     Args:
@@ -41,7 +41,7 @@ def scorers(config: RunConfig, arch: Architecture, parallel: Parallel | None) ->
         arch: shape of its model.
         parallel: GPUs that train; None trains on the host.
     """
-    steps, found = {step.uses for step in config.pipeline.steps}, Scorers((), (), ())
+    steps, found = {step.uses for step in config.pipeline.steps}, FrozenTrainers((), (), ())
     if _REFERENCE in steps:
         found = _with(found, "reference", config, arch, parallel)
     if _TEACHER in steps and config.loss.distillation.teacher is not None:
@@ -53,8 +53,8 @@ def scorers(config: RunConfig, arch: Architecture, parallel: Parallel | None) ->
 
 
 def _with(
-    others: Scorers, name: str, config: RunConfig, arch: Architecture, parallel: Parallel | None, note: str = ""
-) -> Scorers:
+    others: FrozenTrainers, name: str, config: RunConfig, arch: Architecture, parallel: Parallel | None, note: str = ""
+) -> FrozenTrainers:
     """One more, by the configuration of its trainer; without `parallel` it computes on the host."""
     if parallel is None:
         need = Need(name, host_scorer(config, arch), f"masters, and weights made ready{note}")
