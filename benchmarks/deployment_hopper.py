@@ -51,7 +51,7 @@ from fp8core.report.summary import REWARD, TMPE, series
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import read_manifest
+from fp8core.store.run_view import inspect_manifest
 
 MODELS = ("llama", "qwen3", "qwen3-moe")
 """Configurations; each names its published model."""
@@ -197,7 +197,7 @@ def _has_linears(said: Any) -> bool:
 
 
 def _manifest(run: RunData, step: int) -> Any:
-    manifest, problems = read_manifest(run.view.folder, run.view.steps[step])
+    manifest, problems = inspect_manifest(run.view.folder, run.view.steps[step])
     assert manifest is not None, problems
     return manifest
 

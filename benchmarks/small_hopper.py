@@ -39,7 +39,7 @@ from fp8core.report.summary import HELDOUT, REWARD, TMPE, series, union_seconds
 from fp8core.store.artifacts import read_checked
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, RunView, read_manifest
+from fp8core.store.run_view import Commit, RunView, inspect_manifest
 
 NAMES = {
     "bf16": "bf16",
@@ -355,7 +355,7 @@ def styles(view: RunView) -> dict[str, float]:
 
 def run_provenance(view: RunView) -> Row:
     """Commit, versions and machine of the newest step."""
-    manifest, problems = read_manifest(view.folder, view.steps[max(view.steps)])
+    manifest, problems = inspect_manifest(view.folder, view.steps[max(view.steps)])
     assert manifest is not None, problems
     return {
         "commit": None,

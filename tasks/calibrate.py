@@ -43,13 +43,13 @@ def calibrate(
     else:
         if rollouts is None:
             raise UserError("calibration.source=fresh_pass needs the rollouts: add them to the needs of calibrate")
-        table = spread(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
+        table = evenly_spaced(store.get_table(rollouts, ["prompt_tokens", "tokens"]), run.config.calibration.sequences)
         current = covered(run.config, run.ready_trainer().statistics(token_batch(table)).histograms())
     averaged = average_amax(previous, current, run.config.calibration.average)
     return {"next_scales": store_scales(run, version, averaged)}
 
 
-def spread(rollouts: pa.Table, count: int | None) -> pa.Table:
+def evenly_spaced(rollouts: pa.Table, count: int | None) -> pa.Table:
     """At most `count` rows, evenly spaced from the first on; all of them for None."""
     rows = len(rollouts)
     kept = rows if count is None else min(count, rows)

@@ -24,8 +24,8 @@ from tasks.step import step
 ORDERED = ("group", "sample")
 """Columns that say which completion a row is."""
 
-REPLAYED = ("prompt_tokens", "tokens", "experts")
-"""Columns of rollouts that `replay_batch` takes; there are experts where the rollout recorded them."""
+SEQUENCE_COLUMNS = ("prompt_tokens", "tokens", "experts")
+"""Columns of rollouts that a batch is made of; there are experts where the rollout recorded them."""
 
 
 @step(
@@ -37,9 +37,9 @@ def logprobs(
 ) -> dict[str, Ref]:
     """Log-probs of every completion token under v_i, with the scales s_i the rollout used."""
     trainer = trainer_of_policy(run, policy)
-    table = run.directory.store.get_table(rollouts, [*ORDERED, *REPLAYED])
+    table = run.directory.store.get_table(rollouts, [*ORDERED, *SEQUENCE_COLUMNS])
     current = read_scales(run, scales)
-    batch = replay_batch(table, run.config.rollout)
+    batch = policy_batch(table, run.config.rollout)
     scored = trainer.logprobs(batch, run.config.rollout.temperature, layer_scales(current))
     return stored_scores(run, trainer.version, table, scored)
 
@@ -87,7 +87,7 @@ def token_batch(rollouts: pa.Table) -> TokenBatch:
     return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
 
 
-def replay_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
+def policy_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
     """Rollouts as padded tokens, with the rollout's truncation, and with the experts to replay where it recorded them.
 
     For the policy that is trained. Reference and teacher choose their own experts, and score under whole distributions:

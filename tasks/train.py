@@ -29,10 +29,10 @@ from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import ScoringTrainer, TrainReport
 from tasks.logprobs import (
     ORDERED,
-    REPLAYED,
+    SEQUENCE_COLUMNS,
     compared_rows,
     layer_scales,
-    replay_batch,
+    policy_batch,
     stored_scores,
     trainer_of_policy,
 )
@@ -67,7 +67,7 @@ def train(
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs"])
+    table = store.get_table(rollouts, [*ORDERED, *SEQUENCE_COLUMNS, "written", "logprobs"])
     batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher, turns)
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
     return stored_update(run, report, masking)
@@ -107,7 +107,7 @@ def train_scoring(
     assert isinstance(trainer, ScoringTrainer), "the configuration was checked"
     version = trainer.version
     versions = ["versions"] if ratio_holds_age(config) else []
-    table = store.get_table(rollouts, [*ORDERED, *REPLAYED, "written", "logprobs", *versions])
+    table = store.get_table(rollouts, [*ORDERED, *SEQUENCE_COLUMNS, "written", "logprobs", *versions])
     sampled = table if config.logprobs.source == "rollout" else None
     batch, masking = update_batch(run, index, table, rewards, sampled, reference, teacher, turns)
     if sampled is not None:
@@ -185,7 +185,7 @@ def rollout_batch(
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
     batch = RolloutBatch(
-        sequences=replay_batch(rollouts, config.rollout),
+        sequences=policy_batch(rollouts, config.rollout),
         mask=padded(rollouts["written"], torch.bool, False),
         rollout_logprobs=padded(rollouts["logprobs"], torch.float32, 0.0),
         old_logprobs=padded(logprobs["logprobs"], torch.float32, 0.0) if logprobs is not None else None,

@@ -73,7 +73,7 @@ def export_step(options: argparse.Namespace) -> int:
 
 
 def _writer(written: str, original: "RunSnapshot", step: int, policy: "Policy") -> Callable[[Path], None]:
-    """What fills a folder in a format; in block FP8 the layers stay in BF16 that the run's rollouts kept so."""
+    """A function that fills a folder in a format; block FP8 leaves in BF16 the layers that the rollouts kept so."""
     from flows.cli.quantise import print_remarks, write_with_bar
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
     from fp8core.run.export import copy_folder, write_adapter

@@ -19,7 +19,7 @@ from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, Provenance, RunView, read_manifest, spans
+from fp8core.store.run_view import Commit, Provenance, RunView, inspect_manifest, spans
 
 LARGEST_SHOWN = 1e100
 OUTSIDE_TASKS = "outside_tasks"
@@ -205,7 +205,7 @@ def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> I
         try:
             yield StepManifest.model_validate(ArtifactStore(folder).get_json(ref))
         except ArtifactError:
-            manifest, findings = read_manifest(folder, commit)
+            manifest, findings = inspect_manifest(folder, commit)
             missing += [f"{finding.place}: {finding.problem}" for finding in findings]
             if manifest is None and not findings:
                 missing.append(f"{ref.uri}: the manifest of step {commit.step} cannot be read")

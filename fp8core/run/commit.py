@@ -7,7 +7,7 @@ from fp8core.alignment.bounds import unverifiable
 from fp8core.errors import StoredFileError
 from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import spread
+from fp8core.run.episodes import percentiles
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shards_of
 from fp8core.store import durable
@@ -119,7 +119,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.places(),
-        environment=spread([seconds for each in answers.values() for seconds in each]),
+        environment=percentiles([seconds for each in answers.values() for seconds in each]),
         answers={episode: [round(seconds, 6) for seconds in each] for episode, each in sorted(answers.items())},
     )
     return StepManifest(record=record, observed=observed)

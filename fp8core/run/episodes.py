@@ -46,7 +46,7 @@ from fp8core.rollout.episodes import (
 )
 from fp8core.store.tables import TURNS, text_digest
 
-FAILURES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+UNCHECKED_OUTCOMES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 """Outcomes by which nothing was checked, in words."""
 MOST_OF_QUESTION = 80
 JUDGE = "judge"
@@ -122,7 +122,7 @@ def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
     """
     assert config.environment is not None, "a pool is of an environment"
     *_, reply = _trial(problem, config, pool)
-    if isinstance(reply, Turn) or reply.outcome not in FAILURES:
+    if isinstance(reply, Turn) or reply.outcome not in UNCHECKED_OUTCOMES:
         return None
     how = ended_as(reply.outcome, reply.detail)
     return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
@@ -442,7 +442,7 @@ def seconds_of(episode: Episode) -> list[float]:
     return [episode.opening_seconds, *(turn.seconds for turn in episode.turns)]
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Nearest-rank percentiles of times, and their number; empty without any."""
     if not seconds:
         return {}

@@ -39,7 +39,7 @@ from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
 from fp8core.store.run_view import RunView
-from fp8core.store.run_view import read_manifest as checked_manifest
+from fp8core.store.run_view import inspect_manifest as checked_manifest
 from fp8core.training.trainer import UpdateError
 
 

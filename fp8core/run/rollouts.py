@@ -19,7 +19,7 @@ from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import (
-    FAILURES,
+    UNCHECKED_OUTCOMES,
     RecordedPool,
     completion_text,
     ended_as,
@@ -176,7 +176,7 @@ def early_endings(config: RunConfig, ended: Sequence[tuple[int, str, str]]) -> l
     `ended`: of each episode the policy's turns, the outcome and its detail. Raises UserError: as `tell_endings`.
     """
     unspoken = [each for each in ended if not each[0]]
-    failed = [each for each in ended if each[1] in FAILURES]
+    failed = [each for each in ended if each[1] in UNCHECKED_OUTCOMES]
     # Of some that failed, the verdicts tell.
     all_failed = failed if len(failed) == len(ended) else []
     assert config.environment is not None, "without one the policy speaks"
@@ -216,11 +216,11 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
     Raises:
         UserError: the main verifier, or the environment, could check none of them; with the setting that names it.
     """
-    failed = [verdict for verdict in verdicts if verdict.outcome in FAILURES]
+    failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     if not failed:
         return _failures_of_others(verdicts)
     counts = Counter(verdict.outcome for verdict in failed)
-    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in FAILURES.items() if counts[outcome])
+    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if counts[outcome])
     text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
     if len(failed) == len(verdicts):
         raise UserError(f"{setting}: {text}")
@@ -229,7 +229,9 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
 
 def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
     """The failures of each verifier beside the main one, which counted as 0, and the reason of the first."""
-    failed = [(part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in FAILURES]
+    failed = [
+        (part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in UNCHECKED_OUTCOMES
+    ]
     counts = Counter(name for name, _ in failed)
     lines = (f"{count} of {len(verdicts)} by reward.others.{name}" for name, count in counts.items())
     return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None

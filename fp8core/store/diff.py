@@ -21,7 +21,7 @@ from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Content, Contents, StepRecord
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, RunView, read_manifest
+from fp8core.store.run_view import Commit, RunView, inspect_manifest
 
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
@@ -264,7 +264,7 @@ def _with_steps_of(config: RunConfig, mode: str) -> RunConfig:
 
 
 def _record(run: RunView, step: int) -> StepRecord:
-    manifest, problems = read_manifest(run.folder, run.steps[step])
+    manifest, problems = inspect_manifest(run.folder, run.steps[step])
     if manifest is None:
         found = "; ".join(problem.problem for problem in problems)
         raise StoredFileError(f"{run.folder}/{run.steps[step].place} cannot be compared: {found} (see fp8-grpo verify)")

@@ -192,7 +192,7 @@ class RunView:
             raise StoredFileError(f"{self.folder / cut.place}: {cut.problem}")
 
 
-def read_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
+def inspect_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
     """The manifest of a step from its artifact or from manifests/, whichever has the digest of the ledger.
 
     None when neither has; and the findings about the file in manifests/, which must equal the artifact.

@@ -41,7 +41,7 @@ from fp8core.store.manifest import (
     signature_file,
 )
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, Finding, RunView, read_manifest, spans
+from fp8core.store.run_view import Commit, Finding, RunView, inspect_manifest, spans
 from fp8core.store.schemas import check_file, read_table
 from fp8core.store.tables import TABLES, refuse_other_rows, refuse_other_turns
 from fp8core.training.saved_state import check_checkpoint, check_weights
@@ -115,7 +115,7 @@ def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
     configurations = defaultdict(list)
     before: tuple[int, str | None] = (START - 1, None)
     for commit in view.commits:
-        manifest, problems = read_manifest(view.folder, commit)
+        manifest, problems = inspect_manifest(view.folder, commit)
         yield from problems
         if manifest is not None:
             if watch is not None:

@@ -10,7 +10,7 @@ from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.policy import covered, read_histograms, scales_of
-from tasks.calibrate import lag_error, spread
+from tasks.calibrate import evenly_spaced, lag_error
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_lag_is_the_distance_from_what_the_step_itself_would_have_given(statisti
     ("count", "kept"), [(None, list(range(7))), (7, list(range(7))), (100, list(range(7))), (3, [0, 2, 4]), (1, [0])]
 )
 def test_a_fresh_pass_reads_rollouts_from_all_over_the_step(count, kept):
-    assert spread(pa.table({"row": range(7)}), count)["row"].to_pylist() == kept
+    assert evenly_spaced(pa.table({"row": range(7)}), count)["row"].to_pylist() == kept
 
 
 @pytest.mark.parametrize("value", [49.9, 100.1])
