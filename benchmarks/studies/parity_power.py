@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from fp8core.config.load import load_config
-from fp8core.config.section import ParityConfig
+from fp8core.config.parity import ParityConfig
 from fp8core.evaluation.measure import wilson_interval
 from fp8core.parity.golden import Golden
 from fp8core.parity.measure import (

@@ -26,7 +26,7 @@ def _address(text: str) -> str:
     """One that `cluster.address` takes."""
     from pydantic import ValidationError
 
-    from fp8core.config.section import ClusterConfig
+    from fp8core.config.cluster import ClusterConfig
 
     try:
         ClusterConfig(address=text)

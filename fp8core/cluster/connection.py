@@ -21,7 +21,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, TaskUnsche
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8core.config.capability import Node, this_node
-from fp8core.config.section import ClusterConfig
+from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
 
 _CONNECT_SECONDS = 5.0

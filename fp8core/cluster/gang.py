@@ -31,7 +31,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from fp8core.cluster.connection import HeadWatch, awaited_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
-from fp8core.config.section import ClusterConfig
+from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import EngineLost, HeadLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from fp8core.config.section import ClusterConfig
+from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import UserError
 from fp8core.rollout.registry import ENGINES, find_entry
 from fp8core.store.manifest import installed_version

@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
+from fp8core.config.parity import ParityConfig
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.config.section import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.load import load_config
-from fp8core.config.section import ParityConfig
+from fp8core.config.parity import ParityConfig
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.parity.golden import Golden, compare_golden

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8core.config.section import ParityConfig
+from fp8core.config.parity import ParityConfig
 from fp8core.parity.golden import Golden
 from fp8core.parity.measure import LearningCurve, Measured
 from fp8core.parity.verdict import RECORD, Check, ParityResult, changes, judge, last_passing, write_result

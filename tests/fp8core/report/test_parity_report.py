@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8core.config.section import ParityConfig
+from fp8core.config.parity import ParityConfig
 from fp8core.parity.measure import measure
 from fp8core.parity.verdict import Check, ParityResult
 from fp8core.report.pages import matrix_table, mean_history, parity_charts, parity_html, parity_markdown

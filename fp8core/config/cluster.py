@@ -1,0 +1,57 @@
+"""Settings of the cluster, which decide speed and memory; formats belong to the precision contract."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from fp8core.config.section import Section
+
+
+class ClusterConfig(Section):
+    """Processes of engines and trainer ranks. One of each, colocated, without an address, lie in the run's process."""
+
+    address: str | None = Field(
+        None,
+        pattern=r"^(auto|[^\s:/@]+:\d{1,5})$",
+        description="Ray cluster: HOST:PORT of its head, or auto for the one that this machine belongs to. null starts "
+        "one on this machine, for more than one engine or rank, or separate ones, and ends it with the command.",
+    )
+    placement: Literal["colocated", "separate"] = Field(
+        "colocated",
+        description="colocated: engine i and rank i share a GPU in turn. separate: each has a GPU of its own.",
+    )
+    engines: int = Field(1, ge=1, le=4096, description="Rollout engines; prompts are shared out among them.")
+    ranks: int = Field(1, ge=1, le=4096, description="Processes that train one policy together.")
+    start_seconds: float = Field(
+        180.0, gt=0, le=86_400, description="Time for the cluster to give the processes their places."
+    )
+    answer_seconds: float = Field(
+        3600.0,
+        gt=0,
+        le=86_400,
+        description="Longest wait for an answer of a process: an update, or the next completions. It is lost then.",
+    )
+    replacements: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="How often a process that was lost is replaced, with all others, before a run fails.",
+    )
+
+    @property
+    def used(self) -> bool:
+        """True if engines and ranks are processes of their own."""
+        several = self.engines > 1 or self.ranks > 1 or self.placement == "separate"
+        return self.address is not None or several
+
+    def bundles(self, tensor_parallel: int) -> list[int]:
+        """GPUs, or places on a CPU, of each part of a host: separate ranks first, then engines of so many GPUs each."""
+        if self.placement == "colocated":
+            return [1] * max(self.engines, self.ranks)
+        return [1] * self.ranks + [tensor_parallel] * self.engines
+
+    def too_small(self, tensor_parallel: int, unit: str, found: str) -> str:
+        """The refusal of a place with fewer GPUs, or processors, than the sum of `bundles`."""
+        shared = f", {tensor_parallel} {unit}s an engine" if tensor_parallel > 1 else ""
+        asked = f"cluster.engines={self.engines}, ranks={self.ranks}, placement={self.placement}{shared}"
+        return f"{asked}: {sum(self.bundles(tensor_parallel))} {unit}s are needed, {found}"
