@@ -47,9 +47,9 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.report.run_data import RunData, read_run
-from fp8core.report.summary import REWARD, TMPE, series
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START
+from fp8core.store.metrics import REWARD, TMPE, series
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import inspect_manifest
 

@@ -34,12 +34,12 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import heldout_problems
 from fp8core.report.run_data import read_run
-from fp8core.report.summary import HELDOUT, STEP
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
+from fp8core.store.metrics import HELDOUT, STEP
 
 LOADERS = {"bf16": ("transformers", "vllm"), "fp8": ("transformers", "transformers_dequantised", "vllm")}
 PAIRS = tuple((format, loader) for format, loaders in LOADERS.items() for loader in loaders)

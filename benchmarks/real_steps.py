@@ -29,7 +29,7 @@ from benchmarks.harness import RESULTS, ROOT, Row, provenance, table, training_c
 from benchmarks.real_checkpoint import problems
 from benchmarks.small_hopper import step_ledger_row
 from fp8core.report.run_data import read_run
-from fp8core.report.summary import TMPE, series
+from fp8core.store.metrics import TMPE, series
 
 MODEL, THREADS, PROMPTS, GROUP, TOKENS, REPEATS = "SmolLM2-135M-Instruct", 2, 4, 4, 12, 5
 BOUND_SECONDS = 15.0

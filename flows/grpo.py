@@ -46,7 +46,7 @@ from fp8core.report.charts import training_charts
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
-from fp8core.report.summary import CURVES, Interval, StepTiming, Summary, summarise
+from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
@@ -59,6 +59,7 @@ from fp8core.run.resume import RedoError, history
 from fp8core.run.rollouts import written_sample
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
+from fp8core.store.metrics import Interval
 from fp8core.store.run_directory import SUMMARY
 from fp8core.store.run_view import RunView
 from fp8core.training.trainer import UpdateError

@@ -36,7 +36,6 @@ from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
 from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import UserError, first_line, printable_lines
-from fp8core.report.summary import STEP
 from fp8core.report.text import progress_markdown
 from fp8core.run.commit import step_metrics
 from fp8core.run.context import RunContext, live_run
@@ -44,6 +43,7 @@ from fp8core.run.execute import TaskResult, run_step
 from fp8core.run.loop import Execution
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START
+from fp8core.store.metrics import STEP
 
 T = TypeVar("T")
 # Longest wait of a finished training for a server that does not answer, and for one answer at any time.

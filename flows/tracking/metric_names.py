@@ -7,7 +7,8 @@ twice.
 
 from collections.abc import Iterable, Mapping
 
-from fp8core.report.summary import (
+from fp8core.report.summary import overhead_ms
+from fp8core.store.metrics import (
     ENTROPY,
     GRAD_NORM,
     HELDOUT,
@@ -19,7 +20,6 @@ from fp8core.report.summary import (
     TOKENS,
     TOKENS_DIFFERING,
     Interval,
-    overhead_ms,
 )
 
 CORE, DETAIL = "core/", "detail/"

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
-from fp8core.report.charts import ESS, K3
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import GRAD_NORM, HELDOUT, TMPE, series
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, read_checked
 from fp8core.store.ledger import START
+from fp8core.store.metrics import ESS, GRAD_NORM, HELDOUT, K3, TMPE, series
 
 BASELINE = "bf16"
 STRESS = "stress"

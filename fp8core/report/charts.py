@@ -20,10 +20,13 @@ import numpy as np
 
 from fp8core.alignment.bounds import BOUNDED, StopBounds, stored_bounds
 from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
-from fp8core.report.summary import (
+from fp8core.report.tokens import TokenSample
+from fp8core.store.metrics import (
     ENTROPY,
+    ESS,
     GRAD_NORM,
     HELDOUT,
+    K3,
     LENGTH,
     REWARD,
     STEP,
@@ -31,7 +34,6 @@ from fp8core.report.summary import (
     TOKENS_DIFFERING,
     History,
 )
-from fp8core.report.tokens import TokenSample
 
 Scale = Literal["linear", "log"]
 Mark = Literal["line", "dots", "outline"]
@@ -45,7 +47,6 @@ REFERENCE = -1
 POINTS_OF_A_SERIES = 400
 
 Row = Mapping[str, float]
-K3, ESS = "alignment/k3_kl", "alignment/ess"
 
 SCATTERED, LARGEST_SCATTERED = 1200, 200
 HISTOGRAM_BINS = 61

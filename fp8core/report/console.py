@@ -15,21 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8core.errors import printable
-from fp8core.report.summary import (
-    CURVES,
-    HELDOUT,
-    LENGTH,
-    MISSING,
-    REPORT,
-    REWARD,
-    SIGNAL,
-    STALENESS,
-    STEP,
-    TMPE,
-    TOKENS,
-    TOKENS_DIFFERING,
-    Summary,
-)
+from fp8core.report.summary import CURVES, MISSING, REPORT, Summary
+from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS, TOKENS_DIFFERING
 
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120

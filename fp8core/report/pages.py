@@ -24,8 +24,6 @@ from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes
 from fp8core.report.charts import (
     ALIGNMENT,
-    ESS,
-    K3,
     KV_CURVES,
     LEARNING,
     WORST_TOKEN,
@@ -51,16 +49,18 @@ from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import answer, rollout_speed, run_sentence
-from fp8core.report.summary import (
-    EDGE_STEPS,
+from fp8core.report.summary import EDGE_STEPS, MISSING, first_steps, last_steps, precision_gap
+from fp8core.store.diff import with_equal_steps
+from fp8core.store.metrics import (
     ENTROPY,
+    ESS,
     GAP,
     GAP_ACCURACY,
     GAP_BF16,
     HELDOUT,
+    K3,
     LAG_ESS,
     LENGTH,
-    MISSING,
     OUTSIDE_CLIP,
     REWARD,
     SIGNAL,
@@ -71,12 +71,8 @@ from fp8core.report.summary import (
     TOKENS,
     TOKENS_DIFFERING,
     History,
-    first_steps,
-    last_steps,
-    precision_gap,
     series,
 )
-from fp8core.store.diff import with_equal_steps
 from fp8core.user_files import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from fp8core.errors import UserError
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
-from fp8core.report.summary import OF_START, STEP, History, start_metrics, union_seconds
+from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
+from fp8core.store.metrics import OF_START, STEP, History, start_metrics
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, inspect_manifest, spans
 

@@ -14,18 +14,8 @@ from typing import Literal
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import (
-    EDGE_STEPS,
-    HELDOUT,
-    REWARD,
-    TMPE,
-    TOKENS,
-    TOKENS_DIFFERING,
-    UNVERIFIABLE,
-    History,
-    edge_steps,
-    series,
-)
+from fp8core.report.summary import EDGE_STEPS, edge_steps
+from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, UNVERIFIABLE, History, series
 
 NOISE = 3.0
 FEWEST_STEPS = 6

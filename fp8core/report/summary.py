@@ -1,51 +1,35 @@
-"""The results of a training: rewards, held-out accuracy, mismatch and where the time went.
-
-A history is one dict a step: the key `step` and the step's MLflow metrics. A metric that was not measured at a step
-(held-out accuracy between evaluations, the reward before the first step) is absent from its dict.
-"""
+"""The results of a training: rewards, held-out accuracy, mismatch and where the time went."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8core.store.metrics import (
+    GAP,
+    GAP_ACCURACY,
+    GAP_BF16,
+    GAP_DIFFERENCE,
+    GAP_HIGH,
+    GAP_LOW,
+    GAP_PROMPTS,
+    HELDOUT,
+    REWARD,
+    SIGNAL,
+    TMPE,
+    TOKENS_DIFFERING,
+    History,
+    Interval,
+    series,
+)
+
 # Shown where there is no value.
 MISSING = "-"
-STEP = "step"
-REWARD = "reward/mean"
-HELDOUT = "reward/heldout_accuracy"
-LENGTH = "rollout/length_mean"
-SIGNAL = "reward/groups_with_signal"
-TOKENS = "rollout/tokens"
-ENTROPY = "rollout/entropy"
-GRAD_NORM = "train/grad_norm"
-TMPE = "alignment/token_mult_prob_error"
-TOKENS_DIFFERING = "alignment/tokens_differing"
-# Of a run that generates ahead; the last one of a run alone that keeps the cache of older weights.
-STALENESS, STALEST = "rollout/staleness_mean", "rollout/staleness_max"
-LAG_ESS, OUTSIDE_CLIP = "correction/ess", "correction/share_outside_clip"
-UNVERIFIABLE = "rollout/unverifiable"
-
-GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16, GAP_PROMPTS = (
-    f"rollout/precision_gap_{name}" for name in ("nats", "error", "accuracy", "bf16_accuracy", "prompts")
-)
-GAP_DIFFERENCE, GAP_LOW, GAP_HIGH = (
-    f"rollout/precision_gap_{name}" for name in ("difference", "difference_low", "difference_high")
-)
-OF_START: Mapping[str, Mapping[str, str]] = {
-    "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},
-    "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error", GAP_PROMPTS: "prompts"},
-}
-
 # Files of a run's folder.
 REPORT, CURVES = "report.html", "curves.png"
 
 EDGE_STEPS = 10
-
-History = Sequence[Mapping[str, float]]
-Interval = tuple[float, float]
 
 
 class _Frozen(BaseModel):
@@ -119,16 +103,6 @@ class Summary(_Frozen):
     seconds: dict[str, float]
 
 
-def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of step 0 that an artifact of a kind has."""
-    found = {metric: content[field] for metric, field in OF_START.get(kind, {}).items() if content}
-    if kind == "precision_gap":
-        found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
-        ends = {GAP_DIFFERENCE: "value", GAP_LOW: "low", GAP_HIGH: "high"}
-        found |= {metric: content["difference"][end] for metric, end in ends.items()}
-    return found
-
-
 def precision_gap(history: History) -> PrecisionGap | None:
     """The gap that step 0 measured, if it did."""
     row = next((row for row in history if GAP in row), None)
@@ -143,12 +117,6 @@ def precision_gap(history: History) -> PrecisionGap | None:
         difference_high=row[GAP_HIGH],
         prompts=int(row[GAP_PROMPTS]),
     )
-
-
-def series(history: History, key: str) -> tuple[list[int], list[float]]:
-    """Steps at which `key` was measured, and its values there."""
-    measured = [(int(row[STEP]), row[key]) for row in history if key in row]
-    return [step for step, _ in measured], [value for _, value in measured]
 
 
 def edge_steps(steps: int) -> int:

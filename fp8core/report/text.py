@@ -13,7 +13,8 @@ from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, S
 from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
 from fp8core.report.charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, short
-from fp8core.report.summary import MISSING, STEP, History
+from fp8core.report.summary import MISSING
+from fp8core.store.metrics import STEP, History
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from fp8core.alignment.bounds import unverifiable
 from fp8core.errors import StoredFileError
-from fp8core.report.summary import OF_START, start_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import percentiles
 from fp8core.run.execute import carried
@@ -25,6 +24,7 @@ from fp8core.store.manifest import (
     signature_file,
     write_signature,
 )
+from fp8core.store.metrics import OF_START, start_metrics
 
 
 def commit_step(run: RunContext, index: int) -> None:

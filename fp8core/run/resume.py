@@ -15,7 +15,6 @@ from pydantic import JsonValue
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
-from fp8core.report.summary import STEP
 from fp8core.rollout.stream import Row
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
@@ -25,6 +24,7 @@ from fp8core.run.policy import keep_policy, push, read_scales
 from fp8core.run.rollouts import shards_of
 from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
+from fp8core.store.metrics import STEP
 
 
 class RedoError(RuntimeError):

@@ -6,8 +6,8 @@ import pytest
 from fp8core.config.run import KeepConfig
 from fp8core.errors import UserError
 from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, read_runs, refuse_duplicates, time_spent
-from fp8core.report.summary import HELDOUT, REWARD, TMPE, series
 from fp8core.store.gc import plan_removal, remove
+from fp8core.store.metrics import HELDOUT, REWARD, TMPE, series
 
 
 def test_the_history_is_what_the_steps_recorded(whole_run) -> None:

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8core.report.summary import Overhead, StepTiming, overhead_ms, series, start_metrics, summarise, union_seconds
+from fp8core.report.summary import Overhead, StepTiming, overhead_ms, summarise, union_seconds
+from fp8core.store.metrics import series, start_metrics
 
 ticks = st.integers(0, 60)
 intervals = st.lists(st.tuples(ticks, ticks).map(lambda pair: (float(min(pair)), float(max(pair)))), max_size=8)
