@@ -3,7 +3,8 @@
 A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). The engines' names differ by the
 fused ones alone: q, k and v, gate and up, and experts are rows of one parameter. Both pad the vocabulary to the same
 multiple. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
-Their rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
+Their rows are counted through all experts. vLLM has them in a module within SGLang's. Tensors of scales are laid out as
+their codes are, one row a tile.
 
 Where a part is not made of whole tiles of block FP8, vLLM has zeros beside it. The aligned model has heads and columns
 of zeros (`architecture.with_whole_tiles`), vLLM's own models have linears that are padded one by one (`vllm.padded`).
@@ -36,6 +37,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
 _LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
+# The module that has the parameters of vLLM's experts.
+_WITHIN = ".routed_experts"
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
@@ -211,22 +214,25 @@ def padded_shapes(arch: Architecture, contract: PrecisionContract) -> dict[str, 
 
 
 def fitted_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:
-    """The place of every shipped tensor, by name, where nothing is cut and nothing filled up.
+    """The place of every shipped tensor in SGLang, by name: nothing is cut and nothing filled up.
 
     Raises:
         EngineUpdateError: as `find_slots` and `check_fit` have it.
     """
-    slots = find_slots(shipped, {})
+    slots = find_slots(shipped, {}, within="")
     check_fit(shipped, slots, parameters)
     return slots
 
 
-def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
+def find_slots(
+    shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]], within: str = _WITHIN
+) -> dict[str, Slot]:
     """The place of every shipped tensor, by name.
 
     Args:
         shipped: types and shapes.
         filled: as `find_shares` takes it.
+        within: the end of the name of the module that has the parameters of a layer's experts.
 
     Raises:
         EngineUpdateError: a part of a fused parameter is missing.
@@ -240,7 +246,7 @@ def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int
 
     for name, spec in shipped.items():
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            slots[name] = _expert_slot(expert, spec.rows)
+            slots[name] = _expert_slot(expert, spec.rows, within)
             continue
         before, after = _split(name)
         start = 0
@@ -253,11 +259,11 @@ def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int
     return slots
 
 
-def _expert_slot(name: re.Match[str], rows: int) -> Slot:
+def _expert_slot(name: re.Match[str], rows: int, within: str) -> Slot:
     parameter, parts, part = _EXPERT_PARTS[name["part"]]
     start = (int(name["index"]) * parts + part) * rows
     stop = start + rows
-    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
+    return Slot(f"{name['experts']}{within}.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
 
 
 def _split(name: str) -> tuple[list[str], str]:

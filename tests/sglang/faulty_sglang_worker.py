@@ -72,6 +72,14 @@ class FaultyWorker(PolicyWorker):
         weight = now["model.layers.0.mlp.gate_up_proj.weight"].view(torch.uint8)
         weight.copy_(torch.cat(weight.chunk(2)[::-1]).clone())
 
+    def _swapped_experts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        for part in ("w13", "w2"):
+            weight = now[f"model.layers.0.mlp.experts.{part}_weight"].view(torch.uint8)
+            weight[:2] = weight[:2].flip(0)
+
+    def _doubled_tile(self, now: dict[str, Any], before: dict[str, Any]) -> None:
+        now["model.layers.1.mlp.experts.w2_weight_scale_inv"][5, 1, 0] *= 2
+
     def _flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
         now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
 

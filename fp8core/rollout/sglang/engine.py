@@ -23,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
+from fp8core.rollout.routes import routes_of
 from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusals
@@ -84,6 +86,7 @@ class SglangEngine:
         max_batch: int,
         build: SglangBuild,
         worker: str = WORKER,
+        routes: bool = False,
     ) -> None:
         """Start SGLang.
 
@@ -94,6 +97,7 @@ class SglangEngine:
             max_batch: sequences decoded together.
             build: the SGLang that is installed.
             worker: path of `worker.answer`, or of a function that calls `worker.reply`.
+            routes: whether the experts that tokens went to can be reported.
 
         Raises:
             UserError: the environment was not prepared (`settings.required_environment`), or SGLang has moved what
@@ -102,15 +106,14 @@ class SglangEngine:
         """
         _check_environment(required_environment())
         self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps, self._invariant = options.sleep, options.batch_invariant
+        self._sleeps, self._invariant, self._routes = options.sleep, options.batch_invariant, routes
         self._longest = options.context_length or arch.max_positions
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
         )
-        arguments = engine_arguments(
-            arch, contract, options, Launch(self._folder.name, self._longest, max_batch, worker)
-        )
+        launch = Launch(self._folder.name, self._longest, max_batch, worker, routes)
+        arguments = engine_arguments(arch, contract, options, launch)
         self._closed = False
         pipe, self._process = _start_host(arguments)
         self._host = HostPipe(pipe)
@@ -215,7 +218,7 @@ class SglangEngine:
         with closing(self._host.outputs(wanted)) as outputs:
             for place, found in outputs:
                 group = groups[place]
-                yield [_completion(output, group, i, sampling) for i, output in enumerate(found)]
+                yield [_completion(output, group, i, sampling, self._arch) for i, output in enumerate(found)]
 
     def open_session(self, sampling: Sampling) -> "SglangSession":
         """Take requests as they come.
@@ -225,7 +228,7 @@ class SglangEngine:
         """
         self._prepare(sampling)
         self._check_requests([], sampling)
-        return SglangSession(self._host, sampling, self._check_requests)
+        return SglangSession(self._host, sampling, self._check_requests, self._arch)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
@@ -282,7 +285,7 @@ class SglangEngine:
 
     def _prepare(self, sampling: Sampling) -> None:
         assert self._complete, "update() comes before a generation, also after sleep()"
-        assert not sampling.report_experts, "models of this engine have no experts; the configuration was checked"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation would pin all of it.
@@ -391,10 +394,14 @@ class SglangSession:
     """
 
     def __init__(
-        self, host: HostPipe, sampling: Sampling, check: Callable[[Sequence[PromptGroup], Sampling], None]
+        self,
+        host: HostPipe,
+        sampling: Sampling,
+        check: Callable[[Sequence[PromptGroup], Sampling], None],
+        arch: Architecture,
     ) -> None:
         """`check` raises UserError for prompts that do not fit."""
-        self._host, self._sampling, self._check = host, sampling, check
+        self._host, self._sampling, self._check, self._arch = host, sampling, check, arch
         self._requests: dict[int, tuple[PromptGroup, int]] = {}
         self._numbers = count()
         host.send("session")
@@ -420,7 +427,7 @@ class SglangSession:
         found = list[Completion]()
         while self._requests and self._host.comes(0 if found else _STEP_SECONDS):
             _, number, (output,) = self._host.receive()
-            found.append(_completion(output, *self._requests.pop(number), self._sampling))
+            found.append(_completion(output, *self._requests.pop(number), self._sampling, self._arch))
         return found
 
     def close(self) -> None:
@@ -472,6 +479,7 @@ def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str,
     return {
         "tokens": [*group.prompt, *begun],
         "sampling": _sampling(sampling.temperature, wanted, seed, sorted(sampling.stop_ids)),
+        "routes": sampling.report_experts,
     }
 
 
@@ -492,15 +500,30 @@ def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> d
     }
 
 
-def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+def _completion(
+    output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling, arch: Architecture
+) -> Completion:
     tokens, reason = output["tokens"], output["reason"]
     assert output["ids"] == tokens, "the log-probs are not those of the tokens"
     if reason == "abort":
         raise EngineLost("SGLang ends, as a signal asked it to")
     assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
-    written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
+    begun = len(group.begun[i]) if group.begun else 0
+    written = len(tokens) + begun
     finish: Finish = "length" if written == sampling.max_new_tokens else "open"
     # SGLang's reason of a last token that is both, the last of all and a stop, is the length.
     if tokens[-1] in sampling.stop_ids:
         finish = "stop"
-    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)
+    experts = None
+    if sampling.report_experts:
+        experts = _routes(output["routes"], arch, len(group.prompt) + written - 1)
+    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish, experts)
+
+
+def _routes(recorded: bytes | None, arch: Architecture, positions: int) -> Tensor:
+    """SGLang records int32 [positions, layers, k], without those of the last token."""
+    assert arch.experts is not None, "a dense model chooses no experts"
+    chosen = None
+    if recorded is not None:
+        chosen = np.frombuffer(recorded, dtype=np.int32).reshape(-1, arch.num_layers, arch.experts.per_token)
+    return routes_of("SGLang", chosen, arch.sparse_layers, positions)

@@ -5,6 +5,7 @@ closes, or a process of it fails, it ends every child of this one. So it has a p
 """
 
 import asyncio
+import base64
 import multiprocessing
 import os
 import signal
@@ -201,13 +202,14 @@ class Host:
             _, left = await asyncio.wait(left, timeout=_POLL_SECONDS)
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Outputs of one group: ids, log-probs and reason of each request."""
+        """Outputs of one group: ids, log-probs, reason and, where asked for, experts of each request."""
         outputs = await self._engine.async_generate(
             input_ids=[request["tokens"] for request in requests],
             sampling_params=[request["sampling"] for request in requests],
             token_ids_logprob=[request["target"] for request in requests] if "target" in requests[0] else None,
             custom_logit_processor=_processor() if self._seeded else None,
             return_logprob=True,
+            return_routed_experts=requests[0].get("routes", False),
             # Of the prompt none are wanted: they would be computed anew where it is cached.
             logprob_start_len=-1,
         )
@@ -230,11 +232,13 @@ def _processor() -> str:
 def _output(output: dict[str, Any]) -> dict[str, Any]:
     about = output["meta_info"]
     logprobs = about["output_token_logprobs"]
-    targets = about.get("output_token_ids_logprobs") or []
+    targets, routes = about.get("output_token_ids_logprobs") or [], about.get("routed_experts")
     return {
         "ids": list(output["output_ids"]),
         "tokens": [token for _, token, *_ in logprobs],
         "logprobs": [logprob for logprob, *_ in logprobs],
         "targets": [(token, logprob) for position in targets for logprob, token, *_ in position],
         "reason": about["finish_reason"]["type"],
+        # int32 [positions, layers, k].
+        "routes": None if routes is None else base64.b64decode(routes),
     }

@@ -1,4 +1,4 @@
-"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang.
+"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang; its experts are in `experts`.
 
 The quantiser of activations, the product of codes and the head are those that train. Weights and their scales are read
 where they were written: nothing is laid out anew after loading.
@@ -50,7 +50,7 @@ class BlockFp8Linear(LinearMethodBase):
 
     def quantise(self, x: Tensor) -> Codes:
         """Codes and scales of BF16 [tokens, in]."""
-        return row_codes(x, self.rule, _flag(x.device))
+        return row_codes(x, self.rule, flag_of(x.device))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """BF16 [..., out]; a bias is added to the rounded product."""
@@ -102,11 +102,19 @@ class PolicyQuantisation(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Linears, embedding and head; attention has its scales from our backend."""
+        """Linears, experts, embedding and head; attention has its scales from our backend."""
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._rule)
         if isinstance(layer, VocabParallelEmbedding):
             return Fp32Head() if self._head == "fp32" else UnquantizedEmbeddingMethod()
+        # Processes without a model have no use for what these import.
+        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+        from fp8core.rollout.sglang.experts import BlockFp8Experts
+
+        if isinstance(layer, FusedMoE) and not self._keeps(prefix):
+            return BlockFp8Experts(self._rule)
+        # Attention, and experts in BF16, which are SGLang's own then.
         return None
 
     def _keeps(self, prefix: str) -> bool:
@@ -117,6 +125,6 @@ class PolicyQuantisation(QuantizationConfig):
 
 
 @cache
-def _flag(device: torch.device) -> FiniteFlag:
-    """It is not read: a value that is not finite reaches the log-probs."""
+def flag_of(device: torch.device) -> FiniteFlag:
+    """For the quantisers on a device. It is not read: a value that is not finite reaches the log-probs."""
     return FiniteFlag(device)

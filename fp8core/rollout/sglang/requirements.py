@@ -26,6 +26,8 @@ _HEAD_DIMS = (64, 128, 256)
 _ALIGNED = "rollout.sglang.model=aligned"
 # SGLang has greedy requests at temperature 0 alone; what is lower divides by nearly nothing.
 _LOWEST_TEMPERATURE = 1e-4
+# BF16 values that SGLang's SwiGLU reads at once.
+_ACTIVATION_WIDTH = 8
 # Tokens that a page of the aligned model's attention is a multiple of.
 _PAGE = 16
 
@@ -91,13 +93,6 @@ def contract_refusals(contract: PrecisionContract, options: SglangConfig, build:
         )
 
 
-def replay_refusals(build: SglangBuild) -> Iterator[str]:
-    """Router replay, where the models of this engine have no experts."""
-    yield (
-        f"rollout.router_replay: {build.described} holds dense models here; set it to false, or rollout.engine to vllm"
-    )
-
-
 def temperature_refusals(temperature: float) -> Iterator[str]:
     """A temperature that SGLang would divide by."""
     if 0 < temperature < _LOWEST_TEMPERATURE:
@@ -109,11 +104,7 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Sgl
     if options.model == "aligned":
         yield from shape_refusals(_ALIGNED, arch)
     if arch.experts is not None:
-        yield (
-            "rollout.engine=sglang: the model has experts; on Hopper SGLang quantises their inputs by FP32 scales "
-            "alone, and this engine holds dense models; set rollout.engine to vllm"
-        )
-        return
+        yield from expert_refusals(arch)
     if arch.hidden_size % OUTPUT_MULTIPLE:
         yield (
             f"rollout.engine=sglang: a hidden size of {arch.hidden_size}, which is no multiple of "
@@ -128,7 +119,27 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Sgl
     for name, shape in parameter_shapes(arch).items():
         if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
             yield (
-                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; SGLang fuses linears, so "
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}; SGLang fuses linears, and experts, so "
                 f"both sides of each must be multiples of {TILE}; set it to bf16, or rollout.engine to embedded"
             )
             return
+
+
+def expert_refusals(arch: Architecture) -> Iterator[str]:
+    """Models with experts that SGLang's class of them (`models/qwen3_moe.py`) does not make."""
+    assert arch.experts is not None
+    if dense := sorted(set(range(arch.num_layers)) - set(arch.sparse_layers)):
+        yield (
+            f"rollout.engine=sglang: layer {dense[0]} has no experts, and SGLang {SUPPORTED} gives some to every layer "
+            "of such a model; set rollout.engine to vllm"
+        )
+    if arch.tie_embeddings:
+        yield (
+            f"rollout.engine=sglang: embedding and head are one weight, and SGLang {SUPPORTED} has a head of its own "
+            "in a model with experts; set rollout.engine to vllm"
+        )
+    if arch.experts.intermediate_size % _ACTIVATION_WIDTH:
+        yield (
+            f"rollout.engine=sglang: experts of width {arch.experts.intermediate_size}; SGLang's SwiGLU takes "
+            f"multiples of {_ACTIVATION_WIDTH}; set rollout.engine to vllm"
+        )

@@ -5,6 +5,8 @@ Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hoppe
 - Its own block-FP8 linears quantise activations by FP32 scales on Hopper, whatever the weights' scales are
   (`deep_gemm_wrapper/configurer.py`). A quantisation method of ours (`quantisation`) has the contract's rule, with the
   quantiser and the product that train.
+- So do its FP8 experts; a method of ours (`experts`) multiplies by DeepGEMM's grouped product. BF16 experts are its own
+  in Triton. Router logits are BF16, whatever the contract's points are; gate weights are FP32.
 - FP8 attention is FlashAttention 3. SGLang casts Q unscaled, without saturation, and takes 1.0 where it finds no
   scale of K or V. An attention backend of ours (`attention`) makes the codes and hands the scales to the kernel.
 - Logits are FP32 sums of BF16 products. SGLang's FP32 head would multiply in FP32, a copy of the head each step.
@@ -38,6 +40,14 @@ WORKER = "fp8core.rollout.sglang.worker.answer"
 # FlashAttention 3 with the policy's scales, and ours for all steps.
 _BACKENDS = ("ScaledAttention", "AlignedAttention")
 _POINTS = "kernels of SGLang"
+_EXPERTS_KERNEL = "triton"
+# Weight type and method, with the kernel where SGLang chooses one -> format of the contract.
+_KINDS = {
+    ("bfloat16", "UnquantizedLinearMethod"): "bf16",
+    ("bfloat16", f"UnquantizedFusedMoEMethod by {_EXPERTS_KERNEL}"): "bf16",
+    ("float8_e4m3fn", "BlockFp8Linear"): "fp8_block",
+    ("float8_e4m3fn", "BlockFp8Experts"): "fp8_block",
+}
 # SGLang ends a request of the full length this many tokens before its context does.
 BEYOND = 2
 _GIB = 1 << 30
@@ -69,12 +79,14 @@ class Launch:
         longest: tokens of the longest prompt with its completion.
         max_batch: sequences decoded together.
         worker: path of the function that answers in the process with the model (`worker.answer`).
+        routes: whether the experts that tokens went to are recorded.
     """
 
     folder: str
     longest: int
     max_batch: int
     worker: str = WORKER
+    routes: bool = False
 
 
 def engine_arguments(
@@ -104,6 +116,7 @@ def engine_arguments(
         **({"cuda_graph_max_bs_decode": launch.max_batch} if options.graphs else {}),
         "enable_memory_saver": options.sleep,
         "custom_weight_loader": [launch.worker],
+        **({} if arch.experts is None else experts_arguments(launch)),
         "log_level": "error",
     }
 
@@ -112,6 +125,16 @@ def own_sampler(options: SglangConfig) -> dict[str, Any]:
     """Our sampler, and the flag that brings the parameters of requests to it."""
     name = ALIGNED if options.model == "aligned" else REGISTERED
     return {"sampling_backend": name, "enable_custom_logit_processor": True}
+
+
+def experts_arguments(launch: Launch) -> dict[str, Any]:
+    """The kernel of experts in BF16, and whether choices of experts are recorded.
+
+    SGLang records them in one buffer for all steps. A step that it schedules ahead would write over those of the step
+    before, while they are copied to the host (`managers/scheduler.py`). So it must schedule none ahead then.
+    """
+    recorded = {"enable_return_routed_experts": True, "disable_overlap_schedule": True} if launch.routes else {}
+    return {"moe_runner_backend": _EXPERTS_KERNEL, **recorded}
 
 
 def cache_tokens(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> int | None:
@@ -128,13 +151,19 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
-    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
+    kept = dict.fromkeys(_module(name) for name in linears if formats.of(name) != "fp8_block")
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     made = {**config, **positions, "quantization_config": {**section, **about}}
     return aligned_config(made, arch) if options.model == "aligned" else made
+
+
+def _module(name: str) -> str:
+    """The module of a linear's weight; of an expert the one that holds all of a layer."""
+    stem, experts, _ = name.partition(".experts.")
+    return f"{stem}.experts" if experts else name.removesuffix(".weight")
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
@@ -164,11 +193,8 @@ def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
 
 
 def _kind(linear: Mapping[str, str]) -> str:
-    if linear == {"dtype": "bfloat16", "kernel": "UnquantizedLinearMethod"}:
-        return "bf16"
-    if linear == {"dtype": "float8_e4m3fn", "kernel": "BlockFp8Linear"}:
-        return "fp8_block"
-    return f"{linear['dtype']} by {linear['kernel']}"
+    found = linear["dtype"], linear["kernel"]
+    return _KINDS.get(found, " by ".join(found))
 
 
 def _attention_name(layer: Mapping[str, Any]) -> str:

@@ -50,6 +50,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
+from fp8core.rollout.routes import routes_of
 from fp8core.rollout.slots import (
     EngineUpdateError,
     Share,
@@ -60,13 +61,7 @@ from fp8core.rollout.slots import (
     written_scales,
 )
 from fp8core.rollout.vllm.config import VllmConfig
-from fp8core.rollout.vllm.internals import (
-    end_calls,
-    load_model_class,
-    probe_client,
-    register_aligned_models,
-    routes_of,
-)
+from fp8core.rollout.vllm.internals import end_calls, load_model_class, probe_client, register_aligned_models
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
@@ -448,7 +443,7 @@ class VllmEngine:
         experts = None
         if sampling.report_experts:
             positions = len(group.prompt) + len(tokens) - 1
-            experts = routes_of(done.routed_experts, self._arch.sparse_layers, positions)
+            experts = routes_of("vLLM", done.routed_experts, self._arch.sparse_layers, positions)
         return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
 
 

@@ -1,6 +1,8 @@
 """The process between training and SGLang: its pipe, with SGLang's event loop and an engine that answers by itself."""
 
 import asyncio
+import base64
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +15,7 @@ import pytest
 import uvloop
 
 from fp8core.errors import EngineLost
+from fp8core.models.architecture import Architecture, Experts
 from fp8core.rollout.engine import PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
 from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP, Host
@@ -21,6 +24,24 @@ from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP
 GROUPS, TOKENS = 64, 20_000
 PLACES = {"model_path": "unused", "custom_weight_loader": ["unused"]}
 REQUEST = {"tokens": [1, 2], "sampling": {}}
+# Two layers, of whose four experts a token goes to two.
+ARCH = Architecture(
+    family="qwen3_moe",
+    vocab_size=200,
+    hidden_size=256,
+    intermediate_size=384,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    max_positions=256,
+    rope_scaling=None,
+    qk_norm=True,
+    tie_embeddings=False,
+    experts=Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=()),
+)
 
 
 class Answering:
@@ -118,6 +139,24 @@ class Counting(Answering):
         return [{"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}]
 
 
+class Routed(Answering):
+    """Each position of each layer goes to experts 3 and 1, by descending weight; only where it is asked."""
+
+    async def async_generate(
+        self, input_ids: list[list[int]], return_routed_experts: bool = False, **_: Any
+    ) -> list[dict[str, Any]]:
+        about: dict[str, Any] = {"output_token_logprobs": [(-1.0, 7, None)] * 2, "finish_reason": {"type": "length"}}
+        if return_routed_experts:
+            positions = len(input_ids[0]) + 1
+            chosen = struct.pack(f"{positions * 4}i", *[3, 1] * (positions * 2))
+            about["routed_experts"] = base64.b64encode(chosen).decode()
+        return [{"output_ids": [7, 7], "meta_info": about} for _ in input_ids]
+
+
+def session_of(pipe: HostPipe, sampling: Sampling) -> SglangSession:
+    return SglangSession(pipe, sampling, lambda groups, sampling: None, ARCH)
+
+
 def group(number: int, *prompt: int) -> PromptGroup:
     return PromptGroup(number, f"{number}", prompt, (0, 1), (7, 8))
 
@@ -137,7 +176,7 @@ def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
 
     thread.submit(answer_all, host, theirs)
     pipe = HostPipe(ours)
-    yield pipe, SglangSession(pipe, Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
+    yield pipe, session_of(pipe, Sampling(1.0, 6, frozenset()))
     pipe.close(time.monotonic() + 20)
 
 
@@ -167,7 +206,7 @@ def test_a_session_that_is_left_drops_what_runs(opened: tuple[HostPipe, Session]
     assert all(done.group == 1 for done in session.step())
     session.close()
     assert not session.busy
-    again = SglangSession(pipe, Sampling(1.0, 2, frozenset()), lambda groups, sampling: None)
+    again = session_of(pipe, Sampling(1.0, 2, frozenset()))
     again.add([group(3, 1)])
     found = []
     while again.busy:
@@ -184,7 +223,7 @@ def test_a_session_takes_long_prompts_while_its_outputs_are_unread(thread: Threa
     with ours:
         ended = thread.submit(answer_all, host, theirs)
         pipe = HostPipe(ours)
-        session = SglangSession(pipe, Sampling(1.0, TOKENS, frozenset()), lambda groups, sampling: None)
+        session = session_of(pipe, Sampling(1.0, TOKENS, frozenset()))
         session.add([group(number, 1) for number in range(8)])
         assert pipe.comes(30)
         time.sleep(0.3)  # The pipe fills up.
@@ -213,9 +252,27 @@ def test_requests_of_a_host_that_has_ended_are_refused() -> None:
         pipe.call("resolved")
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_experts_come_with_completions_that_ask_for_them(thread: ThreadPoolExecutor, wanted: bool) -> None:
+    ours, theirs = Pipe()
+    thread.submit(answer_all, Host(theirs, Routed(endless=False), PLACES), theirs)
+    pipe = HostPipe(ours)
+    session = session_of(pipe, Sampling(1.0, 2, frozenset(), report_experts=wanted))
+    session.add([group(0, 5, 6, 8)])
+    found = []
+    while session.busy:
+        found += session.step()
+    session.close()
+    pipe.close(time.monotonic() + 20)
+    for done in found:
+        assert (done.experts is not None) == wanted
+        # Three of the prompt, and the first of two that were written.
+        assert done.experts is None or done.experts.tolist() == [[[1, 3]] * 2] * 4
+
+
 def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor) -> None:
     ours, theirs = Pipe()
-    session = SglangSession(HostPipe(ours), Sampling(1.0, 6, frozenset()), lambda groups, sampling: None)
+    session = session_of(HostPipe(ours), Sampling(1.0, 6, frozenset()))
     session.add([group(0, 1)])
     theirs.close()
     with pytest.raises(EngineLost, match="SGLang's host ended"):

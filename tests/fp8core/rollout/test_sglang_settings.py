@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from flows.environment import kernel_folders
 from fp8core.alignment.bounds import contract_of
@@ -14,10 +16,12 @@ from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
+from fp8core.numerics.grouped import Quantisers
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.engine import SglangEngine
 from fp8core.rollout.sglang.requirements import (
@@ -25,7 +29,6 @@ from fp8core.rollout.sglang.requirements import (
     contract_refusals,
     find_build,
     model_refusals,
-    replay_refusals,
 )
 from fp8core.rollout.sglang.settings import (
     Launch,
@@ -62,6 +65,7 @@ ARCH = Architecture(
     tie_embeddings=False,
 )
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+SPARSE = replace(ARCH, family="qwen3_moe", experts=EXPERTS)
 LAUNCH = Launch("/folder", 256, 16)
 STOCK = SglangConfig()
 ALIGNED = SglangConfig(model="aligned", page_size=16)
@@ -117,12 +121,10 @@ def test_contracts_it_cannot_run_are_refused():
     _refused(contract_refusals(POINTS, STOCK, BUILD), "set it to stepwise")
     exact = FP8.model_copy(update={"rollout": SidePrecision(linear="fp32", kv_cache="fp32")})
     _refused(contract_refusals(exact, STOCK, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
-    _refused(replay_refusals(BUILD), "rollout.router_replay")
 
 
 def test_models_it_cannot_hold_are_refused():
     assert not list(model_refusals(ARCH, FP8, STOCK))
-    _refused(model_refusals(replace(ARCH, experts=EXPERTS, qk_norm=True), FP8, STOCK), "the model has experts")
     _refused(
         model_refusals(replace(ARCH, head_dim=32, num_heads=8, num_kv_heads=4), FP8, STOCK),
         "FlashAttention 3 reads FP8 for 64, 128, 256",
@@ -130,6 +132,46 @@ def test_models_it_cannot_hold_are_refused():
     _refused(model_refusals(replace(ARCH, intermediate_size=192), FP8, STOCK), r"gate_proj.weight is \[192, 256\]")
     assert not list(model_refusals(replace(ARCH, head_dim=32, intermediate_size=192), BF16, STOCK))
     _refused(model_refusals(replace(ARCH, hidden_size=288), BF16, STOCK), "no multiple of 64")
+
+
+def test_experts_are_held_in_both_formats():
+    assert not list(model_refusals(SPARSE, FP8, STOCK))
+    narrow = replace(SPARSE, experts=replace(EXPERTS, intermediate_size=72))
+    assert not list(model_refusals(narrow, BF16, STOCK))
+    _refused(model_refusals(narrow, FP8, STOCK), r"experts.0.gate_proj.weight is \[72, 256\].* multiples of 128")
+
+
+@pytest.mark.parametrize(
+    ("arch", "complaint"),
+    [
+        (replace(SPARSE, experts=replace(EXPERTS, dense_layers=(1,))), "layer 1 has no experts"),
+        (replace(SPARSE, experts=replace(EXPERTS, sparse_step=2)), "layer 0 has no experts"),
+        (replace(SPARSE, tie_embeddings=True), "embedding and head are one weight"),
+        (replace(SPARSE, experts=replace(EXPERTS, intermediate_size=36)), "experts of width 36.* multiples of 8"),
+    ],
+)
+def test_models_with_experts_that_sglang_does_not_make_are_refused(arch, complaint):
+    _refused(model_refusals(arch, BF16, STOCK), complaint)
+
+
+def test_the_aligned_model_refuses_experts():
+    _refused(model_refusals(SPARSE, POINTS, ALIGNED), "rollout.sglang.model=aligned: the model has experts")
+
+
+def test_experts_have_one_kernel_and_their_choice_is_recorded_where_it_is_asked_for():
+    recorded = {"enable_return_routed_experts", "disable_overlap_schedule"}
+    arguments = engine_arguments(SPARSE, BF16, STOCK, LAUNCH)
+    assert arguments["moe_runner_backend"] == "triton"
+    assert not recorded & arguments.keys()
+    replayed = engine_arguments(SPARSE, BF16, STOCK, replace(LAUNCH, routes=True))
+    assert {name: replayed[name] for name in replayed.keys() - arguments.keys()} == dict.fromkeys(recorded, True)
+    assert not {"moe_runner_backend", *recorded} & engine_arguments(ARCH, BF16, STOCK, LAUNCH).keys()
+
+
+def test_experts_of_a_layer_are_kept_in_bf16_as_one():
+    section = model_config(SPARSE, FP8.model_copy(update={"bf16_first_layers": 1}), STOCK)["quantization_config"]
+    experts = [name for name in section["modules_to_not_convert"] if "mlp" in name]
+    assert experts == ["model.layers.0.mlp.experts"]
 
 
 def test_an_engine_is_started_as_the_contract_says():
@@ -228,6 +270,46 @@ def test_a_report_is_checked_against_the_contract():
             check_formats(executed_formats(_described(**change), FP8, 2) | points, FP8)
 
 
+@pytest.mark.parametrize(
+    ("experts", "found"),
+    [
+        ({"kernel": "BlockFp8Experts", "dtype": "float8_e4m3fn"}, "fp8_block"),
+        ({"kernel": "UnquantizedFusedMoEMethod by triton", "dtype": "bfloat16"}, "fp8_block+bf16"),
+        (
+            {"kernel": "UnquantizedFusedMoEMethod by deep_gemm", "dtype": "bfloat16"},
+            "fp8_block+bfloat16 by UnquantizedFusedMoEMethod by deep_gemm",
+        ),
+    ],
+)
+def test_experts_count_among_the_linears_of_their_layer(experts, found):
+    linears = _described()["linears"]
+    described = _described(linears=linears | {"model.layers.1.mlp.experts": experts})
+    assert executed_formats(described, FP8, 2)["linear"] == ["fp8_block", found]
+
+
+class _Method:
+    """As `BlockFp8Experts`, without SGLang."""
+
+    def __init__(self, first, second):
+        self._first, self._second = Quantisers(first), Quantisers(second)
+
+    def quantisers(self, device):
+        return SimpleNamespace(inputs=self._first.inputs, activated=self._second.activated)
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"), [(("pow2", "pow2"), "pow2"), (("fp32", "fp32"), "fp32"), (("pow2", "fp32"), "fp32+pow2")]
+)
+def test_the_rule_of_experts_is_found_from_what_both_their_inputs_became(rules, found):
+    experts = nn.Module()
+    experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 256).to(torch.float8_e4m3fn), requires_grad=False)
+    experts.w2_weight = nn.Parameter(torch.zeros(2, 256, 128).to(torch.float8_e4m3fn), requires_grad=False)
+    experts.quant_method = _Method(*rules)
+    model = nn.ModuleDict({"experts": experts})
+    assert internals.describe_scale_rule(model) == found
+    assert internals.describe_linears(model) == {"experts": {"kernel": "_Method", "dtype": "float8_e4m3fn"}}
+
+
 def test_tensors_lie_where_sglang_fuses_them():
     codes, scales = "float8_e4m3fn", "float32"
     sent, held = {}, {}
@@ -266,6 +348,12 @@ def test_the_registry_knows_what_callers_ask_of_it():
     assert not engine_entry(load_config("tiny", {"rollout.engine": "vllm", "rollout.sglang": {"sleep": True}})).sleeps(
         config
     )
+
+
+def test_a_model_with_experts_is_refused_until_a_gpu_has_proven_it():
+    config = load_config("tiny", {"rollout.engine": "sglang"})
+    _refused(engine_entry(config).check_model(config, SPARSE), "the model has experts, and no GPU has proven")
+    assert not list(engine_entry(config).check_model(config, ARCH))
 
 
 def test_an_environment_that_was_not_prepared_is_refused(monkeypatch):

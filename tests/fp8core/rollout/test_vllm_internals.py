@@ -1,15 +1,13 @@
-"""Scales in the buffers and on the host, on modules with the attributes of vLLM's attention; and recorded experts."""
+"""Scales in the buffers and on the host, on modules with the attributes of vLLM's attention."""
 
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fp8core.rollout.vllm import internals
-from fp8core.rollout.vllm.internals import routes_of
 
 
 class _Attention(nn.Module):
@@ -87,21 +85,3 @@ def test_experts_are_described_by_the_kernel_that_multiplies(model):
 def test_a_kernel_with_scales_of_its_own_is_named(model, copied, parameter):
     model.append(_Experts(copied))
     assert internals.probe(model) == [f"3: a kernel that reads {parameter}_weight_scale_inv"]
-
-
-@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
-def test_routes_are_ascending_and_of_sparse_layers_alone(kind):
-    chosen = np.array([[[3, 1], [0, 0], [200, 7]], [[0, 2], [0, 0], [1, 0]]], dtype=kind)
-    found = routes_of(chosen, (0, 2), 2)
-    assert found.dtype == torch.int16
-    assert found.tolist() == [[[1, 3], [7, 200]], [[0, 2], [0, 1]]]
-
-
-def test_routes_that_were_not_recorded_are_no_routes():
-    chosen = np.array([[[3, 1]], [[0, 0]]], dtype=np.uint8)
-    with pytest.raises(RuntimeError, match="one expert twice"):
-        routes_of(chosen, (0,), 2)
-    with pytest.raises(RuntimeError, match="2 of 3 positions"):
-        routes_of(chosen, (0,), 3)
-    with pytest.raises(RuntimeError, match="nothing of 2 positions"):
-        routes_of(None, (0,), 2)
