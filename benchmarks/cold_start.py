@@ -10,6 +10,10 @@ random weights, builds engine and trainer, calibrates and sends the policy. `emp
 in it, so that no library finds what it kept; `kept` is the same once more. `steps` is `fp8-grpo run` in that home,
 whose steps must compile nothing. A case that is not done after --seconds is ended, and its row is of kind `error`.
 
+Packages have bytecode where pip installed them; a tree that was unpacked has it after `python -m compileall -q TREE`.
+Three processes import vLLM one after the other, and twice as long without it. `bytecode` of a row is the share of
+modules that had it; vLLM and SGLang had none in rows without this field.
+
 Other rows of FILE stay. The prediction that a row holds was written before.
 """
 
@@ -37,6 +41,7 @@ PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")
 CASES = ("empty", "kept", "steps")
 _KEYS = ("model", "layers", "engine", "case", "tiny")
 _VARIABLES = (
+    "PYTHONDONTWRITEBYTECODE",
     "DG_JIT_CACHE_DIR",
     "SGLANG_DG_CACHE_DIR",
     "TRITON_CACHE_DIR",

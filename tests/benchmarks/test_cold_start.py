@@ -36,6 +36,7 @@ def test_a_rehearsal_has_a_row_a_case_and_one_that_takes_too_long_is_an_error(tm
     assert list(first["seconds"]) == [
         *("imports", "compilation", "weights", "digest", "engine", "trainer", "calibration", "sync", "token")
     ]
+    assert 0 < first["bytecode"] <= 1
     assert (steps["kind"], steps["compiled_by_step"]) == ("cold_start", [0])
     assert main([*arguments, "--cases", "kept", "--seconds", "0.1"]) == 1
     (failed,) = (row for row in json.loads((tmp_path / "rows.json").read_text()) if row["case"] == "kept")
