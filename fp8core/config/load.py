@@ -25,7 +25,7 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.run import RunConfig, public_dump, unmeant
 from fp8core.config.section import refusal, step_name, suggestion
-from fp8core.config.steps import PipelineConfig
+from fp8core.config.steps import FILTER, RECORD, PipelineConfig
 from fp8core.config.yaml_text import SETTING, Block, content_of, parse_yaml
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input
@@ -139,7 +139,7 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 # A port of a step that runs of earlier versions do not connect.
-_LATER = {"tasks.record:record": "learnt", "tasks.filter:filter": "turns"}
+_LATER = {RECORD: "learnt", FILTER: "turns"}
 
 
 def _as_begun(dump: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fp8core.config.parity import ParityConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource
-from fp8core.config.steps import PipelineConfig, is_shipped, with_episodes, with_mode, with_source
+from fp8core.config.steps import FILTER, TEACHER, PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
@@ -516,11 +516,11 @@ def unmeant(config: RunConfig) -> dict[str, str]:
         found[key] = f"is {schedule.over_steps}, and kind=constant has no end; set kind, or unset this"
     distillation = config.loss.distillation
     # Its step alone measures how far the teacher is.
-    scored = any(step.uses == "tasks.teacher:teacher" for step in config.pipeline.steps)
+    scored = any(step.uses == TEACHER for step in config.pipeline.steps)
     if distillation.teacher is not None and not (distillation.weight or scored):
         found["loss.distillation.teacher"] = "nothing reads it: set loss.distillation.weight, or unset this"
     # A step of the user's own may choose, too.
-    chosen = any(step.uses == "tasks.filter:filter" or not is_shipped(step.uses) for step in config.pipeline.steps)
+    chosen = any(step.uses == FILTER or not is_shipped(step.uses) for step in config.pipeline.steps)
     if config.rollout.oversample > 1 and not chosen:
         found["rollout.oversample"] = (
             f"is {config.rollout.oversample:g}, and no step chooses among the prompts: insert the step "

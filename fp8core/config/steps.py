@@ -114,14 +114,21 @@ class PipelineConfig(Section):
         return max(0, self.kept_policies - 1)
 
 
-_PROMPTS, _ROLLOUT, _FINISH, _AHEAD = (
-    *("tasks.prompts:prompts", "tasks.rollout:rollout"),
-    *("tasks.stream:finish", "tasks.stream:ahead"),
-)
-_EPISODES, _FINISH_EPISODES = "tasks.rollout:episodes", "tasks.stream:finish_episodes"
-_SYNC, _RECORD = "tasks.sync:sync", "tasks.record:record"
-_PASS, _UPDATE, _SCORING_UPDATE = "tasks.logprobs:logprobs", "tasks.train:train", "tasks.train:train_scoring"
+_PROMPTS = "tasks.prompts:prompts"
+_ROLLOUT = "tasks.rollout:rollout"
+_EPISODES = "tasks.rollout:episodes"
+_FINISH = "tasks.stream:finish"
+_FINISH_EPISODES = "tasks.stream:finish_episodes"
+_AHEAD = "tasks.stream:ahead"
+_PASS = "tasks.logprobs:logprobs"
+_UPDATE = "tasks.train:train"
+_SCORING_UPDATE = "tasks.train:train_scoring"
+_SYNC = "tasks.sync:sync"
 UPDATES = (_UPDATE, _SCORING_UPDATE)
+REFERENCE = "tasks.reference:reference"
+TEACHER = "tasks.teacher:teacher"
+FILTER = "tasks.filter:filter"
+RECORD = "tasks.record:record"
 
 
 def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
@@ -166,7 +173,7 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
             # time the update has then ended, too.
             steps.append(ahead)
             step = step.model_copy(update={"needs": step.inputs() | {"next_stream": "next_stream"}})
-        if step.uses == _RECORD:
+        if step.uses == RECORD:
             added = {name: name for name in ("behaviour", "schedule", "evictions", "left", "next_stream")}
             # Metrics by age are of the rows that the update looks at, which a filter may have chosen.
             if learnt is not None and learnt != step.inputs().get("rewards"):
@@ -218,7 +225,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
 
 
 _EVALUATE, _EVALUATE_EPISODES = "tasks.evaluate:evaluate", "tasks.evaluate:evaluate_episodes"
-_READ_TURNS = ("tasks.reward:reward", "tasks.filter:filter", *UPDATES, _RECORD)
+_READ_TURNS = ("tasks.reward:reward", FILTER, *UPDATES, RECORD)
 
 
 def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:

@@ -6,16 +6,15 @@ CPU it stays.
 
 from dataclasses import dataclass, replace
 
-from fp8core.config.beside import teacher_settings
+from fp8core.config.derived import teacher_config
 from fp8core.config.run import RunConfig
+from fp8core.config.steps import REFERENCE, TEACHER
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
 from fp8core.plan.memory import Need
 from fp8core.training.memory import Parallel, host_scorer
 from fp8core.training.registry import trainer_of
-
-_REFERENCE, _TEACHER = "tasks.reference:reference", "tasks.teacher:teacher"
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ def frozen_trainers(config: RunConfig, arch: Architecture, parallel: Parallel | 
         parallel: GPUs that train; None trains on the host.
     """
     steps, found = {step.uses for step in config.pipeline.steps}, FrozenTrainers((), (), ())
-    if _REFERENCE in steps:
+    if REFERENCE in steps:
         found = _with(found, "reference", config, arch, parallel)
-    if _TEACHER in steps and config.loss.distillation.teacher is not None:
-        scoring = teacher_settings(config)
+    if TEACHER in steps and config.loss.distillation.teacher is not None:
+        scoring = teacher_config(config)
         shape, note = _teacher_shape(config, arch)
         grid = None if parallel is None or trainer_of(scoring.training).grid(scoring) is None else parallel.gpus
         found = _with(found, "teacher", scoring, shape, None if grid is None else Parallel(grid), note)

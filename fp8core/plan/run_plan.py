@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp8core.config.beside import sft_config
+from fp8core.config.derived import sft_config
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError, refuse

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from fp8core.config.beside import sft_config, sft_settings, teacher_settings
 from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.derived import sft_config, sft_training, teacher_config
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
@@ -268,7 +268,7 @@ def engine_environment(config: RunConfig, node: Node) -> Environment:
     trainer, engine = trainer_of(config.training).environment(config), engine_entry(config).environment(config, node)
     required = dict(trainer.required)
     if config.warm_start is not None:
-        warm = config.model_copy(update={"training": sft_settings(config)})
+        warm = config.model_copy(update={"training": sft_training(config)})
         required |= trainer_of(warm.training).environment(warm).required
     return Environment({**required, **engine.required}, {**trainer.suggested, **engine.suggested})
 
@@ -369,13 +369,13 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
     Raises:
         UserError: as `check_teacher`; or weights are broken.
     """
-    teacher, scoring = _found_teacher(config, tokenizer), teacher_settings(config)
+    teacher, scoring = _found_teacher(config, tokenizer), teacher_config(config)
     tensors = teacher.load().tensors if cluster is None else teacher.source()
     return build_trainer(scoring, teacher.architecture, tensors, cluster)
 
 
 def _found_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
-    settings, scoring = config.loss.distillation, teacher_settings(config)
+    settings, scoring = config.loss.distillation, teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
     named = f"{key}={settings.teacher}"

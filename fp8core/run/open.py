@@ -16,7 +16,7 @@ from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, config_digest_at, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import Plan, check_pipeline, import_spec
+from fp8core.config.steps import TEACHER, Plan, check_pipeline, import_spec
 from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, failed_answer
 from fp8core.environments.pool import EnvironmentPool
@@ -55,7 +55,6 @@ from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
 
-_TEACHER = "tasks.teacher:teacher"
 CARRIED_KINDS = {"policy": "policy", "scales": "scales", "stream": "stream"}
 
 
@@ -106,8 +105,8 @@ def pipeline_of(config: RunConfig) -> Plan:
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
             "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
         )
-    if config.loss.distillation.teacher is None and any(planned.uses == _TEACHER for planned in plan.steps):
-        raise UserError(f"step {_TEACHER}: loss.distillation.teacher names no checkpoint")
+    if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in plan.steps):
+        raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
     _refuse_truncation(config)
     _refuse_ahead(config)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.config.beside import sft_settings
+from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import style_of
@@ -237,7 +237,7 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileT
 def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | None) -> str:
     sections = ("seed", "architecture", "warm_start", "data", "threads")
     settings = run.config.model_dump(mode="json", include=set(sections))
-    training = sft_settings(run.config)
+    training = sft_training(run.config)
     if trainer_of(training).build_sft is not None:
         settings["training"] = training.model_dump(mode="json")
     parts = {"settings": settings, "code": run.code_version, "versions": library_versions()}

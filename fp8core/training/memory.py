@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
-from fp8core.config.steps import is_shipped
+from fp8core.config.steps import FILTER, is_shipped
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import Formats, fused_linear, is_linear, layer_of, training_formats
@@ -261,7 +261,7 @@ def _update_rows(config: RunConfig) -> int:
 def _drops_rows(config: RunConfig) -> bool:
     """True if a step of the pipeline or the correction may leave completions out of the loss."""
     dropping = any(
-        step.uses == "tasks.filter:filter" or step.options.get("drop_cut_off") or not is_shipped(step.uses)
+        step.uses == FILTER or step.options.get("drop_cut_off") or not is_shipped(step.uses)
         for step in config.pipeline.steps
     )
     rejecting = named_correction(config.correction).rule.rejects

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp8core.config.beside import sft_settings, teacher_settings
+from fp8core.config.derived import sft_training, teacher_config
 from fp8core.config.load import load_config
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.errors import UserError
@@ -153,5 +153,5 @@ def test_a_teacher_of_a_model_that_nothing_scores_is_refused_before_anything_is_
 def test_a_teacher_scores_as_many_sequences_at_once_as_the_run():
     """The policy of a warm start has no part in it: its settings are in the key that it is found by."""
     config = load_config("tiny", {"training.micro_batch": 3})
-    assert teacher_settings(config).training.micro_batch == 3
-    assert sft_settings(config) == sft_settings(load_config("tiny"))
+    assert teacher_config(config).training.micro_batch == 3
+    assert sft_training(config) == sft_training(load_config("tiny"))

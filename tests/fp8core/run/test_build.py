@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8core.config.beside import sft_settings
 from fp8core.config.capability import Node, this_node
+from fp8core.config.derived import sft_training
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
@@ -273,8 +273,8 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     unlike = ["training.trainer=megatron", "training.deterministic=false", "replay.level=tolerant"]
     formats = ["precision.training.kv_cache=bf16", "correction.method=token_tis", "rollout.vllm.model=stock"]
     megatron = load_config("h200-small", [*unlike, *formats, "rollout.engine=embedded"])
-    settings = sft_settings(megatron)
-    assert settings == sft_settings(load_config("h200-small"))
+    settings = sft_training(megatron)
+    assert settings == sft_training(load_config("h200-small"))
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
     assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -296,7 +296,7 @@ def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(l
 
 def test_a_warm_start_has_the_moments_of_the_training_after_it():
     """In FP32 a model that trains beside its engine may not fit its warm start."""
-    settings = {form: sft_settings(load_config("qwen3-aligned", {"training.optimiser_state": form})) for form in FORMS}
+    settings = {form: sft_training(load_config("qwen3-aligned", {"training.optimiser_state": form})) for form in FORMS}
     assert {form: each.optimiser_state for form, each in settings.items()} == {form: form for form in FORMS}
     # By its settings a stored warm start is found again: those of earlier versions had none of another format.
     assert settings["fp32"] == settings["bf16"].model_copy(update={"optimiser_state": "fp32"})

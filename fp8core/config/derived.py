@@ -1,4 +1,4 @@
-"""Settings of the trainers that a run has beside its own: those of a warm start and of a teacher."""
+"""Configurations derived from that of a run: of the trainers of its warm start and of its teacher."""
 
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
@@ -6,10 +6,10 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 
 
-def sft_settings(config: RunConfig) -> TrainingConfig:
-    """The settings of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. They make
-    it repeatable, so that runs of all trainers start from one policy. Kept is what fits it into memory; of that, the
-    format of moments makes another policy."""
+def sft_training(config: RunConfig) -> TrainingConfig:
+    """Of a warm start with a torch trainer, whatever the run's own trainer and optimisation are. It is repeatable, so
+    that runs of all trainers start from one policy. Kept is what fits it into memory; of that, the format of moments
+    makes another policy."""
     kept = ("device", "packed", "tokens_per_pass", "activation_checkpointing", "optimiser_state")
     return TrainingConfig.model_validate(config.training.model_dump(include=set(kept)))
 
@@ -19,10 +19,10 @@ def sft_config(config: RunConfig) -> RunConfig:
     policy."""
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     contract = PrecisionContract.model_validate({"rollout": bf16, "training": bf16, "rounding_points": "kernels"})
-    return config.model_copy(update={"precision": contract, "training": sft_settings(config)})
+    return config.model_copy(update={"precision": contract, "training": sft_training(config)})
 
 
-def teacher_settings(config: RunConfig) -> RunConfig:
+def teacher_config(config: RunConfig) -> RunConfig:
     """Of the teacher of `loss.distillation`: a torch trainer in BF16, or in FP32 where the run trains so.
 
     Its passes over sequences that are not packed are as large as the run's.
@@ -30,6 +30,6 @@ def teacher_settings(config: RunConfig) -> RunConfig:
     linear = "fp32" if config.precision.training.linear == "fp32" else "bf16"
     side = {"linear": linear, "kv_cache": linear}
     contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
-    training = sft_settings(config).model_copy(update={"micro_batch": config.training.micro_batch})
+    training = sft_training(config).model_copy(update={"micro_batch": config.training.micro_batch})
     update = {"precision": contract, "training": training, "loss": LossConfig()}
     return config.model_copy(update=update)
