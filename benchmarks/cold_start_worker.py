@@ -25,7 +25,8 @@ def main(asked: Path) -> int:
     from fp8core.run.build import build_engine, build_trainer
     from fp8core.run.compilation import compile_kernels
     from fp8core.run.open import open_directory, open_run, plan_of
-    from fp8core.run.policy import push, read_scales
+    from fp8core.run.policy import push
+    from fp8core.run.scales import read_scales
     from fp8core.run.start import first_scales, warm_start
 
     config, console = load_config(given["config"], given["settings"]), Console(sys.stdout, 1)

@@ -29,7 +29,8 @@ from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run.loop import begin
 from fp8core.run.open import open_directory, open_run, plan_of
-from fp8core.run.policy import push, read_scales
+from fp8core.run.policy import push
+from fp8core.run.scales import read_scales
 from fp8core.store.ledger import START
 
 RESULT = "sync_parts"

@@ -27,7 +27,7 @@ from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.run.policy import Answered, Questions, answer
+from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.replay import FAILURES
 from fp8core.run.resume import RedoError
 from fp8core.user_files import EVALUATION, Output

@@ -21,6 +21,7 @@ from fp8core.models.checkpoint import find_checkpoint
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row
+from fp8core.run.answer import Questions
 from fp8core.run.build import (
     FoundModel,
     build_environment,
@@ -33,7 +34,6 @@ from fp8core.run.build import (
 )
 from fp8core.run.episodes import check_openings
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
-from fp8core.run.policy import Questions
 from fp8core.run.replay import RunSnapshot
 
 _UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")

@@ -14,7 +14,7 @@ from fp8core.numerics.kv_scales import (
 )
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
-from fp8core.run.policy import covered, read_histograms, scales_of, store_scales
+from fp8core.run.scales import covered, read_histograms, scales_of, store_scales
 from fp8core.store.artifacts import Ref
 from tasks.logprobs import token_batch
 from tasks.step import step

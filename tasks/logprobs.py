@@ -15,7 +15,7 @@ from fp8core.numerics.logprobs import Truncation
 from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
-from fp8core.run.policy import read_scales
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS
 from fp8core.training.trainer import ScoredBatch, Trainer

@@ -25,7 +25,7 @@ from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import episode_means
-from fp8core.run.policy import read_scales
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS, SCORE
 from fp8core.training.trainer import REPORTED, minibatches

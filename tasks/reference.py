@@ -2,7 +2,8 @@
 
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
-from fp8core.run.policy import initial_trainer, read_scales
+from fp8core.run.policy import initial_trainer
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import Ref
 from tasks.logprobs import ORDERED, SEQUENCE_COLUMNS, layer_scales, logprob_table, token_batch
 from tasks.step import step

@@ -24,7 +24,7 @@ from fp8core.rl.correction import correct, log_ratio, row_error_metrics, row_err
 from fp8core.rl.objective import named_correction
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.context import RunContext
-from fp8core.run.policy import read_scales
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import Ref
 from fp8core.training.trainer import ScoringTrainer, TrainReport
 from tasks.logprobs import (

@@ -27,7 +27,8 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step
 from fp8core.run.open import open_directory, open_run, plan_of
-from fp8core.run.policy import compare_probe, read_scales, trainer_probe
+from fp8core.run.policy import compare_probe, trainer_probe
+from fp8core.run.scales import read_scales
 
 RESULT = "probe_cost.json"
 _SYNCS = 12

@@ -1,58 +1,27 @@
-"""Hand a policy and its scales to the engine, and prove that both arrived: the trainer's, or that of a folder.
-
-The second one answers the problems of an evaluation in one precision (`answer`), and a verifier checks its answers.
-"""
+"""Hand the trainer's policy and its scales to the engine, and prove that both arrived."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 from fp8core.alignment.bounds import beyond, stop_bounds
 from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, longest_prompt
 from fp8core.errors import StoredFileError
-from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.weights import Shipped
-from fp8core.numerics.kv_scales import (
-    LayerAmax,
-    LayerHistograms,
-    LayerScales,
-    MagnitudeHistogram,
-    covered_amax,
-    scales_from_statistics,
-)
-from fp8core.rewards.scorer import Verdict
-from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
-    Completion,
     PolicyScales,
     Probe,
-    PromptGroup,
-    RolloutEngine,
-    Sampling,
     SyncReport,
-    sample_seed,
 )
-from fp8core.rollout.registry import longest_row
 from fp8core.run.build import (
-    build_base,
-    build_engine,
-    build_environment,
     build_trainer,
-    check_stop_strings,
-    open_cluster,
 )
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import check_openings, ending_of, play, score
-from fp8core.run.rollouts import early_endings, failures, judges, problem_table, prompt_table
-from fp8core.store.artifacts import Ref
+from fp8core.run.rollouts import prompt_table
 from fp8core.store.ledger import START
 from fp8core.training.trainer import ScoringTrainer, Trainer
 
@@ -220,146 +189,3 @@ def check_formats(described: dict[str, object], contract: PrecisionContract) -> 
     for key, agreed_value in pairs.items():
         if described[key] != agreed_value:
             raise SyncError(f"the engine runs {key}={described[key]}, the contract says {agreed_value}")
-
-
-def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
-    """The magnitudes of one step that the run's scales shall cover."""
-    return covered_amax(histograms, config.calibration.covered_percentile)
-
-
-def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
-    """The run's scales for the given magnitudes."""
-    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
-
-
-def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
-    """Scales for one version of the policy, with the magnitudes the next average starts from."""
-    content: dict[str, Any] = {
-        "version": version,
-        "rule": run.config.precision.scale_rule,
-        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
-        "amax": [vars(layer) for layer in amax],
-    }
-    return run.directory.store.put_json("scales", content)
-
-
-def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
-    """Stored scales as the engine and the decoder take them."""
-    store = run.directory.store
-    content = store.get_json(scales)
-    if len(content["layers"]) != run.arch.num_layers:
-        raise StoredFileError(
-            f"{store.path(scales)}: layers: {len(content['layers'])}, but the model has {run.arch.num_layers}"
-        )
-    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
-
-
-def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
-    """Histograms of an artifact of kind `kv_statistics`."""
-    return [
-        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
-        for layer in statistics["histograms"]
-    ]
-
-
-def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
-    return MagnitudeHistogram(amax, first, tuple(counts))
-
-
-@dataclass(frozen=True)
-class Questions:
-    """The questions to every precision: problems, samples of each, how they are drawn, and what is counted.
-
-    The seed of a sample depends on its place alone, so two precisions differ by their arithmetic and not by their luck.
-    """
-
-    problems: list[Problem]
-    samples: int
-    temperature: float
-    seed: int
-    counting: Counting
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check."""
-
-    measurement: Measurement
-    engine: dict[str, object]
-    remark: str | None
-
-
-def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answered:
-    """Ask the policy of `config.model` in the precision of `config`.
-
-    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
-
-    Raises:
-        UserError: the model cannot be loaded, a prompt does not fit, in no episode the policy spoke, or not one answer
-            could be checked.
-        SyncError: the engine does not hold or run what it should.
-    """
-    base = build_base(config)
-    check_stop_strings(config, base.tokenizer)
-    positions = longest_row(config, base.arch)
-    asked = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
-    tokens = [row["tokens"] for row in asked]
-    with ExitStack() as parts:
-        pool = None
-        if config.environment is not None:
-            pool = parts.enter_context(closing(build_environment(config.environment)))
-            check_openings(questions.problems, config, base.tokenizer, positions, pool, questions.seed)
-        if (cluster := open_cluster(config)) is not None:
-            parts.callback(cluster.close)
-        engine = build_engine(config, base.arch, cluster)
-        parts.callback(engine.close)
-        with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
-            _load(engine, trainer, config, tokens)
-        sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
-        longest = longest_prompt(config, positions)
-        played = play(engine, _groups(questions, tokens), sampling, config, base.tokenizer, asked, longest, pool)
-        episodes = [one for batch in played for one in batch]
-        described = engine.describe()
-    episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
-    endings = [ending_of(one, config, base.tokenizer) for one in episodes]
-    remarks = list[str | None]()
-    if config.environment is not None:
-        remarks += early_endings(config, [(len(one.turns), one.outcome, one.detail) for one in episodes])
-    verdicts = [found.verdict for found in score(verifier, asked, endings)]
-    remark = "; ".join(filter(None, [*remarks, failures(judges(config), verdicts)]))
-    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark or None)
-
-
-def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
-    """Ship the weights as a training would, and check what arrived."""
-    batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
-    scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
-    shipped = trainer.export()
-    check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
-    check_formats(engine.describe(), config.precision)
-
-
-def _groups(questions: Questions, prompts: list[list[int]]) -> list[PromptGroup]:
-    """Requests for every sample."""
-    samples = tuple(range(questions.samples))
-    return [
-        PromptGroup(
-            group=index,
-            prompt_id=questions.problems[index].prompt_id,
-            prompt=tuple(tokens),
-            samples=samples,
-            seeds=tuple(sample_seed(questions.seed, 0, index, sample) for sample in samples),
-        )
-        for index, tokens in enumerate(prompts)
-    ]
-
-
-def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:
-    by_prompt: dict[int, list[Verdict]] = defaultdict(list)
-    for done, verdict in zip(completions, verdicts, strict=True):
-        by_prompt[done.group].append(verdict)
-    scores = [
-        score_prompt(problem.prompt_id, by_prompt[index], questions.counting.k)
-        for index, problem in enumerate(questions.problems)
-    ]
-    return measure(scores, [done.length for done in completions], questions.counting)

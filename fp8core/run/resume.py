@@ -20,8 +20,9 @@ from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.run.execute import attempt, carried, finished_steps
-from fp8core.run.policy import keep_policy, push, read_scales
+from fp8core.run.policy import keep_policy, push
 from fp8core.run.rollouts import shards_of
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
 from fp8core.store.metrics import STEP

@@ -1,7 +1,7 @@
 """Problems as requests, completions as tables, and the verifier's verdicts on them."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -80,16 +80,22 @@ def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | No
 
     `size`: samples of a prompt; None: `rollout.group_size`.
     """
-    samples = tuple(range(run.config.rollout.group_size if size is None else size))
+    samples = run.config.rollout.group_size if size is None else size
+    return groups_of(prompts.to_pylist(), run.config.seed, index, samples)
+
+
+def groups_of(prompts: Iterable[Mapping[str, Any]], seed: int, index: int, samples: int) -> list[PromptGroup]:
+    """Requests for so many samples of each row of kind `prompts`; a seed depends on `seed` and its place alone."""
+    numbers = tuple(range(samples))
     return [
         PromptGroup(
             group=row["group"],
             prompt_id=row["prompt_id"],
             prompt=tuple(row["tokens"]),
-            samples=samples,
-            seeds=tuple(sample_seed(run.config.seed, index, row["group"], sample) for sample in samples),
+            samples=numbers,
+            seeds=tuple(sample_seed(seed, index, row["group"], sample) for sample in numbers),
         )
-        for row in prompts.to_pylist()
+        for row in prompts
     ]
 
 

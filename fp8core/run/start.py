@@ -46,10 +46,11 @@ from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, freeze_heap
 from fp8core.run.episodes import ending_of, play, score
 from fp8core.run.execute import TaskResult, attempt, run_task
-from fp8core.run.policy import covered, initial_trainer, push, read_scales, store_scales
+from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
+from fp8core.run.scales import covered, read_scales, store_scales
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model

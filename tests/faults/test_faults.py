@@ -35,7 +35,8 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import BoundError, begin, iterate, next_step, watch
 from fp8core.run.open import open_directory, open_run, plan_of
-from fp8core.run.policy import SyncError, push, read_scales
+from fp8core.run.policy import SyncError, push
+from fp8core.run.scales import read_scales
 
 STEPS = 2
 

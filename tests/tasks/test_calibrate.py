@@ -9,7 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.policy import covered, read_histograms, scales_of
+from fp8core.run.scales import covered, read_histograms, scales_of
 from tasks.calibrate import evenly_spaced, lag_error
 
 

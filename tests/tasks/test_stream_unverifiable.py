@@ -18,9 +18,9 @@ from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
 from fp8core.run.open import pipeline_of, uncorrected_lag
-from fp8core.run.policy import read_scales
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.resume import rewind_to
+from fp8core.run.scales import read_scales
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView

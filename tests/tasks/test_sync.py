@@ -4,7 +4,8 @@ import pytest
 
 from fp8core.run import start
 from fp8core.run.execute import carried
-from fp8core.run.policy import push, read_scales
+from fp8core.run.policy import push
+from fp8core.run.scales import read_scales
 
 
 @pytest.fixture

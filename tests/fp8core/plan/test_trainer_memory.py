@@ -17,7 +17,7 @@ from fp8core.plan.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_trainer
-from fp8core.run.policy import covered, scales_of
+from fp8core.run.scales import covered, scales_of
 from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs, most_activations
 from fp8core.training.packed.requirements import MEMORY, _activations
 from fp8core.training.registry import trainer_grid

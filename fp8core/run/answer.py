@@ -1,0 +1,112 @@
+"""Answer the problems of an evaluation with the policy of a folder, in one precision; a verifier checks the answers."""
+
+from collections import defaultdict
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import Problem, longest_prompt
+from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
+from fp8core.rewards.scorer import Verdict
+from fp8core.rewards.verifier import Verifier
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine, Sampling
+from fp8core.rollout.registry import longest_row
+from fp8core.run.build import (
+    build_base,
+    build_engine,
+    build_environment,
+    build_trainer,
+    check_stop_strings,
+    open_cluster,
+)
+from fp8core.run.episodes import check_openings, ending_of, play, score
+from fp8core.run.policy import check_formats, check_report
+from fp8core.run.rollouts import early_endings, failures, groups_of, judges, problem_table
+from fp8core.run.scales import covered, scales_of
+from fp8core.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions to every precision: problems, samples of each, how they are drawn, and what is counted.
+
+    The seed of a sample depends on its place alone, so two precisions differ by their arithmetic and not by their luck.
+    """
+
+    problems: list[Problem]
+    samples: int
+    temperature: float
+    seed: int
+    counting: Counting
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check."""
+
+    measurement: Measurement
+    engine: dict[str, object]
+    remark: str | None
+
+
+def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answered:
+    """Ask the policy of `config.model` in the precision of `config`.
+
+    Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
+
+    Raises:
+        UserError: the model cannot be loaded, a prompt does not fit, in no episode the policy spoke, or not one answer
+            could be checked.
+        SyncError: the engine does not hold or run what it should.
+    """
+    base = build_base(config)
+    check_stop_strings(config, base.tokenizer)
+    positions = longest_row(config, base.arch)
+    asked = problem_table(questions.problems, config, base.tokenizer, positions).to_pylist()
+    tokens = [row["tokens"] for row in asked]
+    with ExitStack() as parts:
+        pool = None
+        if config.environment is not None:
+            pool = parts.enter_context(closing(build_environment(config.environment)))
+            check_openings(questions.problems, config, base.tokenizer, positions, pool, questions.seed)
+        if (cluster := open_cluster(config)) is not None:
+            parts.callback(cluster.close)
+        engine = build_engine(config, base.arch, cluster)
+        parts.callback(engine.close)
+        with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
+            _load(engine, trainer, config, tokens)
+        sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
+        groups = groups_of(asked, questions.seed, 0, questions.samples)
+        longest = longest_prompt(config, positions)
+        played = play(engine, groups, sampling, config, base.tokenizer, asked, longest, pool)
+        episodes = [one for batch in played for one in batch]
+        described = engine.describe()
+    episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
+    endings = [ending_of(one, config, base.tokenizer) for one in episodes]
+    remarks = list[str | None]()
+    if config.environment is not None:
+        remarks += early_endings(config, [(len(one.turns), one.outcome, one.detail) for one in episodes])
+    verdicts = [found.verdict for found in score(verifier, asked, endings)]
+    remark = "; ".join(filter(None, [*remarks, failures(judges(config), verdicts)]))
+    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark or None)
+
+
+def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
+    """Ship the weights as a training would, and check what arrived."""
+    batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
+    scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
+    shipped = trainer.export()
+    check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
+    check_formats(engine.describe(), config.precision)
+
+
+def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:
+    by_prompt: dict[int, list[Verdict]] = defaultdict(list)
+    for done, verdict in zip(completions, verdicts, strict=True):
+        by_prompt[done.group].append(verdict)
+    scores = [
+        score_prompt(problem.prompt_id, by_prompt[index], questions.counting.k)
+        for index, problem in enumerate(questions.problems)
+    ]
+    return measure(scores, [done.length for done in completions], questions.counting)

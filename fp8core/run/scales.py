@@ -1,0 +1,61 @@
+"""Scales of Q, K and V: from magnitudes, as artifacts, and back."""
+
+from typing import Any
+
+from fp8core.config.run import RunConfig
+from fp8core.errors import StoredFileError
+from fp8core.numerics.kv_scales import (
+    LayerAmax,
+    LayerHistograms,
+    LayerScales,
+    MagnitudeHistogram,
+    covered_amax,
+    scales_from_statistics,
+)
+from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.store.artifacts import Ref
+
+
+def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
+    """The magnitudes of one step that the run's scales shall cover."""
+    return covered_amax(histograms, config.calibration.covered_percentile)
+
+
+def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
+    """The run's scales for the given magnitudes."""
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+
+
+def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
+    """Scales for one version of the policy, with the magnitudes the next average starts from."""
+    content: dict[str, Any] = {
+        "version": version,
+        "rule": run.config.precision.scale_rule,
+        "layers": [vars(layer) for layer in scales_of(run.config, amax)],
+        "amax": [vars(layer) for layer in amax],
+    }
+    return run.directory.store.put_json("scales", content)
+
+
+def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
+    """Stored scales as the engine and the decoder take them."""
+    store = run.directory.store
+    content = store.get_json(scales)
+    if len(content["layers"]) != run.arch.num_layers:
+        raise StoredFileError(
+            f"{store.path(scales)}: layers: {len(content['layers'])}, but the model has {run.arch.num_layers}"
+        )
+    return PolicyScales(content["version"], tuple(LayerScales(**layer) for layer in content["layers"]))
+
+
+def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
+    """Histograms of an artifact of kind `kv_statistics`."""
+    return [
+        LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
+        for layer in statistics["histograms"]
+    ]
+
+
+def _histogram(amax: float, first: int, counts: list[int]) -> MagnitudeHistogram:
+    return MagnitudeHistogram(amax, first, tuple(counts))
