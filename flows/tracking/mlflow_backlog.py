@@ -30,7 +30,8 @@ from flows.tracking.store import Lost, store_errors
 from flows.tracking.tracker import Tracker, refuse_other_chain
 from fp8core.run.commit import stored_manifest
 from fp8core.run.context import RunContext
-from fp8core.store.ledger import START, BoundEntry
+from fp8core.store.checkpoints import last_written
+from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 
 # Longest wait of a finished training for an MLflow that does not answer.
 OUTAGE_PATIENCE_SECONDS = 60.0
@@ -60,6 +61,7 @@ class MlflowBacklog:
                 lambda: mark_killed_siblings(run.directory.path, tracker.uri),
             ]
         )
+        self._models = dict[int, str | None]()
         self._lost_models = set[int]()
         self._comparisons: deque[Callable[[], None]] = deque()
 
@@ -122,10 +124,12 @@ class MlflowBacklog:
             self._inexact = True
             yield
         held = self._file.record.models
-        first = min([held + 1, *self._lost_models])
-        for entry in reversed(list(takewhile(lambda entry: entry.step >= first, ledger.newest_checkpoints()))):
-            if entry.step > held or entry.step in self._lost_models:
+        # The newest may be written again, with another policy.
+        first = min([held, *self._lost_models])
+        for entry in reversed(list(takewhile(lambda entry: entry.step >= first, last_written(ledger)))):
+            if not self._holds(entry):
                 publish_checkpoint(self._run, self._tracker, entry)
+                self._models[entry.step] = entry.weights_digest
                 self._lost_models.discard(entry.step)
                 self._file.holds_model(max(held, entry.step))
                 yield
@@ -142,7 +146,10 @@ class MlflowBacklog:
 
     def _rewind(self) -> str | None:
         """Prepare to send again what MLflow does not hold; returns the first such thing, in words, or None."""
-        self._lost_models = self._find_lost_models()
+        upto = self._file.record.models
+        sent = [entry for entry in last_written(self._run.directory.ledger) if entry.step <= upto]
+        self._models = held_models(self._run, self._tracker) if sent else {}
+        self._lost_models = {entry.step for entry in sent if not self._holds(entry)}
         if (step := self._first_lost_step()) is not None:
             self._file.holds_step(step - 1)
             return f"step {step}"
@@ -167,11 +174,9 @@ class MlflowBacklog:
             unseen -= held[key] | {step}
         return lost
 
-    def _find_lost_models(self) -> set[int]:
-        """Steps of the checkpoints up to the cursor that MLflow lacks as models."""
-        upto = self._file.record.models
-        sent = {entry.step for entry in self._run.directory.ledger.newest_checkpoints() if entry.step <= upto}
-        return sent - held_models(self._run, self._tracker) if sent else sent
+    def _holds(self, entry: CheckpointEntry) -> bool:
+        """True if MLflow holds a checkpoint as a model, or a user deleted that."""
+        return entry.step in self._models and self._models[entry.step] in (None, entry.weights_digest)
 
     def caught_up(self) -> str:
         """The last step that MLflow holds, in words."""

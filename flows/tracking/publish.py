@@ -182,10 +182,12 @@ def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:
 def publish_checkpoint(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> None:
     """A checkpoint as a READY model with the metrics of its step; a second call changes nothing.
 
-    A model that a kill left PENDING is completed. The files stay where they are: tag `checkpoint` names the folder that
-    `transformers` loads.
+    A model that a kill left PENDING is completed. That of a policy which a redo replaced gets the new one's tags. The
+    files stay where they are: tag `checkpoint` names the folder that `transformers` loads.
     """
     model = _find(run, tracker, entry) or _create(run, tracker, entry)
+    if model.tags.get("weights_digest") != entry.weights_digest:
+        tracker.client.set_logged_model_tags(model.model_id, _tags(run, entry))
     linked = _linked_models(tracker)
     if model.model_id not in {output.model_id for output in linked}:
         tracker.client.log_outputs(tracker.run_id, [LoggedModelOutput(model.model_id, entry.step)])
@@ -206,8 +208,8 @@ def model_name(run: RunContext, step: int) -> str:
     return f"{run.directory.path.name}-{step:05d}".replace(".", "-")
 
 
-def held_models(run: RunContext, tracker: Tracker) -> set[int]:
-    """Steps of the checkpoints that MLflow holds as complete models, or held until a user deleted them."""
+def held_models(run: RunContext, tracker: Tracker) -> dict[int, str | None]:
+    """Digests of the weights by step, of checkpoints that MLflow holds as complete models; None: a user deleted it."""
 
     def complete(model: LoggedModel) -> bool:
         measured = model.metrics or not model_metrics(step_metrics(run, int(model.tags["step"])))
@@ -222,8 +224,8 @@ def held_models(run: RunContext, tracker: Tracker) -> set[int]:
     found = {model.model_id for model in models}
     linked = _linked_models(tracker)
     ours = [model for model in models if TRAINING in model.tags]
-    deleted = {output.step for output in linked if output.model_id not in found}
-    return {int(model.tags["step"]) for model in ours if complete(model)} | deleted
+    deleted = dict.fromkeys(output.step for output in linked if output.model_id not in found)
+    return deleted | {int(model.tags["step"]): model.tags["weights_digest"] for model in ours if complete(model)}
 
 
 def _find(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel | None:
@@ -232,10 +234,10 @@ def _find(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedMo
     return found[0] if found else None
 
 
-def _create(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel:
+def _tags(run: RunContext, entry: CheckpointEntry) -> dict[str, str]:
     description = run.directory.description()
     assert description is not None, "an open run has its run.json"
-    tags = {
+    return {
         TRAINING: description.id,
         "run": run.directory.path.name,
         "step": str(entry.step),
@@ -243,11 +245,14 @@ def _create(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> Logged
         "checkpoint": str(run.directory.path / entry.uri / "policy"),
         "code_version": run.code_version,
     }
+
+
+def _create(run: RunContext, tracker: Tracker, entry: CheckpointEntry) -> LoggedModel:
     return tracker.client.create_logged_model(
         tracker.experiment_id,
         name=model_name(run, entry.step),
         source_run_id=tracker.run_id,
-        tags=tags,
+        tags=_tags(run, entry),
         params=_params(run.config, entry.step),
         model_type=MODEL_TYPE,
     )

@@ -368,14 +368,13 @@ def _configured_eos(folder: Path) -> frozenset[int]:
 
 
 def _mapped_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens that older folders name in special_tokens_map.json alone.
+    """The special tokens that older folders name in special_tokens_map.json; they replace those of the configuration.
 
     As in transformers, a configuration that lists its added tokens names them itself.
     """
     if "added_tokens_decoder" in config or not path.is_file():
         return {}
-    named = {key: entry for key, entry in read_json_object(path).items() if key.endswith("_token")}
-    return {key: entry for key, entry in named.items() if config.get(key) is None}
+    return {key: entry for key, entry in read_json_object(path).items() if key.endswith("_token")}
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:

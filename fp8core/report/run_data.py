@@ -87,7 +87,8 @@ class RunData:
     @property
     def status(self) -> str:
         """Its progress, in words, and why it stopped."""
-        return self._progress if self.stopped is None else f"{self._progress}; {self.stopped}"
+        # One that is finished may be opened once more, in vain.
+        return f"{self._progress}; {self.stopped}" if self.left and self.stopped else self._progress
 
     @property
     def _progress(self) -> str:

@@ -36,7 +36,7 @@ from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rl.objective import refuse_unmeant_dual_clip
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
-from fp8core.run.episodes import check_observation, check_openings, tool_calls_of
+from fp8core.run.episodes import check_observation, check_openings, tool_calls_of, trial
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.training.ranks import ALONE
@@ -202,10 +202,10 @@ def check_inputs(config: RunConfig) -> None:
     if config.warm_start is not None and config.warm_start.demonstrations is not None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_opened(config, base, source, verifier)
+        teacher = check_opened(config, base, source, verifier)
     is_new = config.run is None or read_description(config.runs / config.run) is None
     if is_new:
-        check_new(config, base, source)
+        check_new(config, base, source, teacher)
         if base.checkpoint is not None:
             base.checkpoint.check_head()
     if config.environment is not None:
@@ -213,25 +213,36 @@ def check_inputs(config: RunConfig) -> None:
         with closing(build_environment(config.environment)) as pool:
             problems = list(source.to_check())
             check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), pool, config.seed)
-            if is_new:
-                check_observation(problems[0], config, base.tokenizer, pool)
+            if is_new and base.tokenizer.has_template:
+                check_observation(trial(problems[0], config, pool), config, base.tokenizer)
 
 
-def check_opened(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier) -> None:
-    """Refuse parts of any run that do not go together (errors: `check_stop_strings`, `check_teacher`,
-    `check_problems`)."""
+def check_opened(
+    config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier
+) -> Architecture | None:
+    """Refuse parts of any run that do not go together; returns the shape of its teacher, if it has one.
+
+    Raises:
+        UserError: as `check_stop_strings`, `check_teacher` and `check_problems`.
+    """
     check_stop_strings(config, base.tokenizer)
-    if config.loss.distillation.teacher is not None:
-        check_teacher(config, base.tokenizer)
+    distils = config.loss.distillation.teacher is not None
+    teacher = check_teacher(config, base.tokenizer) if distils else None
     check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
+    return teacher
 
 
-def check_new(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource) -> None:
-    """Refuse what a run that has begun goes on with (errors: `refuse_unmeant_dual_clip`, `refuse_small_teacher`,
-    `check_turns`)."""
+def check_new(
+    config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, teacher: Architecture | None
+) -> None:
+    """Refuse what a run that has begun goes on with.
+
+    Raises:
+        UserError: as `refuse_unmeant_dual_clip`, `refuse_small_teacher` and `check_turns`.
+    """
     refuse_unmeant_dual_clip(config.loss, config.correction)
-    if config.loss.distillation.teacher is not None:
-        refuse_small_teacher(config, base.arch, check_teacher(config, base.tokenizer))
+    if teacher is not None:
+        refuse_small_teacher(config, base.arch, teacher)
     check_turns(source, config, base.tokenizer)
 
 

@@ -60,7 +60,9 @@ def save_state(run: RunContext, index: int) -> None:
     partial = partial_folder(folder)
     try:
         for stale in (partial, folder):
-            if stale.exists():
+            if stale.is_symlink() or stale.is_file():
+                stale.unlink()
+            elif stale.exists():
                 shutil.rmtree(stale)
         partial.mkdir()
         trainer.save(partial)

@@ -115,32 +115,10 @@ def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: in
     return reply
 
 
-def failed_trial(problem: Problem, config: RunConfig, pool: Pool) -> str | None:
-    """The failure of an environment at an empty answer to its first turn, in a line; None: it does not fail.
-
-    So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
-    """
-    assert config.environment is not None, "a pool is of an environment"
-    *_, reply = _trial(problem, config, pool)
-    if isinstance(reply, Turn) or reply.outcome not in UNCHECKED_OUTCOMES:
-        return None
-    how = ended_as(reply.outcome, reply.detail)
-    return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+Trial = list[Turn | EnvironmentOutcome]
 
 
-def check_observation(problem: Problem, config: RunConfig, tokenizer: Tokenizer, pool: Pool) -> None:
-    """Raises UserError: the chat template cannot go on after an empty answer, as at the first observation of a step."""
-    assert config.environment is not None, "a pool is of an environment"
-    if not tokenizer.has_template or config.environment.max_turns == 1:
-        return
-    match _trial(problem, config, pool):
-        case [Turn() as first, Turn() as reply]:
-            talk = Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
-            with suppress(ObservationError):  # It ends an episode, and no run.
-                talk.open(first).observe(reply.messages, tokenizer.end_id)
-
-
-def _trial(problem: Problem, config: RunConfig, pool: Pool) -> list[Turn | EnvironmentOutcome]:
+def trial(problem: Problem, config: RunConfig, pool: Pool) -> Trial:
     """The first answer to a problem, and the one to an empty answer of the policy if it is asked for one."""
     replies = [_begun(0, problem, config, pool, config.seed)]
     if isinstance(replies[0], Turn):
@@ -148,6 +126,31 @@ def _trial(problem: Problem, config: RunConfig, pool: Pool) -> list[Turn | Envir
         replies += [reply for _, reply, _ in pool.replies(wait=True)]
     pool.end((0, 0))
     return replies
+
+
+def failed_trial(replies: Trial, config: RunConfig) -> str | None:
+    """The failure of an environment in its `trial`, in a line; None: it does not fail.
+
+    So a bug in `step` shows before the warm start. It is for people: an environment may be unable to read nothing.
+    """
+    assert config.environment is not None, "a trial is of an environment"
+    *_, reply = replies
+    if isinstance(reply, Turn) or reply.outcome not in UNCHECKED_OUTCOMES:
+        return None
+    how = ended_as(reply.outcome, reply.detail)
+    return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+
+
+def check_observation(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError: the chat template cannot go on after a `trial`, as at the first observation of a step."""
+    assert config.environment is not None, "a trial is of an environment"
+    if not tokenizer.has_template or config.environment.max_turns == 1:
+        return
+    match replies:
+        case [Turn() as first, Turn() as reply]:
+            talk = Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
+            with suppress(ObservationError):  # It ends an episode, and no run.
+                talk.open(first).observe(reply.messages, tokenizer.end_id)
 
 
 def ended_as(outcome: str, detail: str) -> str:

@@ -45,7 +45,7 @@ from fp8core.run.build import (
 )
 from fp8core.run.commit import read_manifest
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of
+from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of, trial
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -407,19 +407,26 @@ def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
         yield warning
 
 
-def _enter_environment(
-    parts: ExitStack, config: RunConfig, base: BaseModel, problems: Sequence[Problem], console: Console
-) -> EnvironmentPool:
-    """An environment in which each of these problems has begun an episode, and one was played; it closes with `parts`.
+def _try_environment(
+    environment: EnvironmentPool,
+    config: RunConfig,
+    base: BaseModel,
+    problems: Sequence[Problem],
+    console: Console,
+    *,
+    is_new: bool,
+) -> None:
+    """Begin an episode of each of these problems, and play one.
 
-    Errors: as of `build_environment` and `check_openings`.
+    Raises:
+        UserError: as `check_openings`; of a new run also as `check_observation`.
     """
-    assert config.environment is not None
-    environment = parts.enter_context(closing(build_environment(config.environment)))
     check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
-    if (failure := failed_trial(problems[0], config, environment)) is not None:
+    replies = trial(problems[0], config, environment)
+    if (failure := failed_trial(replies, config)) is not None:
         console.note(failure)
-    return environment
+    if is_new:
+        check_observation(replies, config, base.tokenizer)
 
 
 @contextmanager
@@ -455,19 +462,18 @@ def open_run(
         for note in _notes(config, base):
             console.note(note)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
-        check_opened(config, base, source, verifier)
+        teacher = check_opened(config, base, source, verifier)
         is_new = not directory.ledger.holds_work() and directory.description() is not None  # Without one: a replay.
         if is_new:
-            check_new(config, base, source)
+            check_new(config, base, source, teacher)
             if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
                 console.note(failure)
         environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)
             if recorded is None:
-                environment = _enter_environment(parts, config, base, list(source.to_check()), console)
-                if is_new:
-                    check_observation(next(iter(source.to_check())), config, base.tokenizer, environment)
+                environment = parts.enter_context(closing(build_environment(config.environment)))
+                _try_environment(environment, config, base, list(source.to_check()), console, is_new=is_new)
         version, pid, host = current_code(), os.getpid(), socket.gethostname()
         directory.ledger.append(
             SegmentEntry(pid=pid, host=host, code_version=version, started=time.time(), steps=config.steps, data=data)

@@ -103,11 +103,11 @@ class RunSnapshot:
             needed = (read if index > nearest else set()) | (scales if oldest <= index < step else set())
             for artifact, ref in self.ledger.artifacts(index).items():
                 if artifact in needed and ref.digest in removed and not self.store.path(ref).exists():
-                    tombstone = removed[ref.digest]
+                    deletion = removed[ref.digest]
                     raise UserError(
                         f"run {self.folder.name}: {which} cannot be restored: that takes the update of step {index}, "
-                        f"whose {artifact} were removed on {tombstone.when} "
-                        f"({tombstone.reason}); checkpoints: {', '.join(map(str, sorted(kept))) or 'none'}"
+                        f"whose {artifact} were removed on {deletion.when} "
+                        f"({deletion.reason}); checkpoints: {', '.join(map(str, sorted(kept))) or 'none'}"
                     )
 
 
@@ -323,7 +323,7 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
             verdict = replace(verdict, causes=(left, *verdict.causes))
         if verdict.outcome != "equal":
-            verdict = replace(verdict, causes=(*verdict.causes, *_lost_cache(original, run.config, steps[0])))
+            verdict = replace(verdict, causes=(*verdict.causes, *_lost_cache(original, run.config, steps[0], index)))
         yield verdict
         if verdict.outcome == "different":
             return
@@ -435,11 +435,12 @@ def _other_hardware(stored: StepManifest) -> Iterator[str]:
         yield f"hardware differs: {', '.join(_change(difference, 'hardware') for difference in machine)}"
 
 
-def _lost_cache(original: RunSnapshot, config: RunConfig, first: int) -> Iterator[str]:
+def _lost_cache(original: RunSnapshot, config: RunConfig, first: int, index: int) -> Iterator[str]:
     """Of a run that keeps its cache at an update: a replay has the cache of completions in flight computed anew."""
-    # In one process from the first step on, a replay keeps the cache as the run did.
-    lost = first > START + 1 or len(original.ledger.segments()) > 1
-    if lost and not config.pipeline.recompute_kv_cache_after_weight_update:
+    # A replay from the first step on keeps the cache as the run did, up to where that was resumed.
+    committed = original.ledger.steps()[index].committed_ms / 1000
+    resumed = any(segment.started < committed for segment in original.ledger.segments()[1:])
+    if index > START and (first > START + 1 or resumed) and not config.pipeline.recompute_kv_cache_after_weight_update:
         yield (
             "a cache of older weights is stored nowhere (pipeline.recompute_kv_cache_after_weight_update=false): "
             "completions in flight go on from another one here"
@@ -464,6 +465,9 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
     """The completions in flight that a step goes on from fit only settings that allow what was written."""
     if steps[0] <= START + 1 or "stream" not in plan_of(own).carries:
         return
+    begun = f"step {steps[0]} goes on from completions begun"
+    if (own.environment is None) != (changed.environment is None):
+        raise UserError(f"--set environment: {begun} {'without one' if own.environment is None else 'in one'}")
     before, now = (_turn_tokens(config) for config in (own, changed))
     unfit = {
         "pipeline.max_staleness": changed.pipeline.max_staleness < own.pipeline.max_staleness,
@@ -477,8 +481,8 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
     for key, found in unfit.items():
         if found:
             section, name = key.split(".")
-            begun = json.dumps(getattr(getattr(own, section), name)).strip('"')
-            raise UserError(f"--set {key}: step {steps[0]} goes on from completions begun under {key}={begun}")
+            value = json.dumps(getattr(getattr(own, section), name)).strip('"')
+            raise UserError(f"--set {key}: {begun} under {key}={value}")
 
 
 def _turn_tokens(config: RunConfig) -> int:

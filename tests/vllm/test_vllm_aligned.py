@@ -171,3 +171,15 @@ def test_a_decode_step_is_captured_as_it_is_computed(builder):
     given = step([1, 1], [0, 1, 2])
     captured, computed = builder.build_for_cudagraph_capture(given).decodes, builder.build(0, given).decodes
     assert [a.data_ptr() for a in captured] == [b.data_ptr() for b in computed]
+
+
+def test_vllm_reads_the_class_of_a_model_in_this_process(monkeypatch):
+    """Of a path it learns in a process of its own, which imports all of vLLM."""
+    from vllm import ModelRegistry
+
+    from fp8core.rollout.vllm import internals
+
+    internals.register_aligned_models()
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda read: pytest.fail("a process"))
+    internals.load_model_class("AlignedQwen3ForCausalLM")
+    assert ModelRegistry.models["AlignedQwen3ForCausalLM"].inspect_model_cls().is_text_generation_model

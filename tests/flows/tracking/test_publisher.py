@@ -19,7 +19,8 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.console import Console
-from fp8core.store.ledger import ENTRY, RedoEntry
+from fp8core.store.ledger import ENTRY, LedgerView, RedoEntry
+from fp8core.store.run_directory import LEDGER, RunDirectory
 from fp8core.store.run_view import Provenance
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"
@@ -85,6 +86,35 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     copy = copy_of_trained(mlflow_server)
     assert publish(copy) == ""
     assert shown(copy.config) == expected, "a server shows the same"
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["while it is open", "before it is opened"])
+def test_a_checkpoint_that_is_written_again_is_the_model_of_its_step(copy_of_trained, runs, live) -> None:
+    """A redo may give another policy (`fp8core.run.checkpoint`)."""
+    uri = default_tracking_uri(runs)
+    copy = copy_of_trained(uri)
+    publish(copy)
+    (entry, *_) = LedgerView.read(copy.folder / LEDGER).newest_checkpoints()
+    other = entry.model_copy(update={"weights_digest": "f" * len(entry.weights_digest)})
+    if not live:
+        with RunDirectory.create_or_open(copy.folder) as directory:
+            directory.ledger.append(other)
+    record = read_record(copy.folder)
+    assert record is not None
+
+    def digests() -> dict[str, str]:
+        own = f"source_run_id = '{record.run_id}'"
+        models = MlflowClient(uri).search_logged_models([record.experiment_id], own)
+        assert len(models) == 2
+        return {model.tags["step"]: model.tags["weights_digest"] for model in models}
+
+    assert digests()[str(entry.step)] == entry.weights_digest
+    with session_of(copy) as (session, _):
+        if live:
+            assert within(20, lambda: not session.mlflow._once), "what an earlier process sent is looked through"
+            session.run.directory.ledger.append(other)
+            session.publisher.wake()
+        assert within(20, lambda: digests()[str(entry.step)] == other.weights_digest)
 
 
 @pytest.mark.slow

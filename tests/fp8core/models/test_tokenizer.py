@@ -86,7 +86,7 @@ def test_ends_are_those_of_the_tokenizer_and_the_generation_config(folder):
 
 
 def test_special_tokens_of_the_map_alone_are_those_of_the_tokenizer(folder, tmp_path):
-    """They are in prompts, end completions and stay in what is saved; the configuration comes first."""
+    """They are in prompts, end completions, stay in what is saved, and come before those of the configuration."""
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     end = config.pop("eos_token")
@@ -96,7 +96,7 @@ def test_special_tokens_of_the_map_alone_are_those_of_the_tokenizer(folder, tmp_
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.chat_prompt("Hi") == "<|im_start|>Hi" == theirs.apply_chat_template(HI, tokenize=False)
     assert ours.eos_ids == {theirs.eos_token_id}
-    assert ours.decode([ours.pad_id], special=True) == config["pad_token"]
+    assert ours.decode([ours.pad_id], special=True) == theirs.pad_token != config["pad_token"]
     (tmp_path / "saved").mkdir()
     ours.save(tmp_path / "saved")
     saved = Tokenizer.load(tmp_path / "saved")

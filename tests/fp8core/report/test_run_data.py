@@ -119,6 +119,12 @@ def test_a_run_without_a_step_is_read(run_copy) -> None:
     assert any("ledger.jsonl" in line for line in read_run(run_copy.folder, "none").missing)
 
 
+def test_an_error_is_the_end_of_a_run_with_steps_left(whole_run, run_copy) -> None:
+    assert read_run(whole_run.folder, "whole", error="opened in vain").status == "finished, 4 steps"
+    run_copy.cut_after(3, "rollout")
+    assert read_run(run_copy.folder, "cut", error="no memory").status == "2 of 4 steps; failed: no memory"
+
+
 def test_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run\.json"):
         read_runs([tmp_path])

@@ -24,13 +24,16 @@ def lost(run_copy, tmp_path):
     return run_copy
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged"])
+@pytest.mark.parametrize("how", ["missing", "damaged", "a file", "a link to nothing", "a link to a damaged one"])
 def test_the_newest_checkpoint_is_written_again_by_the_next_resume(whole_run, run_copy, how):
     folder = run_copy.folder / "checkpoints" / "00004"
-    if how == "missing":
-        shutil.rmtree(folder)
-    else:
-        next(folder.glob("*.safetensors")).write_bytes(b"other bytes")
+    next(folder.glob("*.safetensors")).write_bytes(b"other bytes")
+    if how != "damaged":
+        folder.rename(run_copy.folder.parent / "away")
+    if how == "a file":
+        folder.write_text("no folder")
+    elif how.startswith("a link"):
+        folder.symlink_to(run_copy.folder.parent / ("nothing" if how == "a link to nothing" else "away"))
     run_copy.resume()
     entries = run_copy.ledger.checkpoints()
     assert [entry.step for entry in entries] == [2, 4, 4]

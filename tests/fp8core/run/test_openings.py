@@ -10,7 +10,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import build_base, build_environment, build_source, check_inputs
-from fp8core.run.episodes import failed_trial
+from fp8core.run.episodes import failed_trial, trial
 
 ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
@@ -168,5 +168,5 @@ def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
     config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
     problem = next(iter(build_source(config.data, config.evaluation).to_check()))
     with closing(build_environment(config.environment)) as pool:
-        found = failed_trial(problem, config, pool)
+        found = failed_trial(trial(problem, config, pool), config)
     assert found is None if said is None else re.match(said, found)

@@ -52,6 +52,12 @@ def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setti
     assert not any("Error" in line for line in verdict.difference)
 
 
+def test_completions_that_began_without_an_environment_go_on_in_none(ahead):
+    overrides = ("environment.name=calculator", 'environment.options={"modulus": 10}', "environment.turn_tokens=4")
+    with pytest.raises(UserError, match=r"^--set environment: step 3 goes on from completions begun without one$"):
+        replayed(ahead, 3, *overrides)
+
+
 def test_a_setting_that_allows_all_that_is_in_flight_is_replayed(ahead):
     for setting in ("pipeline.max_staleness=3", "rollout.max_new_tokens=40", "pipeline.max_inflight_prompts=1"):
         (verdict,) = replayed(ahead, 3, setting)
@@ -79,3 +85,7 @@ def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal
     assert verdict.outcome == "different"
     (cause,) = verdict.causes
     assert "pipeline.recompute_kv_cache_after_weight_update=false" in cause
+    run.resume()
+    (verdict,) = replayed(run, 1, "training.learning_rate=0.02")
+    assert verdict.outcome != "equal"
+    assert not any("recompute_kv_cache" in cause for cause in verdict.causes), "nothing was lost before step 1"

@@ -221,7 +221,7 @@ def test_what_a_redo_gave_stays_with_its_step(folder: Path) -> None:
     assert ArtifactStore(folder).get_json(LedgerView.read(folder / LEDGER).effective_outputs(12)["next_policy"])
 
 
-def test_a_tombstone_names_all_that_went(folder: Path) -> None:
+def test_a_deletion_names_all_that_went(folder: Path) -> None:
     before = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     planned = plan_removal(folder, LAST, NOW)
     assert {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()} == before, (
@@ -271,7 +271,7 @@ def test_nothing_goes_when_a_manifest_that_must_be_asked_is_damaged(folder: Path
         plan_removal(folder, LAST, NOW)
 
 
-def test_a_disk_that_refuses_tombstones_keeps_the_files(
+def test_a_disk_that_refuses_deletions_keeps_the_files(
     folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     planned = plan_removal(folder, LAST, NOW).deletions
