@@ -20,7 +20,7 @@ from generation_cases import (
     collect,
     errors,
 )
-from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
+from sglang_cases import BF16, FP8, SHAPE, check_a_fault_shows, shared, start_engine
 
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, RopeScaling
@@ -148,13 +148,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    engine.call_worker("commit_fault", fault)
-    try:
-        report = engine.update(policies[1].tensors, policies[1].scales, 1)
-        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
-            check_report(report, policy_digest(policies[1].tensors), policies[1].scales, 1)
-    finally:
-        engine.call_worker("commit_fault", "")
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 def test_a_wrong_scale_and_one_that_was_never_written_are_caught(engine, policies):

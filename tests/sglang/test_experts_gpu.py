@@ -3,7 +3,7 @@
 import pytest
 import torch
 from generation_cases import build_groups, collect, errors
-from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
+from sglang_cases import BF16, FP8, SHAPE, check_a_fault_shows, shared, start_engine
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture, Experts
@@ -16,7 +16,7 @@ from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.grouped import Quantisers, grouped_experts
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.run.policy import SyncError, check_formats, check_report
+from fp8core.run.policy import check_formats, check_report
 
 pytestmark = pytest.mark.gpu
 
@@ -156,13 +156,7 @@ def test_parameters_stay_where_they_are(engine, policies):
 
 @pytest.mark.parametrize("fault", ["swapped_experts", "doubled_tile"])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    engine.call_worker("commit_fault", fault)
-    try:
-        report = engine.update(policies[1].tensors, policies[1].scales, 1)
-        with pytest.raises(SyncError, match=r"policy 1.*(was|were) sent"):
-            check_report(report, policy_digest(policies[1].tensors), policies[1].scales, 1)
-    finally:
-        engine.call_worker("commit_fault", "")
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 def test_every_position_has_its_experts(engine):

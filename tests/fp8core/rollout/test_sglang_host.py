@@ -15,7 +15,8 @@ import pytest
 import uvloop
 
 from fp8core.errors import EngineLost
-from fp8core.models.architecture import Architecture, Experts
+from fp8core.models.architecture import Experts
+from fp8core.models.hub import PUBLISHED
 from fp8core.rollout.engine import PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
 from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP, Host
@@ -25,23 +26,8 @@ GROUPS, TOKENS = 64, 20_000
 PLACES = {"model_path": "unused", "custom_weight_loader": ["unused"]}
 REQUEST = {"tokens": [1, 2], "sampling": {}}
 # Two layers, of whose four experts a token goes to two.
-ARCH = Architecture(
-    family="qwen3_moe",
-    vocab_size=200,
-    hidden_size=256,
-    intermediate_size=384,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    max_positions=256,
-    rope_scaling=None,
-    qk_norm=True,
-    tie_embeddings=False,
-    experts=Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=()),
-)
+EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
+ARCH = replace(PUBLISHED["Qwen/Qwen3-30B-A3B"], num_layers=2, experts=EXPERTS)
 
 
 class Answering:
