@@ -21,12 +21,12 @@ from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.stream_writers import Part
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.run_directory import LEDGER, read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 from fp8core.training.micro_batch import MicroBatchTrainer
-from tasks.stream import _Part
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",
@@ -393,8 +393,8 @@ def test_chunks_change_nothing_and_are_kept_when_a_process_is_killed(ahead, loop
 def test_segments_of_one_policy_are_joined_where_they_overlap(segments, found):
     """One that begins before others, as after a damaged shard, drops nothing of them."""
     words = list(range(100))
-    parts = [_Part(before, words[before:][:n], [0.0] * n, str(before + n)) for before, n in segments]
-    whole = functools.reduce(_Part.joined, parts)
+    parts = [Part(before, words[before:][:n], [0.0] * n, str(before + n)) for before, n in segments]
+    whole = functools.reduce(Part.joined, parts)
     assert (whole.before, whole.end, whole.tokens) == (*found, words[slice(*found)])
     assert whole.finish == str(whole.end)
     assert len(whole.logprobs) == len(whole.tokens)

@@ -21,13 +21,13 @@ from fp8core.run.open import pipeline_of, uncorrected_lag
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.resume import rewind_to
 from fp8core.run.scales import read_scales
+from fp8core.run.stream_writers import Part, SegmentWriter
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import SEGMENTS
 from fp8core.store.verify import verify
 from tasks.logprobs import token_batch
-from tasks.stream import _Part, _SegmentWriter
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",
@@ -223,16 +223,16 @@ def test_where_a_shard_is_damaged_nothing_of_its_step_is_gone_on_from(loop_run, 
         shards.append(pa.Table.from_pylist([row], schema=SEGMENTS))
     sorted((run.folder / "shards" / "00002").glob("*.parquet"))[1].write_bytes(b"damaged")
     with run.opened() as live:
-        assert len(_SegmentWriter(live, 2)._kept) == kept
+        assert len(SegmentWriter(live, 2)._kept) == kept
 
 
 def test_of_what_was_written_anew_the_newest_counts():
-    old = _Part(0, [1, 2, 3, 4], [0.0] * 4, "stop")
-    assert old.replaced(_Part(2, [9], [0.5], "")) == _Part(0, [1, 2, 9], [0.0, 0.0, 0.5], "")
-    assert old.replaced(_Part(4, [9], [0.5], "")).tokens == [1, 2, 3, 4, 9]
-    for apart in (_Part(5, [9], [0.5], ""), _Part(0, [9], [0.5], "")):
+    old = Part(0, [1, 2, 3, 4], [0.0] * 4, "stop")
+    assert old.replaced(Part(2, [9], [0.5], "")) == Part(0, [1, 2, 9], [0.0, 0.0, 0.5], "")
+    assert old.replaced(Part(4, [9], [0.5], "")).tokens == [1, 2, 3, 4, 9]
+    for apart in (Part(5, [9], [0.5], ""), Part(0, [9], [0.5], "")):
         assert old.replaced(apart) == apart
-    assert _Part(3, [4], [0.0], "").replaced(_Part(0, [9, 9, 9], [0.0] * 3, "")).tokens == [9, 9, 9]
+    assert Part(3, [4], [0.0], "").replaced(Part(0, [9, 9, 9], [0.0] * 3, "")).tokens == [9, 9, 9]
 
 
 @pytest.mark.parametrize("artifact", ["next_stream", "left"])

@@ -1,0 +1,362 @@
+"""Writers of a step's stream: completions by the engine, or episodes with an environment, durable as they come."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import pyarrow as pa
+
+from fp8core.data.prompt import longest_prompt
+from fp8core.environments.protocol import Key
+from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.episodes import Begun, Episode, Pool
+from fp8core.rollout.registry import continuation_of, longest_row
+from fp8core.rollout.stream import GroupPlace, Row
+from fp8core.run.context import RunContext
+from fp8core.run.episodes import RecordedPool, begun_of, play, seconds_of, turn_rows
+from fp8core.run.rollouts import prompt_table, shards_of
+from fp8core.store.tables import PLAYED_EPISODES, SEGMENTS, TURNS
+
+_Sample = tuple[int, int, int]
+"""Batch, group and sample."""
+# Groups of evaluations have smaller numbers.
+_FIRST_NUMBER = 1 << 30
+
+
+class StreamPrompts:
+    """The prompts of the data by their places, as tables of kind `prompts` a batch."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._batches = run, dict[int, pa.Table]()
+
+    def _batch(self, batch: int) -> pa.Table:
+        if batch not in self._batches:
+            config = self._run.config
+            problems = self._run.source.training(batch, config.rollout.drawn_prompts, config.seed)
+            self._batches[batch] = prompt_table(self._run, problems)
+        return self._batches[batch]
+
+    def row(self, batch: int, group: int) -> dict[str, Any]:
+        """A prompt as a row of kind `prompts`."""
+        (row,) = self._batch(batch).slice(group, 1).to_pylist()
+        found: dict[str, Any] = row
+        return found
+
+    def enter(self, batch: int, group: int) -> list[Row]:
+        """The completions of a prompt that enters, with the seeds that a synchronous run has."""
+        row, config = self.row(batch, group), self._run.config
+        return [
+            Row(batch, group, i, row["prompt_id"], sample_seed(config.seed, batch, group, i), row["tokens"])
+            for i in range(config.rollout.group_size)
+        ]
+
+    def table(self, places: Sequence[GroupPlace]) -> pa.Table:
+        """The prompts at these places, which are the groups of a step in this order."""
+        found = pa.concat_tables([self._batch(batch).slice(group, 1) for batch, group in places])
+        numbers = pa.array(range(len(places)), found.schema.field("group").type)
+        return found.set_column(found.schema.get_field_index("group"), found.schema.field("group"), numbers)
+
+
+@dataclass
+class Part:
+    """The tokens of a completion from `before` on that segments wrote; `finish` as of a stream's row."""
+
+    before: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+
+    @property
+    def end(self) -> int:
+        return self.before + len(self.tokens)
+
+    def replaced(self, newer: "Part") -> "Part":
+        """`newer` after those before it, from which an engine went on; `newer` alone, where some of these are missing.
+
+        An engine that goes on anew wrote other tokens than those that were here.
+        """
+        kept = newer.before - self.before
+        if not 0 <= kept <= len(self.tokens):
+            return newer
+        tokens, logprobs = self.tokens[:kept] + newer.tokens, self.logprobs[:kept] + newer.logprobs
+        return Part(self.before, tokens, logprobs, newer.finish)
+
+    def joined(self, other: "Part") -> "Part":
+        """Both, which are equal where they overlap; `other` alone, where something between them is missing."""
+        first, last = sorted((self, other), key=lambda part: part.before)
+        if first.end < last.before:
+            return other
+        return first if first.end >= last.end else first.replaced(last)
+
+
+class SegmentWriter:
+    """Generation by the run's engine; finished groups of segments are durable as they come.
+
+    After a kill, stored segments are returned before the engine is called. All are of one policy: from any token on,
+    the stored ones are those that the engine would write. Of an engine that goes on anew, only the newest count.
+    """
+
+    def __init__(self, run: RunContext, index: int) -> None:
+        rollout = run.config.rollout
+        self._run = run
+        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+        self._shards = shards_of(run, index, "segments")
+        self._equal = continuation_of(run.config) == "equal"
+        damaged = self._shards.discard_damaged()
+        for error in damaged:
+            run.console.note(f"step {index}: {error}; its completions are generated again")
+        if damaged and not self._equal:
+            self._shards.clear()  # Others may go on from what is gone.
+        self._kept = dict[tuple[int, int, int], Part]()
+        if (kept := self._shards.read()) is not None:
+            self._keep(kept)
+
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        missing = list[PromptGroup]()
+        for group in groups:
+            found = self._stored_group(group, places[group.group])
+            if found is None:
+                missing.append(group)
+            else:
+                yield found
+        by_number = {group.group: group for group in missing}
+        for finished in self._run.ready_engine().generate(missing, self._sampling) if missing else ():
+            rows = [_segment(done, by_number[done.group], places[done.group]) for done in finished]
+            table = pa.Table.from_pylist(rows, schema=SEGMENTS)
+            self._shards.append(table)
+            self._keep(table)
+            yield finished
+            self._run.refuse_halted()
+
+    @property
+    def durable(self) -> Iterable[_Sample]:
+        """Completions of which something is stored."""
+        return self._kept.keys()
+
+    def attach_turns(self, rows: Sequence[Row]) -> None:
+        """Nothing: completions have no turns."""
+
+    def has_more(self, rows: Sequence[Row]) -> bool:
+        """True if more of a row that is in flight is durable than it has."""
+        parts = ((row, self._kept.get(_sample(row))) for row in rows if not row.finish)
+        return any(part and part.before <= len(row.tokens) < part.end for row, part in parts)
+
+    def _keep(self, table: pa.Table) -> None:
+        for row in table.to_pylist():
+            place, part = tuple(row.pop(name) for name in ("batch", "group", "sample")), Part(**row)
+            held = self._kept.get(place)
+            if held is not None:
+                part = held.joined(part) if self._equal else held.replaced(part)
+            self._kept[place] = part
+
+    def _stored_group(self, group: PromptGroup, place: GroupPlace) -> list[Completion] | None:
+        """The completions of a group from what was kept, if all of them are there."""
+        found = list[Completion]()
+        for i, sample in enumerate(group.samples):
+            part = self._kept.get((*place, sample))
+            begun = len(group.begun[i]) if group.begun else 0
+            room = group.room[i] if group.room else self._sampling.max_new_tokens
+            if part is None or begun < part.before:
+                return None
+            start, end = begun - part.before, min(begun - part.before + room, len(part.tokens))
+            ended = bool(part.finish) and end == len(part.tokens)
+            if not ended and end - start < room:
+                return None
+            finish = cast(Finish, part.finish if ended else "open")
+            found.append(Completion(group.group, sample, part.tokens[start:end], part.logprobs[start:end], finish))
+        return found
+
+
+class EpisodeWriter:
+    """Episodes by the run's engine and environment; one that is over is durable, and is not played again.
+
+    All of it is of one policy. An episode may be played in several parts, which it has again after a kill.
+    """
+
+    def __init__(self, run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> None:
+        """`rows`: of the stream, of which some may have begun."""
+        rollout = run.config.rollout
+        self._run, self._index, self._source = run, index, source
+        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+        self._shards = shards_of(run, index, "episodes")
+        for error in self._shards.discard_damaged():
+            run.console.note(f"step {index}: {error}; its episodes are played again")
+        kept = self._shards.read()
+        self._over = dict[_Sample, tuple[Row, list[int]]]()
+        for row in [] if kept is None else kept.to_pylist():
+            parts, found = row.pop("parts"), Row(**row)
+            self._over[_sample(found)] = found, parts
+        # The stream writes into its own rows.
+        self._begun = {
+            _sample(row): replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows if row.turns
+        }
+        self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
+
+    def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        missing = list[PromptGroup]()
+        for group in groups:
+            place, begun = places[group.group], group.begun or ((),) * len(group.samples)
+            kept = {sample for sample in group.samples if (*place, sample) in self._over}
+            yield [
+                self._stored_rest(group.group, (*place, sample), len(tokens))
+                for sample, tokens in zip(group.samples, begun, strict=True)
+                if sample in kept
+            ]
+            if (left := group.without(kept)).samples:
+                missing.append(left)
+        if missing:
+            yield from self._play(missing, places)
+
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        run = self._run
+        longest = longest_prompt(run.config, longest_row(run.config, run.arch))
+        numbers = {group.group: self._number(places[group.group]) for group in missing}
+        by_number = {numbers[group.group]: group for group in missing}
+        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
+        prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in missing]
+        begun = {
+            (number, sample): state
+            for number, group in by_number.items()
+            for sample in group.samples
+            if (state := self._state((*places[group.group], sample))) is not None
+        }
+        pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
+        room = missing[0].room[0] if missing[0].room else None
+        engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
+        played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
+        # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
+        with closing(played):
+            yield from self._told(played, by_number, begun, places)
+
+    def _told(
+        self,
+        played: Iterator[list[Episode]],
+        by_number: Mapping[int, PromptGroup],
+        begun: Mapping[Key, Begun | Episode],
+        places: Sequence[GroupPlace],
+    ) -> Iterator[list[Completion]]:
+        run = self._run
+        for batch in played:
+            over, told = list[Row](), list[Completion]()
+            for one in batch:
+                done, group = one.completion, by_number[one.completion.group]
+                key = (*places[group.group], done.sample)
+                self._parts[key].append(len(done.tokens))
+                self._open[key] = one, group
+                if not one.goes_on:
+                    over.append(self._row(one, group, key[:2]))
+                before = len(group.begun[group.samples.index(done.sample)]) if group.begun else 0
+                told.append(replace(done, group=group.group).rest(before))
+                seconds = _new_seconds(one, begun.get((done.group, done.sample)))
+                times = run.environment_seconds.setdefault(self._index, {})
+                times.setdefault("/".join(map(str, key)), []).extend(seconds)
+            if over:
+                self._store(over)
+            yield told
+            run.refuse_halted()
+
+    def _store(self, over: Sequence[Row]) -> None:
+        """Make episodes durable that are over."""
+        parts = [self._parts[_sample(row)] for row in over]
+        rows = [{**asdict(row), "parts": ends} for row, ends in zip(over, parts, strict=True)]
+        self._shards.append(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES))
+        self._over |= {_sample(row): (row, ends) for row, ends in zip(over, parts, strict=True)}
+
+    @property
+    def durable(self) -> Iterable[_Sample]:
+        """Episodes that are stored: those that are over."""
+        return self._over.keys()
+
+    def attach_turns(self, rows: Sequence[Row]) -> None:
+        """Give rows what their episodes have beside a completion."""
+        for row in rows:
+            key, told = _sample(row), len(row.tokens)
+            if key in self._over:
+                played = self._over[key][0]
+            elif key in self._open:
+                played = self._row(*self._open[key], key[:2])
+            else:
+                continue
+            if told:
+                # Before a kill more of it may have been played than the stream has asked for since.
+                turns = [turn for turn in played.turns if turn["observation_end"] <= told]
+                row.prompt_tokens, row.written = played.prompt_tokens, played.written[:told]
+                row.turns = played.turns if row.finish else turns
+
+    def has_more(self, rows: Sequence[Row]) -> bool:
+        """True if an episode is over and durable whose row is in flight."""
+        return any(not row.finish and _sample(row) in self._over for row in rows)
+
+    def _state(self, key: _Sample) -> Episode | Begun | None:
+        """An episode that goes on, as this process has it or as it was stored; None before it begins."""
+        if key in self._open:
+            return self._open[key][0]
+        row = self._begun.get(key)
+        return None if row is None else begun_of(row.tokens, row.logprobs, row.turns)
+
+    def _stored_rest(self, group: int, key: _Sample, before: int) -> Completion:
+        """The next part of an episode that is over, after so many tokens."""
+        row, parts = self._over[key]
+        end = next(part for part in parts if part > before)
+        finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
+        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end]
+        return Completion(group, row.sample, tokens, logprobs, finish, written=written).rest(before)
+
+    def _number(self, place: GroupPlace) -> int:
+        """The group of a place, by which an episode goes on."""
+        batch, group = place
+        return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
+
+    def _row(self, episode: Episode, group: PromptGroup, place: GroupPlace) -> Row:
+        done = episode.completion
+        return Row(
+            *place,
+            done.sample,
+            group.prompt_id,
+            group.seeds[group.samples.index(done.sample)],
+            list(episode.prompt),
+            done.tokens,
+            done.logprobs,
+            [self._index - 1] * len(done.tokens),
+            "" if episode.goes_on else done.finish,
+            written=[True] * len(done.tokens) if done.written is None else done.written,
+            turns=turn_rows(episode, self._run.tokenizer),
+        )
+
+    def _recorded(self) -> pa.Table:
+        """The turns of the episodes in the step that a replay makes again, as kind `turns`."""
+        assert self._run.followed is not None, "only a replay has no environment"
+        store, artifacts = self._run.directory.store, self._run.followed.artifacts(self._index)
+        finished = store.get_table(artifacts[self._run.plan.artifact_of("turns")]).to_pylist()
+        rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
+        for row in store.get_table(artifacts[self._run.plan.artifact_of("next_stream")]).to_pylist():
+            number = self._number((row["batch"], row["group"]))
+            rows += [{"group": number, "sample": row["sample"], **turn} for turn in row["turns"]]
+        return pa.Table.from_pylist(rows, schema=TURNS)
+
+
+def _sample(row: Row) -> _Sample:
+    return row.batch, row.group, row.sample
+
+
+def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:
+    """The times of the environment's answers that it has given since."""
+    known = 0 if before is None else len(before.turns if isinstance(before, Episode) else before.ends)
+    new = seconds_of(replace(episode, turns=episode.turns[known:]))
+    return new if before is None else new[1:]
+
+
+def writer_of(run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> SegmentWriter | EpisodeWriter:
+    """The writer of a step: the engine alone, or with an environment, for which `rows` are those of the stream."""
+    return SegmentWriter(run, index) if run.config.environment is None else EpisodeWriter(run, index, source, rows)
+
+
+def _segment(done: Completion, group: PromptGroup, place: GroupPlace) -> dict[str, Any]:
+    """The new tokens of a completion as a row of kind `segments`."""
+    batch, number = place
+    begun = group.begun[group.samples.index(done.sample)] if group.begun else ()
+    finish = "" if done.finish == "open" else done.finish
+    row = {"batch": batch, "group": number, "sample": done.sample, "before": len(begun)}
+    return row | {"tokens": done.tokens, "logprobs": done.logprobs, "finish": finish}
