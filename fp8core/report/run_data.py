@@ -44,7 +44,7 @@ class RunData:
     label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
     seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
     task ran. tokens, heldout, examples: None when there are none to read. damaged: what could not be read, a line each.
-    removed: what gc removed. stopped: why it ended before its last step, where that is known.
+    removed: what gc removed. stopped: why its last start ended before it was done, where that is known.
     """
 
     label: str
@@ -87,8 +87,10 @@ class RunData:
     @property
     def status(self) -> str:
         """Its progress, in words, and why it stopped."""
-        # One that is finished may be opened once more, in vain.
-        return f"{self._progress}; {self.stopped}" if self.left and self.stopped else self._progress
+        if self.stopped is None:
+            return self._progress
+        # One that has all its steps may have been opened once more, in vain.
+        return f"{self._progress}; {'' if self.left else 'its last start '}{self.stopped}"
 
     @property
     def _progress(self) -> str:

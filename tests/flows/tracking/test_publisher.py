@@ -273,9 +273,9 @@ def test_a_failed_training_leaves_its_report_behind_what_is_committed(copy_of_tr
     assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
     page = (copy.folder / "report.html").read_text()
     assert "<title>tiny-run</title>" in page
-    assert "; failed: broken" in page
+    assert "; its last start failed: broken" in page
     assert main(["report", str(copy.folder), "--out", str(runs / "page.html")]) == 0
-    assert "; failed: broken" in (runs / "page.html").read_text()
+    assert "; its last start failed: broken" in (runs / "page.html").read_text()
 
 
 REFUSED = ("401 Unauthorized", b"who are you?")

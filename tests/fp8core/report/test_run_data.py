@@ -120,7 +120,9 @@ def test_a_run_without_a_step_is_read(run_copy) -> None:
 
 
 def test_an_error_is_the_end_of_a_run_with_steps_left(whole_run, run_copy) -> None:
-    assert read_run(whole_run.folder, "whole", error="opened in vain").status == "finished, 4 steps"
+    assert read_run(whole_run.folder, "whole", error="opened in vain").status == (
+        "finished, 4 steps; its last start failed: opened in vain"
+    )
     run_copy.cut_after(3, "rollout")
     assert read_run(run_copy.folder, "cut", error="no memory").status == "2 of 4 steps; failed: no memory"
 
