@@ -29,7 +29,7 @@ from fp8core.rollout.engine import (
     share_weights,
     specs_of,
 )
-from fp8core.run.policy import check_formats, check_report
+from fp8core.run.policy import SyncError, check_formats, check_report
 
 STOPS = frozenset({3, 7, 9})
 Found = list[Completion]
@@ -270,3 +270,14 @@ def sent_and_held_scales(
         held[source] = list(layers), engine.describe()["scales"]
         assert len(collect(engine, groups, Sampling(1.0, 4, frozenset()))) == 8
     return held
+
+
+def check_a_fault_shows(engine: Any, policy: Any, call: str, fault: str) -> None:
+    """The worker, told by its method `call`, commits the fault in an update; what is read back is not what was sent."""
+    engine.call_worker(call, fault)
+    try:
+        report = engine.update(policy.tensors, policy.scales, policy.version)
+        with pytest.raises(SyncError, match=rf"policy {policy.version}.*(was|were) sent"):
+            check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
+    finally:
+        engine.call_worker(call, "")

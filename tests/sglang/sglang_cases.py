@@ -5,17 +5,13 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import WORKER, required_environment, suggested_environment
-from fp8core.run.policy import SyncError, check_report
 
 _spec = spec_from_file_location("vllm_policies", Path(__file__).parents[1] / "vllm" / "conftest.py")
 assert _spec is not None
@@ -56,14 +52,3 @@ def two_policies() -> Any:
     """Two policies of the small shape."""
     arch = Architecture(**SHAPE)
     return shared.build_policy(arch, 0, FP8), shared.build_policy(arch, 1, FP8)
-
-
-def check_a_fault_shows(engine: Any, policy: Any, fault: str) -> None:
-    """An update in which the worker does something wrong does not pass for one that arrived."""
-    engine.call_worker("commit_fault", fault)
-    try:
-        report = engine.update(policy.tensors, policy.scales, policy.version)
-        with pytest.raises(SyncError, match=rf"policy {policy.version}.*(was|were) sent"):
-            check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
-    finally:
-        engine.call_worker("commit_fault", "")

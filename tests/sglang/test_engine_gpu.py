@@ -12,6 +12,7 @@ from episode_cases import drawn_by_session
 from generation_cases import (
     STOPS,
     build_groups,
+    check_a_fault_shows,
     check_generation_follows_every_update,
     check_greedy_tokens_are_the_references,
     check_known_tokens_are_scored,
@@ -20,7 +21,7 @@ from generation_cases import (
     collect,
     errors,
 )
-from sglang_cases import BF16, FP8, SHAPE, check_a_fault_shows, shared, start_engine
+from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
 
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, RopeScaling
@@ -148,7 +149,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], fault)
+    check_a_fault_shows(engine, policies[1], "commit_fault", fault)
 
 
 def test_a_wrong_scale_and_one_that_was_never_written_are_caught(engine, policies):

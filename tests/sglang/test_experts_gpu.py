@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from generation_cases import build_groups, collect, errors
-from sglang_cases import BF16, FP8, SHAPE, check_a_fault_shows, shared, start_engine
+from generation_cases import build_groups, check_a_fault_shows, collect, errors
+from sglang_cases import BF16, FP8, SHAPE, shared, start_engine
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture, Experts
@@ -156,7 +156,7 @@ def test_parameters_stay_where_they_are(engine, policies):
 
 @pytest.mark.parametrize("fault", ["swapped_experts", "doubled_tile"])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], fault)
+    check_a_fault_shows(engine, policies[1], "commit_fault", fault)
 
 
 def test_every_position_has_its_experts(engine):

@@ -25,7 +25,6 @@ from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
@@ -40,7 +39,6 @@ from fp8core.rollout.engine import (
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
-from fp8core.run.policy import SyncError, check_report
 from fp8core.training.exact import ExactTrainer
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
@@ -187,17 +185,6 @@ def check_parameters_stay_where_they_are(engine: Any, policy: Policy) -> None:
     before = engine.call_worker("policy_addresses")
     engine.update(policy.tensors, policy.scales, policy.version)
     assert engine.call_worker("policy_addresses") == before
-
-
-def check_a_fault_shows(engine: Any, policy: Policy, fault: str) -> None:
-    """The worker commits the fault in an update, and what is read back is not what was sent."""
-    engine.call_worker("policy_commit_fault", fault)
-    try:
-        report = engine.update(policy.tensors, policy.scales, policy.version)
-        with pytest.raises(SyncError, match=rf"policy {policy.version}.*(was|were) sent"):
-            check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
-    finally:
-        engine.call_worker("policy_commit_fault", "")
 
 
 def wait_until_gone(processes: Sequence[psutil.Process]) -> None:

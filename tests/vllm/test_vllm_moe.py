@@ -11,11 +11,10 @@ from conftest import (
     ROUNDS_OTHERWISE,
     SHAPE,
     build_policy,
-    check_a_fault_shows,
     check_parameters_stay_where_they_are,
     in_bf16,
 )
-from generation_cases import build_groups, collect
+from generation_cases import build_groups, check_a_fault_shows, collect
 
 from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts
@@ -123,7 +122,7 @@ def test_parameters_stay_where_they_are(engine, policies):
 
 @pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], fault)
+    check_a_fault_shows(engine, policies[1], "policy_commit_fault", fault)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from conftest import (
     HAS_TILES,
     ON_GPU,
     TRUNCATES,
-    check_a_fault_shows,
     check_parameters_stay_where_they_are,
     update_in_parts,
 )
 from generation_cases import (
     build_groups,
+    check_a_fault_shows,
     check_a_policy_that_lacks_a_tensor_is_never_held,
     check_generation_follows_every_update,
     check_near,
@@ -84,7 +84,7 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], fault)
+    check_a_fault_shows(engine, policies[1], "policy_commit_fault", fault)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
