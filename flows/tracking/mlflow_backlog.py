@@ -4,6 +4,7 @@ The cursor is compared with MLflow's content when a run is opened and when it en
 backup gets the missing steps again. So does one behind a proxy that confirmed requests and dropped them.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -124,9 +125,10 @@ class MlflowBacklog:
             self._inexact = True
             yield
         held = self._file.record.models
-        # The newest may be written again, with another policy.
-        first = min([held, *self._lost_models])
-        for entry in reversed(list(takewhile(lambda entry: entry.step >= first, last_written(ledger)))):
+        first = min(self._lost_models, default=math.inf)
+        # The newest may be written again, with another policy. Older ones may need the whole ledger.
+        newest = takewhile(lambda entry: entry.step >= first or not self._holds(entry), last_written(ledger))
+        for entry in reversed(list(newest)):
             if not self._holds(entry):
                 publish_checkpoint(self._run, self._tracker, entry)
                 self._models[entry.step] = entry.weights_digest
