@@ -18,12 +18,12 @@ by all.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
@@ -310,3 +310,10 @@ def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
             raise EngineUpdateError(f"{parameter}: rows from {min(start, end)} to {max(start, end)} are {fault}")
         end = stop
     return end
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold the experts of a layer in vLLM and in SGLang, by name."""
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+            yield name, module

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.numerics.e4m3 import TILE, Codes, scale_from_amax
+from fp8core.rollout.slots import expert_layers
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
 _SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
@@ -105,7 +106,7 @@ def probe(model: nn.Module) -> list[str]:
     missing += [f"KV pool.{part}" for part in _POOL_PARTS if not hasattr(pool, part)]
     if backend_type(model) is torch.float8_e4m3fn and not has_scales(model):
         missing.append("layers that take scales")
-    return missing + [f"{name}: a kernel that is named" for name, each in _expert_layers(model) if not _kernel(each)]
+    return missing + [f"{name}: a kernel that is named" for name, each in expert_layers(model) if not _kernel(each)]
 
 
 def backend_type(model: nn.Module) -> torch.dtype:
@@ -136,21 +137,12 @@ def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
         for name, module in model.named_modules()
         if name.endswith("_proj") and hasattr(module, "quant_method")
     }
-    experts = {
-        name: _described(_kernel(each), each.get_parameter("w13_weight")) for name, each in _expert_layers(model)
-    }
+    experts = {name: _described(_kernel(each), each.get_parameter("w13_weight")) for name, each in expert_layers(model)}
     return linears | experts
 
 
 def _described(kernel: str, weight: Tensor) -> dict[str, str]:
     return {"kernel": kernel, "dtype": str(weight.dtype).removeprefix("torch.")}
-
-
-def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the experts of a layer, by name."""
-    for name, module in model.named_modules():
-        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
-            yield name, module
 
 
 def _kernel(experts: nn.Module) -> str:
@@ -178,7 +170,7 @@ def describe_scale_rule(model: nn.Module) -> str:
         for module in modules
         if hasattr(getattr(module, "quant_method", None), "quantise")
     }
-    for _, experts in _expert_layers(model):
+    for _, experts in expert_layers(model):
         if hasattr(experts.quant_method, "quantisers"):
             rules |= _rules_of_experts(experts)
     return "+".join(sorted(rules)) or "none"

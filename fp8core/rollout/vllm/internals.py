@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.rollout.aligned import NAMES
+from fp8core.rollout.slots import expert_layers
 
 # Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
 # no tensors among them.
@@ -71,7 +72,7 @@ def probe(model: nn.Module) -> list[str]:
     ]
     if not layers:
         missing.append("attention layers with attn_backend")
-    return missing + [fault for name, experts in _expert_layers(model) for fault in _copied_scales(name, experts)]
+    return missing + [fault for name, experts in expert_layers(model) for fault in _copied_scales(name, experts)]
 
 
 def _copied_scales(name: str, experts: nn.Module) -> Iterator[str]:
@@ -158,20 +159,13 @@ def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if name.endswith("_proj") and method is not None and weight is not None:
             linears[name] = _described(getattr(method, "fp8_linear", method), weight)
-    for name, experts in _expert_layers(model):
+    for name, experts in expert_layers(model):
         linears[name] = _described(_expert_kernel(experts), experts.get_parameter("w13_weight"))
     return linears
 
 
 def _described(kernel: object, weight: Tensor) -> dict[str, str]:
     return {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
-
-
-def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the experts of a layer, by name."""
-    for name, module in model.named_modules():
-        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
-            yield name, module
 
 
 def _expert_kernel(experts: nn.Module) -> Any:
@@ -198,7 +192,7 @@ def power_of_two_activations(model: nn.Module) -> bool:
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
     rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
-    if any(hasattr(experts, _EXPERT_SCALES["w1_scale"]) for _, experts in _expert_layers(model)):
+    if any(hasattr(experts, _EXPERT_SCALES["w1_scale"]) for _, experts in expert_layers(model)):
         # The quantisers of both kernels call it when they run.
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
