@@ -22,6 +22,7 @@ def main(asked: Path) -> int:
     from fp8core.config.load import load_config
     from fp8core.report.console import Console
     from fp8core.rollout.engine import PromptGroup, Sampling
+    from fp8core.rollout.registry import engine_entry
     from fp8core.run.build import build_engine, build_trainer
     from fp8core.run.compilation import compile_kernels
     from fp8core.run.open import open_directory, open_run, plan_of
@@ -34,7 +35,9 @@ def main(asked: Path) -> int:
     set_engine_variables(config)
     folders = kernel_folders()
     clock("imports")
-    compiled = compile_kernels(config, this_platform(), folders, console.compiling)
+    compiled = compile_kernels(
+        config, this_platform(), folders, console.compiling, engine_entry(config).import_libraries
+    )
     clock("compilation")
     assert config.run is not None
     with open_directory(config, config.run) as directory, open_run(config, plan, directory, console) as run:

@@ -47,6 +47,7 @@ from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
+from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
@@ -137,7 +138,12 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
     if config.cluster.address is not None or platform != HOPPER:
         return None
     folders = kernel_folders()
-    compiled = compile_kernels(config, platform, folders, console.compiling)
+    if config.cluster.used:
+        compiled = compile_kernels(config, platform, folders, console.compiling)
+    else:
+        # The engine starts in this process, which waits for others now.
+        libraries = engine_entry(config).import_libraries
+        compiled = compile_kernels(config, platform, folders, console.compiling, libraries)
     if compiled.done:
         console.note(str(compiled))
     return folders if compiled.jobs else None

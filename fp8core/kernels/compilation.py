@@ -76,8 +76,15 @@ def missing_jobs(jobs: Sequence[Job], versions: str) -> list[Job]:
     return [job for job in jobs if not job.mark(versions).exists()]
 
 
-def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], None]) -> None:
+def run_jobs(
+    jobs: Sequence[Job],
+    versions: str,
+    progress: Callable[[int, int], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
     """Do the jobs on all processors, in order; `progress` hears how many of how many are done.
+
+    The processes that compile leave this one idle, and `meanwhile` is done in it.
 
     Raises:
         UserError: one of them failed; those that are done stay done.
@@ -87,6 +94,7 @@ def run_jobs(jobs: Sequence[Job], versions: str, progress: Callable[[int, int], 
         running: dict[Future[None], Job] = {pool.submit(job.work, *job.arguments): job for job in jobs}
         progress(0, len(running))
         try:
+            meanwhile()
             for done, future in enumerate(as_completed(running), 1):
                 _finish(running[future], future, versions)
                 progress(done, len(running))

@@ -84,6 +84,7 @@ class EngineEntry:
         arithmetic: the operations it computes: `exact` those of the exact trainer, `kernels` those of the packed
             trainer, `own` others.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
+        import_libraries: those that `build` needs, in the environment that is set. A GPU host imports vLLM for 15 s.
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room:
             `equal` with the tokens that it would write in one go, `anew` with others of the same distribution.
         keeps_cache: whether it can keep, over an update, what older weights wrote into its cache.
@@ -106,6 +107,7 @@ class EngineEntry:
     longest: Callable[["RunConfig", "Architecture"], int] = lambda config, arch: arch.max_positions
     arithmetic: Callable[["RunConfig"], Arithmetic] = lambda config: "own"
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
+    import_libraries: Callable[[], None] = lambda: None
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
     keeps_cache: bool = False
     sleeps: Callable[["RunConfig"], bool] = lambda config: False

@@ -77,7 +77,11 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(
-    config: RunConfig, platform: str, folders: KernelFolders, progress: Callable[[int, int], None]
+    config: RunConfig,
+    platform: str,
+    folders: KernelFolders,
+    progress: Callable[[int, int], None],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Compiled:
     """Compile the kernels that are missing, on all processors; the environment of the engine is set.
 
@@ -86,6 +90,7 @@ def compile_kernels(
         platform: of this machine.
         folders: where kernels are kept.
         progress: hears how many jobs of how many are done.
+        meanwhile: done in this process, where there is something to compile.
 
     Raises:
         UserError: there are kernels to compile and no GPU that they are for, or one of them cannot be compiled.
@@ -104,7 +109,7 @@ def compile_kernels(
     )
     missing = missing_jobs(jobs, versions)
     if missing:
-        run_jobs(missing, versions, progress)
+        run_jobs(missing, versions, progress, meanwhile)
     return Compiled(len(jobs), len(missing), folders.count() - before, time.perf_counter() - began)
 
 

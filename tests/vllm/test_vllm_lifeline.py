@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import CONTRACT, ON_GPU, OPTIONS, SHAPE, wait_until_gone
+from conftest import CONTRACT, OPTIONS, SHAPE, wait_until_gone
 from generation_cases import build_groups
 
 from fp8core.errors import EngineLost
@@ -37,7 +37,7 @@ def started_engine(build: Any) -> Iterator[tuple[Any, psutil.Process]]:
 
 @pytest.mark.parametrize("where", ["here", pytest.param("cluster", marks=pytest.mark.slow)])
 def test_nothing_outlives_a_process_that_is_killed(vllm_build, where):
-    """vLLM's core, on a CPU its worker too, and the processes of the cluster that hold such."""
+    """vLLM's core, its worker, and the processes of the cluster that hold such."""
     program = str(Path(__file__).parent / "engine_parent.py")
     with subprocess.Popen([sys.executable, program, where], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -47,12 +47,12 @@ def test_nothing_outlives_a_process_that_is_killed(vllm_build, where):
         found = psutil.Process(parent.pid).children(recursive=True)
         below = [process for process in found if "Agent" not in process.name()]
         parent.kill()
-    assert len(below) >= (1 if ON_GPU else 2)
+    assert len(below) >= 2
     wait_until_gone(below)
 
 
 def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
-    """On a GPU that is vLLM's core, which ends so while it still starts."""
+    """One that still starts; vLLM's own pipe ends it later."""
     program = (
         "import multiprocessing, signal; multiprocessing.get_context('fork').Process(target=lambda: "
         "[__import__('fp8core.rollout.vllm.worker'), print('loaded', flush=True), signal.pause()]).start(); "
@@ -67,7 +67,6 @@ def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
     wait_until_gone(below)
 
 
-@pytest.mark.skipif(ON_GPU, reason="its core is its worker")
 def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, policies):
     """In the process that generates; test_vllm_replicas.py kills such a process."""
     with started_engine(vllm_build) as (engine, core):

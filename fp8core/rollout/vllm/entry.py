@@ -50,6 +50,10 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     return VllmEngine(arch, *settings, routes=rollout.router_replay)
 
 
+def _import_libraries() -> None:
+    import fp8core.rollout.vllm.engine  # noqa: F401
+
+
 def _options(config: RunConfig) -> VllmConfig:
     """With `captured_tokens` decided: turns, and prompts of an asynchronous run, enter while others decode."""
     options = config.rollout.vllm
@@ -181,6 +185,7 @@ ENGINE = EngineEntry(
     longest=_longest,
     arithmetic=_arithmetic,
     products=_products,
+    import_libraries=_import_libraries,
     # vLLM draws by a seed and a position in the aligned model alone.
     continues=lambda config: "equal" if config.rollout.vllm.model == "aligned" else "anew",
     sleeps=lambda config: config.rollout.vllm.sleep,

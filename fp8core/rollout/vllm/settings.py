@@ -72,6 +72,7 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
 
 
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
+EXECUTOR = "fp8core.rollout.vllm.executor.ForkingExecutor"
 # Methods of quantisation that vLLM's registry is given (`in_place`, `padded`).
 IN_PLACE, PADDED = "fp8_grpo_in_place", "fp8_grpo_padded"
 
@@ -195,8 +196,9 @@ def engine_arguments(
         "max_model_len": launch.longest,
         "tensor_parallel_size": options.tensor_parallel,
         # While the worker launches a step, the core schedules the next one in its own process: one processor for both
-        # is slower than the GPU. And in a process of Ray vLLM would ask Ray for places of several workers.
-        "distributed_executor_backend": "mp",
+        # is slower than the GPU. And in a process of Ray vLLM would ask Ray for places of several workers. On a CPU
+        # a worker reads its number of threads when it starts.
+        "distributed_executor_backend": EXECUTOR if build.platform == "cuda" else "mp",
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
         "block_size": options.block_size,

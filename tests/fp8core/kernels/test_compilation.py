@@ -1,6 +1,7 @@
 """Jobs that fill the folders of kernels, in processes of their own; here on a CPU, where nothing is compiled."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ VERSIONS = "torch 1, GPU"
 def write(path, text):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
+
+
+def write_after(sign, path):
+    while not Path(sign).exists():
+        time.sleep(0.01)
+    Path(path).touch()
 
 
 def end(_):
@@ -50,6 +57,18 @@ def test_a_job_that_fails_is_named_and_is_not_done(tmp_path, fails, reason):
         run_jobs([failing], VERSIONS, lambda *_: None)
     assert "\n" not in str(found.value)
     assert missing_jobs([failing], VERSIONS) == [failing]
+
+
+def test_this_process_works_while_others_compile(tmp_path):
+    waiting, seen = tmp_path / "go", []
+
+    def meanwhile():
+        seen.append((tmp_path / "done").exists())
+        waiting.touch()
+
+    run_jobs(jobs(tmp_path, (write_after, waiting, tmp_path / "done")), VERSIONS, lambda *_: None, meanwhile)
+    assert seen == [False]
+    assert (tmp_path / "done").exists()
 
 
 def test_kernels_are_counted_in_all_folders_whether_they_exist_or_not(tmp_path):

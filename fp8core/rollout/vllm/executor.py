@@ -1,0 +1,19 @@
+"""How vLLM's core starts its workers on a GPU: as copies of itself, which have imported vLLM already."""
+
+import os
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+class ForkingExecutor(MultiprocExecutor):
+    """vLLM's executor of several processes, in a core that computes nothing itself.
+
+    Our process has opened CUDA, so the core is spawned and imports vLLM anew: 14 s on a GPU host. The core has not, and
+    its workers need not. Forking is vLLM's own default wherever CUDA is not open; the variable is this process's alone.
+    """
+
+    def _init_executor(self) -> None:
+        os.environ[METHOD] = "fork"
+        super()._init_executor()
