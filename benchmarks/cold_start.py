@@ -11,8 +11,7 @@ in it, so that no library finds what it kept; `kept` is the same once more. `ste
 whose steps must compile nothing. A case that is not done after --seconds is ended, and its row is of kind `error`.
 
 Packages have bytecode where pip installed them; a tree that was unpacked has it after `python -m compileall -q TREE`.
-Three processes import vLLM one after the other, and twice as long without it. `bytecode` of a row is the share of
-modules that had it; vLLM and SGLang had none in rows without this field.
+`bytecode` of a row is the share of modules that had it.
 
 Other rows of FILE stay. The prediction that a row holds was written before.
 """

@@ -1,4 +1,4 @@
-"""How vLLM's core starts its workers on a GPU: as copies of itself, which have imported vLLM already."""
+"""Workers of vLLM on a GPU: copies of its core, which has imported vLLM already."""
 
 import os
 
