@@ -119,9 +119,13 @@ def _direction(first: Sequence[float], last: Sequence[float]) -> int:
 def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
     """The standard error of the change from the first to the last accuracy, if either had other prompts.
 
-    Both have the same prompts, so the real one is smaller.
+    Both have the same prompts, so the real one is smaller, also where scores are not 0 or 1 alone. Of means of scores
+    outside [0, 1] it is not known: infinity.
     """
-    return math.sqrt(sum(max(0.0, share * (1.0 - share)) for share in (heldout[0], heldout[-1])) / prompts)
+    ends = heldout[0], heldout[-1]
+    if not all(0.0 <= mean <= 1.0 for mean in ends):
+        return math.inf
+    return math.sqrt(sum(mean * (1.0 - mean) for mean in ends) / prompts)
 
 
 def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:

@@ -184,23 +184,26 @@ def _once(run: RunContext, name: str, parts: Mapping[str, Any], body: Callable[[
 
 
 def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, Any]]:
-    """Accuracy by style of one step's worth of sampled completions, with its target."""
+    """The share of right answers by style, of one step's worth of sampled completions, with its target.
+
+    A score may be any number; a share is what a target is given as.
+    """
     problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
     prompts = prompt_table(run, problems)
     rollout = run.config.rollout
     truncation = Truncation.of(rollout.top_k, rollout.top_p)
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
-    scores: dict[str, list[float]] = defaultdict(list)
+    right: dict[str, list[bool]] = defaultdict(list)
     asked = prompts.to_pylist()
     longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     groups = prompt_groups(run, START, prompts)
     played = play(run.ready_engine(), groups, sampling, run.config, run.tokenizer, asked, longest, None)
     endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]
     for one, (verdict, _) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
-        scores[style_of(one.text)].append(verdict.score)
+        right[style_of(one.text)].append(verdict.outcome == "right")
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
     return [
-        StyleAccuracy(style, sum(values) / len(values) if (values := scores[style]) else 0.0, target)._asdict()
+        StyleAccuracy(style, sum(found) / len(found) if (found := right[style]) else 0.0, target)._asdict()
         for style, target in targets.items()
     ]
 

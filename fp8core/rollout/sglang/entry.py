@@ -54,12 +54,6 @@ def _check(config: RunConfig, node: Node) -> Iterator[str]:
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
     yield from longest_refusals("rollout.sglang.context_length", config.rollout.sglang.context_length, arch)
-    if arch.experts is not None:
-        # Goes when tests/sglang/test_experts_gpu.py has passed.
-        yield (
-            "rollout.engine=sglang: the model has experts, and no GPU has proven yet what SGLang computes with them; "
-            "set rollout.engine to vllm"
-        )
     yield from model_refusals(arch, config.precision, config.rollout.sglang)
 
 

@@ -57,6 +57,7 @@ def test_a_reward_has_to_change_by_more_than_chance(rewards, heldout, learning) 
         ((0.457, 0.625), None, 0, "not learned"),
         ((0.625, 0.457), 256, 0, "not learned"),
         ((0.457, 0.46), 256, 74, "too short to tell"),
+        ((3.4, 3.5), 256, 0, "not learned"),
     ],
 )
 def test_held_out_accuracy_that_rose_is_learning_whatever_the_reward_did(heldout, prompts, left, learning) -> None:

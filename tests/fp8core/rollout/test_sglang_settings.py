@@ -350,12 +350,6 @@ def test_the_registry_knows_what_callers_ask_of_it():
     )
 
 
-def test_a_model_with_experts_is_refused_until_a_gpu_has_proven_it():
-    config = load_config("tiny", {"rollout.engine": "sglang"})
-    _refused(engine_entry(config).check_model(config, SPARSE), "the model has experts, and no GPU has proven")
-    assert not list(engine_entry(config).check_model(config, ARCH))
-
-
 def test_an_environment_that_was_not_prepared_is_refused(monkeypatch):
     (name, value), *_ = required_environment().items()
     monkeypatch.setenv(name, "1" if value == "0" else "0")

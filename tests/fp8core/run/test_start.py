@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from fp8core.run import checkpoint, start
 
 
@@ -41,3 +43,12 @@ def test_a_trainer_is_gone_before_another_takes_its_place(run_copy, monkeypatch)
         assert found == [None]
         assert run.ready_trainer().version == 0
         assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize("score", [-1.0, 3.5])
+def test_a_score_may_be_any_number_and_a_style_has_a_share_of_right_answers(loop_run, tmp_path, score):
+    verifier = tmp_path / "scored.py"
+    verifier.write_text(f"def score(prompt, completion, reference, finish):\n    return {score}\n")
+    run = loop_run("scored", **{"reward.verifier": f"{verifier}:score"}, steps=1)
+    styles = run.store.get_json(run.ledger.tasks(0)["evaluate"].outputs["evaluation"])["styles"]
+    assert {style["accuracy"] for style in styles} <= {0.0, float(score > 1)}
