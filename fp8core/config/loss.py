@@ -4,28 +4,41 @@ Defaults of hyperparameters are their sources' (fp8core/rl/losses.py).
 """
 
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.section import Section
 
-SHIPPED_LOSSES = (
-    "clipped",
-    "gspo",
-    "cispo",
-    "reinforce",
-    "binary_tv",
-    "clip_cov",
-    "kl_cov",
-    "geo_mean",
-    "sapo",
-)
-LOSSES_OF_ROWS = ("geo_mean", "sapo")
-"""Their sources define them as a mean over rows only."""
-LOSSES_WITHOUT_DUAL_CLIP = ("clip_cov", "kl_cov", "geo_mean", "sapo")
-LOSSES_THAT_IGNORE_DUAL_CLIP = ("cispo", "reinforce", "binary_tv")
-"""They have none either. Runs of earlier versions may have it set, so that a new run alone is refused."""
+
+class LossTraits(NamedTuple):
+    """A shipped policy loss, in the settings that several losses share.
+
+    Attributes:
+        dual_clip: `taken`; `refused` where it is set; `unmeant`: refused for a new run alone, as runs of earlier
+            versions may have it set to no effect.
+        by_rows: whether its source defines it as a mean over rows only.
+        weighted_in_bypass: whether it takes weights in bypass mode, where a ratio of others would count them twice.
+    """
+
+    dual_clip: Literal["taken", "refused", "unmeant"] = "taken"
+    by_rows: bool = False
+    weighted_in_bypass: bool = False
+
+
+SHIPPED_LOSSES = {
+    "clipped": LossTraits(),
+    "gspo": LossTraits(),
+    "cispo": LossTraits(dual_clip="unmeant"),
+    "reinforce": LossTraits(dual_clip="unmeant", weighted_in_bypass=True),
+    "binary_tv": LossTraits(dual_clip="unmeant"),
+    "clip_cov": LossTraits(dual_clip="refused"),
+    "kl_cov": LossTraits(dual_clip="refused"),
+    "geo_mean": LossTraits(dual_clip="refused", by_rows=True),
+    "sapo": LossTraits(dual_clip="refused", by_rows=True),
+}
+"""By name; `rl.objective` builds them. A loss of a user's own has `OWN_LOSS`."""
+OWN_LOSS = LossTraits(dual_clip="refused")
 
 
 class ClipCovConfig(Section):
@@ -159,11 +172,11 @@ class LossConfig(Section):
     def _settings_of_the_policy_loss(self) -> "LossConfig":
         if self.options and self.policy in SHIPPED_LOSSES:
             raise ValueError(f"options: policy={self.policy} takes none")
-        own = self.policy not in SHIPPED_LOSSES
-        if self.dual_clip is not None and (own or self.policy in LOSSES_WITHOUT_DUAL_CLIP):
+        traits = SHIPPED_LOSSES.get(self.policy, OWN_LOSS)
+        if self.dual_clip is not None and traits.dual_clip == "refused":
             raise ValueError(f"dual_clip: policy={self.policy} has none; set it to null")
         by_rows = self.aggregation == "seq-mean-token-mean" and self.length_normaliser is None
-        if self.policy in LOSSES_OF_ROWS and not by_rows:
+        if traits.by_rows and not by_rows:
             raise ValueError(
                 f"policy={self.policy} is a mean over rows: set aggregation to seq-mean-token-mean, and "
                 "length_normaliser to null"
@@ -178,6 +191,6 @@ def is_function_path(policy: str) -> bool:
 
 def unmeant_dual_clip(dual_clip: float | None, policy: str) -> dict[str, str]:
     """A dual clip that the policy loss does not have, as `run.unmeant`."""
-    if dual_clip is None or policy not in LOSSES_THAT_IGNORE_DUAL_CLIP:
+    if dual_clip is None or SHIPPED_LOSSES.get(policy, OWN_LOSS).dual_clip != "unmeant":
         return {}
     return {"loss.dual_clip": f"policy={policy} has none; set it to null"}

@@ -8,13 +8,13 @@ there, for every update anew: the correction of bypass mode, and which rows are 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8core.alignment.metrics import clamp_exponent
-from fp8core.config.loss import LossConfig, unmeant_dual_clip
+from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, LossConfig, unmeant_dual_clip
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch
@@ -46,19 +46,46 @@ from fp8core.rl.presets import Preset, preset
 from fp8core.rl.user_loss import load_loss
 
 PolicyLoss = Callable[[LossInputs, ClipRange, Aggregate], LossOutput]
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "clipped": clipped_surrogate,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": lambda inputs, clip, aggregate: reinforce(inputs, aggregate),
-    "binary_tv": lambda inputs, clip, aggregate: binary_tv(inputs, aggregate=aggregate),
-    "clip_cov": clip_cov,
-    "geo_mean": geo_mean,
-}
-"""Those without hyperparameters of their own; `policy_loss` builds all."""
 Selection = Callable[[LossInputs, ClipRange, torch.Generator], Tensor]
-_LOSS_OF_PRESET = {"clipped_surrogate": "clipped", "reinforce": "reinforce", "binary_tv": "binary_tv"}
+
+
+class BuiltLoss(NamedTuple):
+    """A policy loss with its hyperparameters, and what singles out tokens for it; None where it takes all alike."""
+
+    compute: PolicyLoss
+    select: Selection | None = None
+
+
+_BUILDERS: dict[str, Callable[[LossConfig], BuiltLoss]] = {
+    "clipped": lambda loss: BuiltLoss(clipped_surrogate),
+    "gspo": lambda loss: BuiltLoss(gspo),
+    "cispo": lambda loss: BuiltLoss(cispo),
+    "reinforce": lambda loss: BuiltLoss(lambda inputs, clip, aggregate: reinforce(inputs, aggregate)),
+    "binary_tv": lambda loss: BuiltLoss(lambda inputs, clip, aggregate: binary_tv(inputs, aggregate)),
+    "clip_cov": lambda loss: BuiltLoss(
+        clip_cov,
+        lambda inputs, clip, generator: clip_cov_selection(
+            inputs, clip, **loss.clip_cov.model_dump(), generator=generator
+        ),
+    ),
+    "kl_cov": lambda loss: BuiltLoss(
+        lambda inputs, clip, aggregate: kl_cov(inputs, loss.kl_cov.weight, aggregate),
+        lambda inputs, clip, generator: kl_cov_selection(inputs, loss.kl_cov.share),
+    ),
+    "geo_mean": lambda loss: BuiltLoss(geo_mean),
+    "sapo": lambda loss: BuiltLoss(
+        lambda inputs, clip, aggregate: sapo(inputs, loss.sapo.tau_positive, loss.sapo.tau_negative, aggregate)
+    ),
+}
+
+
+def build_loss(name: str, loss: LossConfig) -> BuiltLoss:
+    """The policy loss of a name with the hyperparameters of the configuration.
+
+    Raises:
+        UserError: as `user_loss.load_loss`.
+    """
+    return _BUILDERS[name](loss) if name in SHIPPED_LOSSES else BuiltLoss(load_loss(name, loss.options))
 
 
 @dataclass(frozen=True)
@@ -119,7 +146,8 @@ class Objective:
                 f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
                 f"loss.policy to {name}, or take another preset"
             )
-        self._policy, self._selection = policy_loss(name, loss), selection(name, loss)
+        self._policy, self._selection = build_loss(name, loss)
+        self._weighted = not self._bypass or SHIPPED_LOSSES.get(name, OWN_LOSS).weighted_in_bypass
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
@@ -152,8 +180,7 @@ class Objective:
         losses then take no weights, or it would count twice.
         """
         verdict = correct(self._rule, training, batch.rollout_logprobs, batch.mask)
-        twice = self._bypass and self._policy is not POLICY_LOSSES["reinforce"]
-        weights = verdict.mask.to(verdict.weights.dtype) if twice else verdict.weights
+        weights = verdict.weights if self._weighted else verdict.mask.to(verdict.weights.dtype)
         keep = batch.keep & verdict.keep
         return replace(batch, mask=verdict.counted, kept=verdict.mask, weights=weights, keep=keep), verdict.metrics
 
@@ -300,41 +327,8 @@ def _towards_teacher(batch: RolloutBatch) -> Tensor:
     return torch.where(batch.mask, batch.teacher_logprobs.double() - batch.old_logprobs.double(), 0.0)
 
 
-def policy_loss(name: str, loss: LossConfig) -> PolicyLoss:
-    """The policy loss of a name with the hyperparameters of the configuration.
-
-    Raises:
-        UserError: as `user_loss.load_loss`.
-    """
-    match name:
-        case "sapo":
-            taus = loss.sapo.tau_positive, loss.sapo.tau_negative
-            return lambda inputs, clip, aggregate: sapo(inputs, *taus, aggregate)
-        case "kl_cov":
-            return lambda inputs, clip, aggregate: kl_cov(inputs, loss.kl_cov.weight, aggregate)
-        case _ if name in POLICY_LOSSES:
-            return POLICY_LOSSES[name]
-        case _:
-            return load_loss(name, loss.options)
-
-
-def selection(name: str, loss: LossConfig) -> Selection | None:
-    """The selection of tokens for the policy loss of a name; None where it takes all alike."""
-    match name:
-        case "clip_cov":
-            return partial(_clip_cov_selection, loss)
-        case "kl_cov":
-            return lambda inputs, clip, generator: kl_cov_selection(inputs, loss.kl_cov.share)
-        case _:
-            return None
-
-
-def _clip_cov_selection(loss: LossConfig, inputs: LossInputs, clip: ClipRange, generator: torch.Generator) -> Tensor:
-    return clip_cov_selection(inputs, clip, **loss.clip_cov.model_dump(), generator=generator)
-
-
 def _loss_name(named: Preset, loss: LossConfig) -> str:
-    return loss.policy if named.loss == "clipped_surrogate" else _LOSS_OF_PRESET[named.loss]
+    return loss.policy if named.loss == "clipped" else named.loss
 
 
 def refuse_unmeant_dual_clip(loss: LossConfig, correction: CorrectionConfig) -> None:

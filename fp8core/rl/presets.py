@@ -13,7 +13,7 @@ from fp8core.config.section import suggestion
 from fp8core.errors import UserError
 from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting
 
-LossName = Literal["clipped_surrogate", "reinforce", "binary_tv"]
+LossName = Literal["clipped", "reinforce", "binary_tv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Preset:
     rule: CorrectionRule
     source: str
     mode: Literal["decoupled", "bypass"] = "decoupled"
-    loss: LossName = "clipped_surrogate"
+    loss: LossName = "clipped"
     deviations: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ def _verl(
     weighting: Weighting | None = None,
     *filters: Filter,
     mode: Literal["decoupled", "bypass"] = "decoupled",
-    loss: LossName = "clipped_surrogate",
+    loss: LossName = "clipped",
 ) -> Preset:
     rule = CorrectionRule(
         weighting=weighting or CorrectionRule().weighting,

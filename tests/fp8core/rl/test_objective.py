@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.loss import LOSSES_OF_ROWS, LOSSES_THAT_IGNORE_DUAL_CLIP, SHIPPED_LOSSES, LossConfig
+from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.training import CorrectionConfig, FilterConfig, WeightingConfig
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, TokenBatch
@@ -24,7 +24,7 @@ from fp8core.rl.losses import (
     sequence_mean_token_mean,
     token_mean,
 )
-from fp8core.rl.objective import POLICY_LOSSES, Objective, merged, whole_batch_setting
+from fp8core.rl.objective import Objective, build_loss, merged, whole_batch_setting
 from fp8core.rl.presets import PRESETS
 
 LOW, HIGH, CAP = 0.2, 0.28, 1.5
@@ -194,9 +194,6 @@ def test_without_weight_the_penalty_is_reported_and_not_learnt():
     assert torch.equal(with_reference, torch.autograd.grad(without.loss, current)[0])
 
 
-PRESET_LOSSES = {"clipped_surrogate": "clipped", "reinforce": "reinforce", "binary_tv": "binary_tv"}
-
-
 @pytest.mark.parametrize("settings", [*({"aggregation": name} for name in AGGREGATIONS), {"length_normaliser": 64}])
 def test_the_reported_divergence_is_a_token_mean_whatever_the_aggregation(settings):
     """The loss has the penalty by its aggregation."""
@@ -238,16 +235,16 @@ def test_a_preset_gives_its_rule_mode_and_loss(name):
         weights=verdict.weights if weighted else verdict.mask.float(),
         kept=verdict.mask,
     )
-    expected = POLICY_LOSSES[PRESET_LOSSES[chosen.loss]](inputs, ClipRange(low=LOW, high=HIGH), token_mean)
+    expected = build_loss(chosen.loss, LossConfig()).compute(inputs, ClipRange(low=LOW, high=HIGH), token_mean)
     assert float(built(current, corrected, verdict.denominator).loss.detach()) == float(expected.loss.detach())
 
 
 @pytest.mark.parametrize("policy", ["clipped", "gspo", "cispo", "reinforce", "binary_tv"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation):
-    dual = None if policy in LOSSES_THAT_IGNORE_DUAL_CLIP else 3.0
+    dual = None if SHIPPED_LOSSES[policy].dual_clip == "unmeant" else 3.0
     loss = LossConfig(policy=policy, aggregation=aggregation, clip_low=LOW, clip_high=HIGH, dual_clip=dual)
-    check_against_library(loss, POLICY_LOSSES[policy], AGGREGATIONS[aggregation])
+    check_against_library(loss, build_loss(policy, loss).compute, AGGREGATIONS[aggregation])
 
 
 @pytest.mark.parametrize(
@@ -419,7 +416,7 @@ def test_rejected_tokens_are_in_the_denominator_alone(policy, mode):
     """Their log-probs change neither loss nor gradients, and they are not singled out."""
     batch, current = random_batch(seed=14, rows=12, reference=False)
     rejected = batch.mask & (torch.arange(12)[:, None] % 2 == 0) & (torch.arange(6) == 1)
-    aggregation = "seq-mean-token-mean" if policy in LOSSES_OF_ROWS else "token-mean"
+    aggregation = "seq-mean-token-mean" if SHIPPED_LOSSES[policy].by_rows else "token-mean"
     config = {"filters": [FilterConfig(name="token_k1", low=1e-3, high=1e3)], "mode": mode, "denominator": "all"}
     weighting = WeightingConfig(level="none", action="keep")
     built = Objective(

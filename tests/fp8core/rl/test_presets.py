@@ -92,7 +92,7 @@ def test_every_known_deviation_is_listed():
 
 def test_bypass_clip_carries_no_weight():
     for entry in PRESETS.values():
-        if entry.mode == "bypass" and entry.loss == "clipped_surrogate":
+        if entry.mode == "bypass" and entry.loss == "clipped":
             assert entry.rule.weighting.level == "none"
 
 
