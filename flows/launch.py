@@ -47,18 +47,12 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
     """
     from fp8core.freed_memory import keep_freed_memory
-    from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, stored_ledger, wants_gpus
-    from fp8core.run.open import plan_of, refuse_conflict, signing_key
+    from fp8core.run.build import wants_gpus
+    from fp8core.run.preflight import refuse_unrunnable
     from fp8core.store.run_directory import read_description
 
-    plan_of(config)
-    signing_key(config, str(config.run))
-    refuse_conflict(config, new_code=parameters.get("new_code", False))
-    node = members_node(config)
-    check_memory(config, node, stored_ledger(config))
-    check_inputs(config)
-    check_cluster(config, node)
-    _refuse_silent_store(config)
+    refuse_unrunnable(config, new_code=parameters.get("new_code", False))
+    refuse_silent_store(config)
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.
         keep_freed_memory()
@@ -82,7 +76,7 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
             over.set()
 
 
-def _refuse_silent_store(config: "RunConfig") -> None:
+def refuse_silent_store(config: "RunConfig") -> None:
     """Raises UserError: a run that MLflow does not know yet names a server that does not answer."""
     named = config.tracking.uri is not None or names_tracking_store()
     if not named or read_record(config.runs / str(config.run)) is not None:

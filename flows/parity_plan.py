@@ -8,14 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.launch import refuse_silent_store
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, corrected, variant_settings
 from fp8core.parity.verdict import ParityResult, Verdict
 from fp8core.rollout.registry import engine_entry
-from fp8core.run.build import check_inputs, check_memory, members_node, stored_ledger
-from fp8core.run.open import plan_of, refuse_conflict
+from fp8core.run.build import check_inputs, members_node
+from fp8core.run.preflight import refuse_unrunnable_settings
 from fp8core.store.json_text import canonical_json
 from fp8core.store.manifest import current_code, git_state, hardware, library_versions
 from fp8core.store.run_directory import read_description
@@ -108,8 +109,7 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
     """The plan, checked. `date` goes into the name of a parity run that has none.
 
     Raises:
-        UserError: something is named twice, a configuration, its model, data or verifier is refused, a run exists with
-            another configuration, or does not fit on this machine.
+        UserError: something is named twice, or as `refuse_unrunnable` and `refuse_silent_store` of each training.
     """
     for what, values in (("seeds", asked.seeds or ()), ("variants", asked.variants)):
         if len({*values}) != len(values):
@@ -124,9 +124,11 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
     trainings = tuple(
         _training(asked.config, overrides, config, name, variant, seed) for seed in seeds for variant in variants
     )
-    if any(committed(training.folder) != training.config.steps for training in trainings):
-        # A variant has another precision, not another model, data or verifier.
-        check_inputs(trainings[0].config)
+    left = [training.config for training in trainings if committed(training.folder) != training.config.steps]
+    # A variant has another precision, not another model, data, verifier or store.
+    for unfinished in left[:1]:
+        check_inputs(unfinished)
+        refuse_silent_store(unfinished)
     return Plan(name, config, variants, seeds, trainings)
 
 
@@ -134,9 +136,7 @@ def _training(named: str, overrides: Overrides, config: RunConfig, night: str, v
     run = f"parity-{night}-{variant}-{seed}"
     settings = merged_overrides(overrides, {**variant_settings(VARIANTS[variant], config, seed), "run": run})
     own = load_config(named, settings)
-    plan_of(own)
-    refuse_conflict(own)
-    check_memory(own, members_node(own), stored_ledger(own))
+    refuse_unrunnable_settings(own)
     return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
 
 

@@ -1,0 +1,36 @@
+"""The refusal of a training that cannot run, before it has a folder, a server or a model in memory."""
+
+from fp8core.config.run import RunConfig
+from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, stored_ledger
+from fp8core.run.open import plan_of, refuse_conflict, signing_key
+
+
+def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:
+    """Refuse a named training that cannot run to its end here.
+
+    Args:
+        config: of the training, with its name.
+        new_code: it may be continued by other code than last (`open_directory`).
+
+    Raises:
+        UserError: as `refuse_unrunnable_settings` and `check_inputs`.
+    """
+    refuse_unrunnable_settings(config, new_code=new_code)
+    check_inputs(config)
+
+
+def refuse_unrunnable_settings(config: RunConfig, *, new_code: bool = False) -> None:
+    """The part of `refuse_unrunnable` that reads no data and starts no verifier or environment.
+
+    Trainings that differ in precision and seed alone have the other part in common.
+
+    Raises:
+        UserError: as `plan_of`, `signing_key`, `refuse_conflict`, `check_memory` and `check_cluster`.
+    """
+    assert config.run is not None, "the command or the flow names the run"
+    plan_of(config)
+    signing_key(config, config.run)
+    refuse_conflict(config, new_code=new_code)
+    node = members_node(config)
+    check_memory(config, node, stored_ledger(config))
+    check_cluster(config, node)
