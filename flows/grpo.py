@@ -39,7 +39,7 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
 from fp8core.config.run import RUN_NAME, RunConfig, made_name
-from fp8core.errors import EngineLost, MemberLost, UserError, is_loss, printable
+from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.charts import training_charts
@@ -94,7 +94,7 @@ def grpo(
     try:
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
-    except (UserError, UpdateError, SyncError, RedoError, BoundError, MemberLost) as error:
+    except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
         return failed(str(error))
     except TrainingPaused as reason:
         return pause(printable(str(reason)))
@@ -122,7 +122,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         execution = FlowExecution(session, artifacts, step_runs, interrupt, stop)
         try:
             loop.train(session.run, execution)
-        except (StepError, UserError, EngineLost, MemberLost) as error:
+        except (StepError, UserError, ProcessLost) as error:
             if is_loss(error):
                 execution.lost(session.run, error)
             raise

@@ -21,12 +21,16 @@ class StoredFileError(UserError):
     """A file of a run that is missing, cannot be read, or does not hold what such a file holds: the file and field."""
 
 
-class EngineLost(RuntimeError):
-    """A process of an engine's own ended; the engine is of no use any more. The message has the reason."""
+class ProcessLost(RuntimeError):
+    """A process that a run started ended before the run did; the message has the reason as far as known."""
 
 
-class MemberLost(RuntimeError):
-    """A process of a run on a cluster ended, or its node did; the message names it, and the reason as far as known."""
+class EngineLost(ProcessLost):
+    """A process of an engine's own ended; the engine is of no use any more."""
+
+
+class MemberLost(ProcessLost):
+    """A process of a run on a cluster ended, or its node did; the message names it."""
 
 
 class NotRecordedError(RuntimeError):
@@ -39,11 +43,16 @@ class HeadLost(UserError):
 
 def is_loss(error: BaseException) -> bool:
     """True if the end of a process of the run is behind an error."""
-    return _behind(error, EngineLost, MemberLost, HeadLost) is not None
+    return _behind(error, ProcessLost, HeadLost) is not None
+
+
+def lost_process(error: BaseException) -> ProcessLost | None:
+    """The loss behind an error, if any: a task may run another again, whose error names that one too."""
+    return _behind(error, ProcessLost)
 
 
 def lost_member(error: BaseException) -> MemberLost | None:
-    """The loss behind an error, if any: a task may run another again, whose error names that one too."""
+    """As `lost_process`, of a process of a cluster, which can be replaced."""
     return _behind(error, MemberLost)
 
 

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.errors import MemberLost, NotRecordedError, UserError, lost_member
+from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
 from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, stored_metrics
@@ -198,7 +198,7 @@ def _lines_before(original: Path, step: int) -> Iterator[str]:
             yield json.dumps(entry)
 
 
-FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, MemberLost)
+FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
 """What a step that was committed once can fail with when it is made again: other code, libraries or settings."""
 
 
@@ -391,8 +391,8 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
 
 def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> Verdict:
     """Of a step that no record came of. Raises UserError: a process was lost, which is no result of a step."""
-    if (lost := lost_member(error)) is not None:
-        raise UserError(f"nothing was compared, as a process of the cluster was lost: {lost}") from error
+    if (lost := lost_process(error)) is not None:
+        raise UserError(f"nothing was compared, as a process was lost: {lost}") from error
     stored = original.manifest(step)
     now = stored.record.model_copy(
         update={

@@ -155,6 +155,35 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
     assert "2 of 2 answers could not be checked (2 crashed): ZeroDivisionError" in state.message
 
 
+LOSING = """
+from fp8core.errors import EngineLost
+from fp8core.models.weights import rollout_formats
+from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.rollout.registry import EngineEntry
+
+
+class Losing(EmbeddedEngine):
+    def generate(self, groups, sampling):
+        raise EngineLost("the engine's core ended")
+
+
+def build(config, arch):
+    return Losing(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
+
+
+ENTRY = EngineEntry(name="losing", build=build)
+"""
+
+
+def test_the_loss_of_the_engine_is_one_line(run, prefect_server, tmp_path, monkeypatch, capfd):
+    (tmp_path / "losing_engine.py").write_text(LOSING)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = "rollout.engine=losing_engine:ENTRY"
+    assert main(["evaluate", str(run.folder), "--prompts", "2", "--set", engine, "--trust"]) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("fp8-grpo", "Traceback"))]
+    assert said == ["fp8-grpo: the engine's core ended"]
+
+
 @pytest.fixture
 def speaking(tmp_path):
     """Settings of an environment of digits that begins a task so: speaking(begins)."""

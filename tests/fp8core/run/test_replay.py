@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 
-from fp8core.errors import MemberLost, UserError
+from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.report.console import Console
 from fp8core.run.execute import StepError
 from fp8core.run.replay import RunSnapshot, replay, scratch_folder
@@ -155,12 +155,13 @@ def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, repla
     assert run_copy.said.count("put back") == 4
 
 
-def test_a_process_that_is_lost_is_no_verdict(whole_run, replayed, monkeypatch):
+@pytest.mark.parametrize("kind", [MemberLost, EngineLost])
+def test_a_process_that_is_lost_is_no_verdict(whole_run, replayed, monkeypatch, kind):
     def lose(run, index, inputs):
-        raise StepError(f"step {index}, task train: rank 1 ended") from MemberLost("rank 1 ended: killed")
+        raise StepError(f"step {index}, task train: rank 1 ended") from kind("rank 1 ended: killed")
 
     monkeypatch.setattr("fp8core.run.replay.iterate", lose)
-    with pytest.raises(UserError, match=r"^nothing was compared, as a process of the cluster was lost: rank 1 ended"):
+    with pytest.raises(UserError, match=r"^nothing was compared, as a process was lost: rank 1 ended"):
         replayed(whole_run, range(3, 4))
 
 
