@@ -3,20 +3,15 @@
 Imported by the child processes, hence free of everything heavy.
 """
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from fp8core.errors import UserError, described_error
+from fp8core.errors import UserError
+from fp8core.user_code import file_of, load_code
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -168,39 +163,10 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
     """
     if name == MATH_VERIFY:
         return _math_scorer()
-    function, digest = user_attribute(name, "function")
+    function, _, digest = load_code(name, "function")
     _refuse_signature(function, options, columns)
     described = {"verifier": name, "source": digest}
     return LoadedScorer(FunctionScorer(function, options), described, interruptible=False, file=file_of(function))
-
-
-def user_attribute(name: str, kind: str) -> tuple[Callable[..., Any], str]:
-    """The object of `module:name` or `path/to/file.py:name`, and the SHA-256 of its file; `kind` is for errors.
-
-    Raises UserError: there is no such module, file or name, importing it fails, or it cannot be called.
-    """
-    place, _, attribute = name.rpartition(":")
-    if place.endswith(".py") and Path(place).exists() and not Path(place).is_file():
-        raise UserError(f"{place} is no regular file")
-    try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{place} cannot be imported: {described_error(error)}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise UserError(f"{place} has no {kind} {attribute}")
-    source = module.__file__
-    if source is None:
-        raise UserError(f"{place} is a folder, not a module")
-    return found, hashlib.sha256(Path(source).read_bytes()).hexdigest()
-
-
-def file_of(found: Callable[..., Any]) -> str | None:
-    """The file of the user's own that defines what `user_attribute` has found; None: it is of this package."""
-    module = getattr(found, "__module__", "")
-    return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
@@ -239,18 +205,6 @@ def _math_scorer() -> LoadedScorer:
         raise UserError("it needs: pip install 'fp8-grpo[math]'") from error
     versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
     return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions}, interruptible=True)
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    """Import a file that finds its neighbours, where no library has their name."""
-    sys.path.append(str(path.absolute().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a name in .py has a loader"
-    assert spec.loader is not None, "a name in .py has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _bounded(value: float) -> float:

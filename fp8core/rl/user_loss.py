@@ -7,17 +7,12 @@ It makes one term of each token. Masks, importance weights, aggregation and deno
 micro-batches add up whatever it computes.
 """
 
-import hashlib
-import importlib
-import importlib.util
 import json
 import socket
-import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,7 +34,7 @@ from fp8core.rl.losses import (
     masked_inputs,
     token_mean,
 )
-from fp8core.user_files import open_input
+from fp8core.user_code import digest_of_code, file_of_path, load_code
 
 
 @dataclass(frozen=True)
@@ -131,12 +126,11 @@ def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
     Raises:
         UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does.
     """
-    place, _, attribute = path.rpartition(":")
-    function = getattr(_imported(path), attribute, None)
-    if function is None:
-        raise UserError(f"loss.policy={path}: {place} has no function {attribute}")
+    with _named(path):
+        function = load_code(path, "function").found
     model = getattr(function, "options", None)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        attribute = path.rpartition(":")[2]
         raise UserError(f"loss.policy={path}: {attribute} is not declared with @policy_loss of fp8core.rl.user_loss")
     try:
         validated = model.model_validate_json(json.dumps(options), strict=True)
@@ -151,9 +145,10 @@ def loss_source(path: str) -> str:
     """SHA-256 of the file that a loss of the user's own is in.
 
     Raises:
-        UserError: as `load_loss`, when it cannot be imported.
+        UserError: the file cannot be read, or the module cannot be imported.
     """
-    return hashlib.sha256(_source(path, _found(path))).hexdigest()
+    with _named(path):
+        return digest_of_code(path)[1]
 
 
 def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
@@ -164,7 +159,7 @@ def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
     """
     if loss.policy in SHIPPED_LOSSES:
         return loss, None
-    file, function = _file(loss.policy), loss.policy.rpartition(":")[2]
+    file, function = file_of_path(loss.policy), loss.policy.rpartition(":")[2]
     path = loss.policy if file is None else f"{file}:{function}"
     return loss.model_copy(update={"policy": path}), loss_source(loss.policy)
 
@@ -173,59 +168,22 @@ def refuse_other_loss(path: str, digest: str) -> None:
     """Raises UserError: this process finds no file of a `shared_loss`, or another one than has this digest."""
     host = socket.gethostname()
     try:
-        found = loss_source(path)
+        with _named(path):
+            file, found = digest_of_code(path)
     except UserError as error:
         raise UserError(f"{error} (on {host}, which trains; all nodes need the file)") from error
     if found != digest:
-        other = f"{_found(path)} on {host}, which trains, has digest {found[:12]}"
+        other = f"{file} on {host}, which trains, has digest {found[:12]}"
         raise UserError(f"loss.policy={path}: {other}, the file of this run {digest[:12]}; copy it there")
 
 
-_loaded: dict[tuple[Path, bytes], ModuleType] = {}
-
-
-def _imported(path: str) -> ModuleType:
-    place, file = path.rpartition(":")[0], _file(path)
-    source = b"" if file is None else _source(path, file)
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors of the block have the setting before them."""
     try:
-        # A process keeps the module that it loaded; an edited file is another module.
-        return importlib.import_module(place) if file is None else _module_of(file, source)
-    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        raise UserError(f"loss.policy={path}: cannot be imported: {described_error(error)}") from error
-
-
-def _file(path: str) -> Path | None:
-    place = path.rpartition(":")[0]
-    return Path(place).absolute() if place.endswith(".py") else None
-
-
-def _found(path: str) -> Path:
-    """The file of a loss, which is imported where its path is that of a module."""
-    if (file := _file(path)) is not None:
-        return file
-    source = _imported(path).__file__
-    assert source is not None, "a module with a function has a file"
-    return Path(source)
-
-
-def _source(path: str, file: Path) -> bytes:
-    try:
-        with open_input(file) as opened:
-            return opened.read()
-    except OSError as error:
-        raise UserError(f"loss.policy={path}: {file} cannot be read: {error.strerror}") from error
-
-
-def _module_of(file: Path, source: bytes) -> ModuleType:
-    """Executes the bytes that the digest is of, under a name that hides no other module."""
-    if (file, source) not in _loaded:
-        name = f"user_loss_{hashlib.sha256(source).hexdigest()[:16]}"
-        module = ModuleType(name)
-        module.__file__ = str(file)
-        sys.modules[name] = module
-        exec(compile(source, str(file), "exec"), vars(module))
-        _loaded[file, source] = module
-    return _loaded[file, source]
+        yield
+    except UserError as error:
+        raise UserError(f"loss.policy={path}: {error}") from error
 
 
 def _try(loss: UserLoss) -> None:

@@ -354,7 +354,7 @@ def test_restoring_a_step_calls_no_environment_edited_whose_answers_are_recorded
 MISTAKES = {
     "environment.name=nobody": "nobody is none of calculator, guess, python",
     "environment={name: calculator, options: {modulo: 3}}": "environment.name=calculator: it is called as",
-    "environment={name: missing.py:Digits}": "missing.py cannot be imported",
+    "environment={name: missing.py:Digits}": "missing.py cannot be read",
     "environment={name: calculator, max_turns: 0}": "environment.max_turns",
     "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
     "rollout.router_replay=true": "no episodes with rollout.router_replay",

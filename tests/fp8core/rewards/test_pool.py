@@ -251,7 +251,7 @@ def test_a_file_finds_its_neighbours_and_a_module_is_looked_for_where_python_loo
 @pytest.mark.parametrize(
     ("source", "function", "message"),
     [
-        (None, "score", "there_is_none.py cannot be imported: FileNotFoundError"),
+        (None, "score", "there_is_none.py cannot be read: No such file"),
         ("import no_such_library", "score", "cannot be imported: ModuleNotFoundError: No module named"),
         ("def score(:", "score", "cannot be imported: SyntaxError"),
         ("1 / 0", "score", "cannot be imported: ZeroDivisionError: division by zero"),

@@ -174,7 +174,7 @@ def test_a_file_or_module_that_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"absent\.py cannot be read: No such file"):
         load_loss(f"{tmp_path / 'absent.py'}:loss", {})
     os.mkfifo(tmp_path / "pipe.py")
-    with pytest.raises(UserError, match=r"pipe\.py: is a pipe"):
+    with pytest.raises(UserError, match=r"pipe\.py is no regular file"):
         load_loss(f"{tmp_path / 'pipe.py'}:loss", {})
     with pytest.raises(UserError, match="cannot be imported: ModuleNotFoundError"):
         load_loss("nowhere.at_all:loss", {})

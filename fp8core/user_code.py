@@ -1,0 +1,131 @@
+"""Functions and classes of the user's own, by path: `module:name`, or `path/to/file.py:name`.
+
+A file is executed from the bytes that its digest is of. Its module hides no other one: where another module has the
+name of the file, its own is made of the digest. Elsewhere it is that of the file, so that other processes can unpickle
+its functions. A file finds its neighbours, where no library has their name.
+
+Imported by child processes, hence free of everything heavy.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from fp8core.errors import UserError, described_error
+
+
+class UserCode(NamedTuple):
+    """A function or class, its file, and the SHA-256 of that file."""
+
+    found: Callable[..., Any]
+    file: Path
+    digest: str
+
+
+def load_code(path: str, kind: str) -> UserCode:
+    """The function or class of a path; `kind` is the word for it in errors.
+
+    Raises:
+        UserError: there is no such module, file or name, importing it fails, or it cannot be called.
+    """
+    place, _, attribute = path.rpartition(":")
+    module, file, digest = _loaded(place)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise UserError(f"{place} has no {kind} {attribute}")
+    return UserCode(found, file, digest)
+
+
+def digest_of_code(path: str) -> tuple[Path, str]:
+    """The file that a path names, and its SHA-256 as it is now; a module is imported to find its file.
+
+    Raises:
+        UserError: the file cannot be read, or the module cannot be imported.
+    """
+    place = path.rpartition(":")[0]
+    if (file := file_of_path(path)) is not None:
+        return file, _digest(_source(file))
+    _, file, digest = _loaded(place)
+    return file, digest
+
+
+def file_of_path(path: str) -> Path | None:
+    """The file that a path names by itself, absolute; None: it names a module."""
+    place = path.rpartition(":")[0]
+    return Path(place).absolute() if place.endswith(".py") else None
+
+
+def file_of(found: Callable[..., Any]) -> str | None:
+    """The file of the user's own that defines what `load_code` has found; None: it is of this package."""
+    module = getattr(found, "__module__", "")
+    return None if module.startswith("fp8core.") else getattr(sys.modules.get(module), "__file__", None)
+
+
+def _loaded(place: str) -> tuple[ModuleType, Path, str]:
+    """A module, its file and the digest of that."""
+    if place.endswith(".py"):
+        file = Path(place).absolute()
+        source = _source(file)
+        return _imported(place, lambda: _module_of(file, source)), file, _digest(source)
+    module = _imported(place, lambda: importlib.import_module(place))
+    named = getattr(module, "__file__", None)
+    if named is None:
+        raise UserError(f"{place} has no source file")
+    return module, Path(named), _digest(_source(Path(named)))
+
+
+def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except UserError:  # One of ours, which lacks a library.
+        raise
+    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
+        raise UserError(f"{place} cannot be imported: {described_error(error)}") from error
+
+
+def _source(file: Path) -> bytes:
+    if file.exists() and not file.is_file():  # A pipe would wait for a writer.
+        raise UserError(f"{file} is no regular file")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()
+
+
+_modules: dict[tuple[Path, bytes], ModuleType] = {}
+
+
+def _module_of(file: Path, source: bytes) -> ModuleType:
+    """A process keeps the module that it executed; an edited file is another module."""
+    if (file, source) not in _modules:
+        if (folder := str(file.parent)) not in sys.path:
+            sys.path.append(folder)
+        name = file.stem if _is_free(file) else f"user_code_{_digest(source)[:16]}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None, "a name in .py has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            exec(compile(source, str(file), "exec", dont_inherit=True), vars(module))
+        except BaseException:
+            sys.modules.pop(name, None)
+            raise
+        _modules[file, source] = module
+    return _modules[file, source]
+
+
+def _is_free(file: Path) -> bool:
+    """True if an import of the file's name would find this file, and has not found any yet."""
+    if file.stem in sys.modules or "." in file.stem:
+        return False
+    spec = importlib.util.find_spec(file.stem)
+    return spec is not None and spec.origin == str(file)

@@ -1,0 +1,94 @@
+"""Code of the user's own: which file is executed and digested, and what other modules its name may not touch."""
+
+import decimal
+import hashlib
+import importlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fp8core.errors import UserError
+from fp8core.user_code import digest_of_code, file_of, load_code
+
+Written = Callable[[str, str], str]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Written]:
+    """Write a file of a name; returns the path of its function `score`."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+
+    def write(name: str, source: str) -> str:
+        (tmp_path / name).write_text(source)
+        return f"{tmp_path / name}:score"
+
+    yield write
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["decimal.py", "this.py"])
+def test_a_file_with_the_name_of_a_library_hides_none(written: Written, name: str) -> None:
+    """One that is imported already, and one that is not."""
+    library = name.removesuffix(".py")
+    before = sys.modules.get(library)
+    source = f"import {library}, fractions\ndef score(): return {library}.__file__, fractions.Fraction('0.5')"
+    found = load_code(written(name, source), "function")
+    assert (file_of(found.found), found.file.name) == (str(found.file), name)
+    library_file, half = found.found()
+    assert Path(library_file).parent == Path(decimal.__file__).parent
+    assert half == 0.5
+    assert before is None or sys.modules[library] is before
+    assert Path(str(importlib.import_module(library).__file__)) != found.file
+
+
+def test_the_digest_is_of_the_bytes_that_were_executed(written: Written, tmp_path: Path) -> None:
+    changes = "from pathlib import Path\nPath(__file__).write_text('def score(): return 2')\ndef score(): return 1"
+    path = written("changing.py", changes)
+    found = load_code(path, "function")
+    assert found.found() == 1
+    assert found.digest == hashlib.sha256(changes.encode()).hexdigest()
+    again = load_code(path, "function")
+    assert again.found() == 2
+    assert (again.file, again.digest) == digest_of_code(path)
+
+
+def test_a_file_of_the_same_name_in_another_folder_is_another_module(written: Written, tmp_path: Path) -> None:
+    first = load_code(written("mine.py", "def score(): return 1"), "function").found
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.py").write_text("def score(): return 2")
+    second = load_code(f"{tmp_path / 'other' / 'mine.py'}:score", "function").found
+    assert (first(), second()) == (1, 2)
+    assert first.__module__ != second.__module__
+
+
+UNPICKLE = "import pickle, sys; sys.path.append(sys.argv[1]); print(pickle.loads(sys.stdin.buffer.read())())"
+
+
+def test_a_function_reaches_other_processes(written: Written, tmp_path: Path) -> None:
+    """As `multiprocessing` starts them, with the same places to import from."""
+    function = load_code(written("mine.py", "def score(): return 18"), "function").found
+    pickled = pickle.dumps(function)
+    assert pickle.loads(pickled) is function
+    child = subprocess.run([sys.executable, "-c", UNPICKLE, str(tmp_path)], input=pickled, capture_output=True)
+    assert child.stdout == b"18\n", child.stderr
+
+
+def test_what_failed_to_be_imported_is_imported_once_it_is_mended(written: Written) -> None:
+    with pytest.raises(UserError, match=r"mine\.py cannot be imported: ZeroDivisionError"):
+        load_code(written("mine.py", "1 / 0"), "function")
+    assert load_code(written("mine.py", "def score(): return 1"), "function").found() == 1
+
+
+def test_what_has_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_folder_of_mine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"^a_folder_of_mine has no source file"):
+        load_code("a_folder_of_mine:score", "function")
+    with pytest.raises(UserError, match=r"^itertools has no source file"):
+        load_code("itertools:count", "function")
