@@ -41,7 +41,6 @@ from flows.tracking.store import (
     store_of_folder,
 )
 from fp8core.errors import UserError, printable_lines, without_passwords
-from fp8core.run.commit import read_manifest
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.json_text import shown
 from fp8core.store.ledger import LedgerView
@@ -49,6 +48,7 @@ from fp8core.store.lock import original_of
 from fp8core.store.manifest import Head
 from fp8core.store.run_directory import LEDGER, RunDirectory
 from fp8core.store.run_view import Finding, RunView
+from fp8core.store.step_manifests import read_manifest
 from fp8core.store.verify import Chain, coverage
 
 Row = TypeVar("Row")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
@@ -20,7 +20,8 @@ from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
 from fp8core.store.run_directory import LEDGER
-from fp8core.store.run_view import Commit, Provenance, RunView, inspect_manifest, spans
+from fp8core.store.run_view import Commit, Provenance, RunView, spans
+from fp8core.store.step_manifests import read_manifest
 
 LARGEST_SHOWN = 1e100
 OUTSIDE_TASKS = "outside_tasks"
@@ -205,16 +206,10 @@ def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
 def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> Iterator[StepManifest]:
     """Every manifest that can be read; whether the copies for people equal them is for `verify` to say."""
     for commit in commits:
-        ref = commit.entry.manifest
         try:
-            yield StepManifest.model_validate(ArtifactStore(folder).get_json(ref))
-        except ArtifactError:
-            manifest, findings = inspect_manifest(folder, commit)
-            missing += [f"{finding.place}: {finding.problem}" for finding in findings]
-            if manifest is None and not findings:
-                missing.append(f"{ref.uri}: the manifest of step {commit.step} cannot be read")
-            if manifest is not None:
-                yield manifest
+            yield read_manifest(ArtifactStore(folder), folder, commit.entry)
+        except StoredFileError as error:
+            missing.append(str(error))
 
 
 def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[int, float]]:

@@ -1,17 +1,14 @@
 """Close an iteration: its manifest, and its line in the ledger."""
 
 import time
-from pathlib import Path
 
 from fp8core.alignment.bounds import unverifiable
-from fp8core.errors import StoredFileError
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import percentiles
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shards_of
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.store.json_text import parse_model
 from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import (
     Content,
@@ -25,6 +22,7 @@ from fp8core.store.manifest import (
     write_signature,
 )
 from fp8core.store.metrics import OF_START, start_metrics
+from fp8core.store.step_manifests import manifest_place, mend_manifest
 
 
 def commit_step(run: RunContext, index: int) -> None:
@@ -32,7 +30,7 @@ def commit_step(run: RunContext, index: int) -> None:
     began = time.perf_counter()
     manifest = _manifest(run, index)
     ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
-    durable.write_file(manifest_file(run.directory.path, index), f"{manifest.model_dump_json(indent=2)}\n".encode())
+    durable.write_file(run.directory.path / manifest_place(index), f"{manifest.model_dump_json(indent=2)}\n".encode())
     if run.signing_key is not None:
         write_signature(run.directory.path, run.signing_key.sign(Head.of(manifest)))
     else:  # A process that had a key may have been killed between its signature and its commit.
@@ -137,10 +135,8 @@ def stored_manifest(run: RunContext, index: int) -> StepManifest:
     Raises:
         UserError: both copies are damaged.
     """
-    entry = committed_step(run, index)
-    manifest = read_manifest(run.directory.store, run.directory.path, entry)
-    if (damage := run.directory.store.damage(entry.manifest)) is not None:
-        run.directory.store.put_json(entry.manifest.kind, manifest.model_dump(mode="json"))
+    manifest, damage = mend_manifest(run.directory.store, run.directory.path, committed_step(run, index))
+    if damage is not None:
         run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
     return manifest
 
@@ -150,28 +146,3 @@ def committed_step(run: RunContext, index: int) -> StepEntry:
     entry = run.directory.ledger.step(index)
     assert entry is not None, f"step {index} is not committed"
     return entry
-
-
-def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepManifest:
-    """The manifest that a ledger entry names, from the store or else from `manifests/` in the run's folder.
-
-    Raises:
-        UserError: both copies are damaged.
-    """
-    damage = store.damage(entry.manifest)
-    if damage is None:
-        return StepManifest.model_validate(store.get_json(entry.manifest))
-    copy = manifest_file(folder, entry.step)
-    try:
-        manifest = parse_model(durable.read_stored(copy), StepManifest, copy)
-    except (OSError, StoredFileError) as error:
-        lost = f"step {entry.step}: the manifest is lost: {damage}; {copy} cannot be read either"
-        raise StoredFileError(lost) from error
-    if store.digest_json(manifest.model_dump(mode="json")) != entry.manifest.digest:
-        raise StoredFileError(f"step {entry.step}: the manifest is lost: {damage}; {copy} has other content")
-    return manifest
-
-
-def manifest_file(folder: Path, index: int) -> Path:
-    """Where the manifest of a step lies for people to read."""
-    return folder / "manifests" / f"{index:05d}.json"

@@ -43,7 +43,6 @@ from fp8core.run.build import (
     refuse_other_data,
     wants_gpus,
 )
-from fp8core.run.commit import read_manifest
 from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of, trial
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
@@ -51,6 +50,7 @@ from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.step_manifests import read_manifest
 from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run

@@ -23,7 +23,7 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
-from fp8core.run.commit import manifest_file, read_manifest, stored_manifest, stored_metrics
+from fp8core.run.commit import stored_manifest, stored_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin, iterate
@@ -38,8 +38,8 @@ from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
-from fp8core.store.run_view import RunView
-from fp8core.store.run_view import inspect_manifest as checked_manifest
+from fp8core.store.run_view import RunView, inspect_manifest
+from fp8core.store.step_manifests import manifest_place, mend_manifest, read_manifest
 from fp8core.training.trainer import UpdateError
 
 
@@ -136,7 +136,7 @@ def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[P
         for index in range(step):
             # One that is missing or damaged is reported by whoever needs it.
             with suppress(OSError):
-                manifest_file(folder, index).write_bytes(read_stored(manifest_file(original, index)))
+                (folder / manifest_place(index)).write_bytes(read_stored(original / manifest_place(index)))
         yield folder
 
 
@@ -281,7 +281,7 @@ def note_damaged_manifests(original: RunSnapshot, steps: range, console: Console
     commits = RunView.read(original.folder).steps
     for step in steps:
         commit = commits[step]
-        for finding in checked_manifest(original.folder, commit)[1]:
+        for finding in inspect_manifest(original.folder, commit)[1]:
             console.note(f"{finding.place}: {finding.problem}; its copy in artifacts/ is used")
         if (damage := original.store.damage(commit.entry.manifest)) is not None:
             console.note(f"{commit.entry.manifest.uri}: {damage}; its copy {commit.place} is used")
@@ -299,10 +299,8 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
                 original.store.put_back(ref, made)
                 console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")
     for index in steps:
-        entry = original.ledger.steps()[index]
-        if (damage := original.store.damage(entry.manifest)) is not None:
-            manifest = read_manifest(original.store, original.path, entry)
-            original.store.put_json(entry.manifest.kind, manifest.model_dump(mode="json"))
+        damage = mend_manifest(original.store, original.path, original.ledger.steps()[index]).damage
+        if damage is not None:
             console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
 
 

@@ -28,7 +28,8 @@ from fp8core.models.safetensors_stream import FileTensors
 from fp8core.store import durable, schemas
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.durable import io_timer
-from fp8core.store.json_text import Bytes, canonical_json
+from fp8core.store.json_text import Bytes, canonical_json, parse_model
+from fp8core.store.manifest import StepManifest
 
 _FOLDER = "artifacts"
 _MAKER = "made_by"
@@ -217,6 +218,12 @@ class ArtifactStore:
         """A stored JSON value of its kind's schema. Raises ArtifactError."""
         with _refused():
             return schemas.read_json(self._read(ref, "json"), ref.kind, self.path(ref))
+
+    @io_timer()
+    def get_manifest(self, ref: Ref) -> StepManifest:
+        """The manifest of a step. Raises ArtifactError."""
+        with _refused():
+            return parse_model(self._read(ref, "json"), StepManifest, f"{self.path(ref)}: not of kind manifest")
 
     def digest_json(self, value: Any) -> str:
         """The digest that `put_json` would name a value by."""

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
 from fp8core.errors import UserError
-from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.checkpoints import held_policy, is_intact, last_written
 from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import refuse_link, remove_folder
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import LEDGER
+from fp8core.store.step_manifests import read_manifest
 
 _STAYS = frozenset({"metrics", "policy"})
 _CONTENT = re.compile(r"[0-9a-f]{64}\.[a-z]+")
@@ -86,7 +87,7 @@ def plan_removal(
         for step in sorted(dropped)
         for _, ref in ledger.outputs(step)
     }
-    staying = _staying(ledger, store, kept)
+    staying = _staying(folder, ledger, store, kept)
     deletions = [_partial_deletion(folder, path, when) for path in sorted((folder / "checkpoints").glob(".*.partial"))]
     deletions += [
         going.get(path.stem) or _orphan(path, when)
@@ -137,20 +138,20 @@ def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactSto
     return steps & (kept_steps(keep, steps, values) | {step for step in steps if step >= resumable})
 
 
-def _staying(ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
+def _staying(folder: Path, ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
     """The digests of all artifacts that stay."""
     steps = ledger.steps()
     finished = [ref for step in steps for _, ref in ledger.outputs(step) if step in kept or ref.kind in _STAYS]
     last = ledger.last_step()
     unfinished = [ref for _, ref in ledger.outputs(START if last is None else last + 1)]
     manifests = [entry.manifest for entry in steps.values()]
-    contents = {digest for step in kept for digest in _contents(store, steps[step].manifest)}
+    contents = {digest for step in kept for digest in _contents(read_manifest(store, folder, steps[step]))}
     return contents | {ref.digest for ref in [*finished, *unfinished, *manifests]}
 
 
-def _contents(store: ArtifactStore, manifest: Ref) -> Iterator[str]:
+def _contents(manifest: StepManifest) -> Iterator[str]:
     """Digests of the inputs and outputs that a manifest names."""
-    record = StepManifest.model_validate(store.get_json(manifest)).record
+    record = manifest.record
     for task in [*record.inputs.values(), *record.outputs.values()]:
         yield from (content.digest for content in task.values())
 

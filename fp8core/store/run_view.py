@@ -4,7 +4,6 @@ A file that cannot be read becomes a finding, so that `verify` goes on with the 
 comes from: its configuration, and the code, libraries and machines that made each of its steps.
 """
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -22,7 +21,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, Ref, read_checked
 from fp8core.store.deletion_log import DELETION_LOG, Deletion, read_deletions
 from fp8core.store.durable import read_lines, read_stored
-from fp8core.store.json_text import canonical_json, mistake, parse_json, parse_model, value_differences
+from fp8core.store.json_text import mistake, parse_model
 from fp8core.store.ledger import (
     ENTRY,
     START,
@@ -35,6 +34,7 @@ from fp8core.store.ledger import (
 )
 from fp8core.store.manifest import StepManifest, record_digest
 from fp8core.store.run_directory import LEDGER, RunDescription, read_description
+from fp8core.store.step_manifests import manifest_place, read_second_copy
 
 _SHOWN_DIGITS = 12
 _STEP = re.compile(r"([0-9]{5,8})(?:\.|$)")
@@ -75,7 +75,7 @@ class Commit:
     @property
     def place(self) -> str:
         """Path of its manifest, relative to the run directory."""
-        return f"manifests/{self.step:05d}.json"
+        return manifest_place(self.step)
 
     @property
     def artifacts(self) -> dict[str, Ref]:
@@ -198,20 +198,11 @@ def inspect_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None,
     None when neither has; and the findings about the file in manifests/, which must equal the artifact.
     """
     ref = commit.entry.manifest
-    stored, beside, problems = _stored(folder, ref), b"", list[str]()
+    stored, problems = _stored(folder, ref), list[str]()
     try:
-        beside = canonical_json(parse_json(read_stored(folder / commit.place), "the manifest"), "manifest")
-    except FileNotFoundError:
-        problems.append("the file is missing")
-    except OSError as error:
-        problems.append(f"cannot be read: {error.strerror}")
+        stored = read_second_copy(folder, commit.entry, stored)
     except StoredFileError as error:
         problems.append(str(error))
-    else:
-        if hashlib.sha256(beside).hexdigest() == ref.digest:
-            stored = beside
-        else:
-            problems.append(f"differs from the manifest that the ledger names{_where(stored, beside)}")
     manifest = None
     try:
         manifest = parse_model(stored, StepManifest, "not a manifest that this version reads") if stored else None
@@ -233,7 +224,7 @@ def spans(steps: Iterable[int]) -> str:
 
 def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
     """True if all tasks of a manifest that no line names are in the ledger."""
-    file = view.folder / f"manifests/{step:05d}.json"
+    file = view.folder / manifest_place(step)
     try:
         record = parse_model(read_stored(file), StepManifest, file).record
     except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
@@ -300,18 +291,6 @@ def _stored(folder: Path, ref: Ref) -> bytes | None:
         return read_checked(folder / ref.uri, ref.digest, ref.size)
     except ArtifactError:
         return None  # `verify` reports it with the other artifacts.
-
-
-def _where(stored: bytes | None, beside: bytes) -> str:
-    """The first difference from the stored manifest, if that can be read."""
-    if stored is None:
-        return ""
-    try:
-        named, copied = parse_json(stored, "the manifest"), parse_json(beside, "its copy")
-    except StoredFileError as error:
-        return f": {error}"
-    first = next(value_differences("manifest", named, copied), None)
-    return "" if first is None else f": {first}"
 
 
 @dataclass
