@@ -93,7 +93,10 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 of all that determines the numbers of a run: not its length, its name, its upkeep and its tracking."""
+    """SHA-256 of all that determines the numbers of a run, and of the configuration's `name`.
+
+    Its length, its own name (`run`), its upkeep and its tracking are left out (NON_NUMERIC_KEYS).
+    """
     return dump_digest(public_dump(config))
 
 
