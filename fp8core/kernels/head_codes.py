@@ -68,7 +68,7 @@ def _head_codes_kernel(
 
 
 @triton.jit
-def _static_codes_kernel(
+def _codes_of_scale_tensor_kernel(
     x: tl.tensor, codes: tl.tensor, scale: tl.tensor, width: tl.tensor, pitch: tl.tensor, columns: tl.constexpr
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -109,7 +109,7 @@ def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
     return _parts(qkv, layout, scales, torch.float8_e4m3fn)
 
 
-def static_codes(x: Tensor, scale: Tensor) -> Tensor:
+def codes_of_scale_tensor(x: Tensor, scale: Tensor) -> Tensor:
     """E4M3 codes of one tensor under a scale that lies on its device, so that captured graphs read it anew.
 
     Args:
@@ -124,7 +124,7 @@ def static_codes(x: Tensor, scale: Tensor) -> Tensor:
     if tokens:
         assert x.flatten(1).data_ptr() == x.data_ptr(), "a token's elements lie apart"
         grid = (tokens, triton.cdiv(width, _COLUMNS))
-        _static_codes_kernel[grid](x, codes, scale, width, x.stride(0), _COLUMNS)
+        _codes_of_scale_tensor_kernel[grid](x, codes, scale, width, x.stride(0), _COLUMNS)
     return codes
 
 

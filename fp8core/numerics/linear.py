@@ -76,17 +76,14 @@ class LinearFormat(Protocol):
         ...
 
 
-def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) -> LinearWeight:
-    """Stack stored weights that share their input (q, k, v; gate, up) into one ready to multiply.
+def load_weight(parts: list[StoredWeight]) -> LinearWeight:
+    """Stack stored weights that share their input (q, k, v; gate, up) into one ready to multiply, without a master.
 
-    Args:
-        parts: weights with equal `in`.
-        masters: FP32 parameters in the same order, when gradients are wanted.
+    `parts` have equal `in`.
     """
-    master = torch.cat(masters) if masters else None
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
-        return LinearWeight(plain, None, plain.double(), master)
+        return LinearWeight(plain, None, plain.double(), master=None)
     row_scales, values = _stacked([_scales_by_row(part) for part in parts]), _stacked([part.values for part in parts])
     dequantised = torch.empty(values.shape, dtype=torch.float64)
     # Pieces stay in the cache. Rows of a tile have the same scales, and those of one part begin at its own tile.
@@ -97,7 +94,7 @@ def load_weight(parts: list[StoredWeight], masters: list[Tensor] | None = None) 
             factors = row_scales[rows.start].double().repeat_interleave(TILE)[: values.shape[1]]
             torch.mul(decode(values[rows]), factors, out=dequantised[rows])
         first += part.values.shape[0]
-    return LinearWeight(values, row_scales, dequantised, master)
+    return LinearWeight(values, row_scales, dequantised, master=None)
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

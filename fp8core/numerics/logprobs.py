@@ -78,13 +78,13 @@ class HeadFormat(Protocol):
         ...
 
 
-def load_head(values: Tensor, master: Tensor | None = None) -> HeadWeight:
-    """Make a head ready; `values` is [vocabulary, hidden] of any float type."""
+def load_head(values: Tensor) -> HeadWeight:
+    """Make a head ready, without a master; `values` is [vocabulary, hidden] of any float type."""
     full = values.float()
     aligned, bits = torch.empty(full.shape, dtype=torch.float64), alignment_bits(full.shape[1])
     for rows, piece in zip(aligned.split(_HEAD_ROWS), full.split(_HEAD_ROWS), strict=True):
         rows.copy_(align_rows(piece.double(), bits))
-    return HeadWeight(full, aligned, master)
+    return HeadWeight(full, aligned, master=None)
 
 
 class Fp32Head:

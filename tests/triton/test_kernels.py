@@ -473,13 +473,13 @@ def test_merged_weights_have_the_bytes_of_the_reference(device: torch.device, ru
 @pytest.mark.parametrize("scale", [2.0**-6, 0.3])
 def test_static_codes_are_quotients_rounded_once(device: torch.device, scale: float) -> None:
     """Of V inside a fused projection, some beyond 448; the scale is read where it lies."""
-    from fp8core.kernels.head_codes import static_codes
+    from fp8core.kernels.head_codes import codes_of_scale_tensor
 
     qkv = drawn(5, 6 * 128, seed=9).to(device)
     values, held = qkv[:, 5 * 128 :].view(-1, 1, 128), torch.tensor([0.0, scale], device=device)[1:]
-    found = static_codes(values, held)
+    found = codes_of_scale_tensor(values, held)
     expected = round_to_e4m3(values.float() / held).to(torch.float8_e4m3fn)
     assert found.shape == values.shape
     assert (values.float() / held).abs().max() > 448 or scale > 0.1
     assert torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
-    assert static_codes(values[:0], held).shape == (0, 1, 128)
+    assert codes_of_scale_tensor(values[:0], held).shape == (0, 1, 128)

@@ -14,7 +14,7 @@ from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBac
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor, nn
 
-from fp8core.kernels.head_codes import static_codes
+from fp8core.kernels.head_codes import codes_of_scale_tensor
 from fp8core.rollout.sglang import internals
 
 
@@ -53,6 +53,6 @@ class ScaledAttention(FlashAttentionBackend):
         of_q, of_k, of_v = internals.scale_buffers(layer)
         if save:
             place = KVWriteLoc(forward_batch.out_cache_loc, self.forward_metadata.swa_out_cache_loc)
-            codes = static_codes(k, of_k), static_codes(v, of_v)
+            codes = codes_of_scale_tensor(k, of_k), codes_of_scale_tensor(v, of_v)
             self.token_to_kv_pool.set_kv_buffer(layer, place, *codes)
-        return static_codes(q, of_q), False
+        return codes_of_scale_tensor(q, of_q), False

@@ -146,10 +146,15 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
     gate = normal(3, HIDDEN, seed=30, spread=0.1).requires_grad_()
     x = normal(6, HIDDEN, seed=31).requires_grad_()
     experts = tuple(
-        MlpWeights(*(load_weight([StoredWeight(master.detach())], [master]) for master in masters[2 * e : 2 * e + 2]))
+        MlpWeights(
+            *(
+                replace(load_weight([StoredWeight(master.detach())]), master=master)
+                for master in masters[2 * e : 2 * e + 2]
+            )
+        )
         for e in range(3)
     )
-    layer = ExpertWeights(load_head(gate.detach(), gate), experts, 2, normalise_top_k=True)
+    layer = ExpertWeights(replace(load_head(gate.detach()), master=gate), experts, 2, normalise_top_k=True)
     worst = top_k(-router_logits(x, layer.router).detach(), 2)
     assert not torch.equal(worst, top_k(router_logits(x, layer.router), 2))
     replay = ReplayedRouting(worst[None, :, None])

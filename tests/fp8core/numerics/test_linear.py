@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -183,7 +184,7 @@ def test_fp8_block_linear(quantised, shape: tuple[int, int, int], rule: str) -> 
     tokens, inputs, outputs = shape
     x, grad = random(tokens, inputs, 12), random(tokens, outputs, 13)
     master = random(outputs, inputs, 14).requires_grad_()
-    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
     expected = explicit_fp8(quantised, x, quantised(master.detach(), rule, 128, 128), grad, rule)
     for ours, theirs in zip(run(Fp8BlockLinear(rule), x, weight, [master], grad), expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -195,7 +196,7 @@ def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], rule: str) -
     tokens, inputs, outputs = shape
     x, grad = random(tokens, inputs, 15), random(tokens, outputs, 16)
     master = random(outputs, inputs, 17).requires_grad_()
-    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
     tiles = quantised(master.detach(), rule, 128, 128)
     y, grad_x, grad_weight = run(Fp8ForwardLinear(rule), x, weight, [master], grad)
     assert torch.equal(y, to_bf16(quantised(x, rule, 1, 128) @ tiles.t()))
@@ -212,7 +213,7 @@ def test_plain_linears(form, rounding, shape: tuple[int, int, int]) -> None:
     tokens, inputs, outputs = shape
     x, grad = random(tokens, inputs, 18), random(tokens, outputs, 19)
     master = random(outputs, inputs, 20).requires_grad_()
-    weight = load_weight([StoredWeight(master.detach().clone())], [master])
+    weight = replace(load_weight([StoredWeight(master.detach().clone())]), master=master)
     expected = explicit_plain(x, master.detach(), grad, rounding)
     y, grad_x, grad_weight = run(form, x, weight, [master], grad)
     if form.name == "bf16":
@@ -240,7 +241,7 @@ def test_each_of_the_stacked_masters_gets_its_own_gradient(form) -> None:
         rule = getattr(form, "rule", None)
         plain = [StoredWeight(master.detach()) for master in chosen]
         parts = plain if rule is None else [stored_fp8(master.detach(), rule) for master in chosen]
-        return list(torch.autograd.grad(form(x, load_weight(parts, chosen)), chosen, grad))
+        return list(torch.autograd.grad(form(x, replace(load_weight(parts), master=torch.cat(chosen))), chosen, grad))
 
     stacked = gradients(masters, grad)
     separate = [*gradients(masters[:1], grad[:, :128]), *gradients(masters[1:], grad[:, 128:])]
@@ -256,20 +257,20 @@ def test_a_frozen_weight_passes_the_gradient_on(form) -> None:
     part = stored_fp8(master, "pow2") if form.name == "fp8_block" else StoredWeight(master)
     x, grad = random(5, 128, 24).requires_grad_(), random(5, 64, 25)
     (frozen,) = torch.autograd.grad(form(x, load_weight([part])), x, grad)
-    trained = load_weight([part], [master.clone().requires_grad_()])
+    trained = replace(load_weight([part]), master=master.clone().requires_grad_())
     assert torch.equal(frozen, torch.autograd.grad(form(x, trained), x, grad)[0])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_strided_gradient_is_quantised_like_a_dense_one(rule: str) -> None:
     master = random(96, 128, 26).requires_grad_()
-    weight = load_weight([stored_fp8(master.detach(), rule)], [master])
+    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
     x, grad = random(140, 128, 27), random(140, 96, 28)
     dense = run(Fp8BlockLinear(rule), x, weight, [master], grad)
     strided = run(
         Fp8BlockLinear(rule),
         x,
-        load_weight([stored_fp8(master.detach(), rule)], [master]),
+        replace(load_weight([stored_fp8(master.detach(), rule)]), master=master),
         [master],
         grad.t().contiguous().t(),
     )

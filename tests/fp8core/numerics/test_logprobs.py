@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def gradients(
     x: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor, form: HeadFormat, temp: float
 ) -> tuple[Tensor, ...]:
     x, master = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    logp, _ = token_logprobs(x, load_head(weight, master), form, targets, temp)
+    logp, _ = token_logprobs(x, replace(load_head(weight), master=master), form, targets, temp)
     return torch.autograd.grad(logp, (x, master), upstream)
 
 
@@ -190,7 +191,7 @@ def test_gradients_of_entropies_are_those_of_the_plain_formula(
     x, weight, targets = random_case(40, 100, 64, seed=14)
     upstream = torch.randn(2, 40, generator=torch.Generator().manual_seed(15)) * torch.tensor(parts)[:, None]
     ours = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    found = token_logprobs(ours[0], load_head(weight, ours[1]), Fp32Head(), targets, temperature)
+    found = token_logprobs(ours[0], replace(load_head(weight), master=ours[1]), Fp32Head(), targets, temperature)
     theirs = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = plain(*theirs, targets, temperature)
     gradients = []

@@ -1,6 +1,7 @@
 """Top-k and top-p: the tokens that are left, their log-probs, entropies and gradients, against a slow definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,7 +112,9 @@ def test_gradients_are_those_of_autograd_over_what_is_left(monkeypatch, truncati
     slopes = torch.autograd.grad([*expected], wide, [*upstream])
 
     ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found = token_logprobs(ours[0], load_head(weight, ours[1]), Fp32Head(), targets, temperature, truncation)
+    found = token_logprobs(
+        ours[0], replace(load_head(weight), master=ours[1]), Fp32Head(), targets, temperature, truncation
+    )
     narrow = [x.bfloat16().requires_grad_(), weight.clone().requires_grad_()]
     options = packed.HeadOptions(torch.float32, temperature, truncation)
     same = packed.token_logprobs(narrow[0], narrow[1], weight.bfloat16(), targets, options)
