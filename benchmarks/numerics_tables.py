@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import RESULTS, ROOT, Row, provenance, table, write_rows
+from benchmarks.quantisation_errors import gemm_error, quantise_tensor
 from fp8core.alignment import metrics
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
-from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tensor, quantise_tiles
-from fp8core.numerics.gemm import gemm_error, relative_rms
+from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tiles
+from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
 from fp8core.rl import correction
 from fp8core.rl.batch import TokenBatch, length_mask

@@ -153,21 +153,6 @@ def quantise_tiles(x: Tensor, rule: ScaleRule, tile: int = TILE) -> tuple[Tensor
     return grid[:out, :columns].contiguous(), scales
 
 
-def quantise_tensor(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """Quantise with one scale for the whole tensor.
-
-    Args:
-        x: FP32, any shape with at least one element.
-        rule: scale rule.
-
-    Returns:
-        grid: FP32 of the same shape, on the E4M3 grid.
-        scale: FP32 scalar [].
-    """
-    scale = scale_from_amax(x.abs().amax(), rule)
-    return round_to_e4m3(x / scale), scale
-
-
 def encode(grid: Tensor) -> Tensor:
     """Grid values as E4M3 bytes (`float8_e4m3fn`); exact, because every value is representable."""
     return grid.to(torch.float8_e4m3fn)

@@ -8,10 +8,6 @@ Most rows need no blocks: where scales of powers of two lie close enough, the wh
 
 FP32 operands have no such blocks: `sliced_gemm` and `ordered_gemm` are for the FP32 side of a contract.
 
-`hardware_gemm` is the order of Hopper's block-FP8 kernels, for comparison: also independent of the batch, but rounded
-to FP32 at every block. `gemm_error` measures how far a quantised product is from the true one, and which part of that
-is the order of summation.
-
 Operations on codes multiply exactly here, and on tensor cores where there are any (`kernels.hopper_gemm`):
 
     forward_gemm          Y  = X W^T      rows of X,  tiles of W
@@ -19,13 +15,11 @@ Operations on codes multiply exactly here, and on tensor cores where there are a
     weight_gradient_gemm  dW = dY^T X     columns of dY, columns of X
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import E4M3_MAX, TILE, Codes, ScaleRule, decode, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import E4M3_MAX, TILE, Codes, decode
 
 OUTPUT_MULTIPLE = 64
 """Columns that DeepGEMM writes at once: on a GPU the width of a product, and so a hidden size, is a multiple."""
@@ -117,50 +111,6 @@ def row_spans(grid: Tensor, scales: Tensor) -> Tensor:
 def row_peak(scales: Tensor) -> float:
     """A bound on the magnitudes of all rows in units of their row's last bit, from FP32 scales [rows, groups]."""
     return float((scales.amax(-1) / scales.amin(-1)).amax()) * E4M3_MAX / _LAST_BIT
-
-
-def hardware_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
-    """`left @ right.T` in the order of Hopper's kernels: one FP32 FMA per block, blocks ascending.
-
-    For each block, `acc = fma(left_scale * right_scale, partial, acc)` in FP32, the product of the scales rounded to
-    FP32 first (DeepGEMM `sm90_fp8_gemm_1d2d.cuh`). Assumption: the tensor cores' partial of a block is the exact dot
-    rounded once to FP32. Real ones keep about 14 bits inside a block (DeepSeek-V3, arXiv 2412.19437, section 3.5.2),
-    in an order that is not documented. So this is a lower bound of their error, not their bytes.
-
-    Args:
-        left: grid values [M, K], FP32 or FP64.
-        left_scales: FP32 [M, ceil(K / block)].
-        right: grid values [N, K], FP32 or FP64.
-        right_scales: FP32 [N, ceil(K / block)].
-        block: width of a block.
-
-    Returns:
-        FP32 [M, N].
-    """
-    total = torch.zeros(left.shape[0], right.shape[0])
-    for b in range(left_scales.shape[1]):
-        columns = slice(b * block, (b + 1) * block)
-        partial = (left[:, columns].double() @ right[:, columns].double().t()).float()
-        total = fused_multiply_add(left_scales[:, b, None] * right_scales[:, b], partial, total)
-    return total
-
-
-def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c rounded once to FP32, for finite FP32 tensors of one broadcast shape.
-
-    The product has 48 bits and is exact in FP64. Rounding its FP64 sum with c a second time would be wrong in about 1
-    in 2^29 random sums. There the FP64 sum falls on a midpoint of FP32 that the exact one only comes near. Therefore
-    the FP64 sum is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). The
-    rounding of that to FP32 is the rounding of the exact sum.
-    """
-    product, addend = a.double() * b.double(), c.double()
-    total = product + addend
-    back = total - product
-    # Knuth's TwoSum: what the addition lost, exactly.
-    lost = (product - (total - back)) + (addend - back)
-    even = (total.view(torch.int64) & 1) == 0
-    towards = torch.where(lost > 0, torch.inf, -torch.inf).to(total)
-    return torch.where((lost != 0) & even, torch.nextafter(total, towards), total).float()
 
 
 def align_rows(x: Tensor, bits: int) -> Tensor:
@@ -315,61 +265,7 @@ def _code_gemm(left: Codes, right: Codes) -> Tensor:
     return block_gemm(decode(left[0]), left[1], decode(right[0]), right[1])
 
 
-@dataclass(frozen=True)
-class GemmError:
-    """Distances of block-FP8 products, as relative RMS errors.
-
-    Attributes:
-        exact: exact accumulation, from the FP64 product of the operands before quantisation.
-        hardware: Hopper's order, from the same.
-        plain_fp32: FP32 matrix product of the dequantised operands, from the same.
-        hardware_order: Hopper's order, from exact accumulation of the same codes.
-        plain_fp32_order: the FP32 matrix product, from exact accumulation of the same codes.
-        bf16_differing: share of elements whose BF16 roundings differ between Hopper's order and the exact one.
-    """
-
-    exact: float
-    hardware: float
-    plain_fp32: float
-    hardware_order: float
-    plain_fp32_order: float
-    bf16_differing: float
-
-
 def relative_rms(x: Tensor, reference: Tensor) -> float:
     """Root mean square of x - reference over that of the reference, in FP64; any shape, the reference not all zero."""
     wide = reference.double()
     return ((x.double() - wide).square().mean() / wide.square().mean()).sqrt().item()
-
-
-def gemm_error(left: Tensor, right: Tensor, rule: ScaleRule, block: int = TILE) -> GemmError:
-    """Errors of `left @ right.T` in block FP8.
-
-    Args:
-        left: FP32 [M, K], quantised in 1 x `block` groups (activations).
-        right: FP32 [N, K], quantised in `block` x `block` tiles (weights).
-        rule: scale rule.
-        block: width of a group.
-
-    Raises:
-        GroupNotFinite: an operand holds NaN or infinity.
-    """
-    left_grid, left_scales = quantise_rows(left, rule, block)
-    right_grid, tile_scales = quantise_tiles(right, rule, block)
-    right_scales = tile_scales.repeat_interleave(block, dim=0)[: right.shape[0]]
-    exact = block_gemm(left_grid, left_scales, right_grid, right_scales, block)
-    hardware = hardware_gemm(left_grid, left_scales, right_grid, right_scales, block)
-    plain = _dequantised(left_grid, left_scales, block) @ _dequantised(right_grid, right_scales, block).t()
-    true = left.double() @ right.double().t()
-    return GemmError(
-        exact=relative_rms(exact, true),
-        hardware=relative_rms(hardware, true),
-        plain_fp32=relative_rms(plain, true),
-        hardware_order=relative_rms(hardware, exact),
-        plain_fp32_order=relative_rms(plain, exact),
-        bf16_differing=(hardware.bfloat16() != exact.float().bfloat16()).double().mean().item(),
-    )
-
-
-def _dequantised(grid: Tensor, scales: Tensor, block: int) -> Tensor:
-    return grid * scales.repeat_interleave(block, dim=1)[:, : grid.shape[1]]

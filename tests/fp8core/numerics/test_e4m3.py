@@ -17,7 +17,6 @@ from fp8core.numerics.e4m3 import (
     finite_check,
     quantise_columns,
     quantise_rows,
-    quantise_tensor,
     quantise_tiles,
     round_to_e4m3,
     row_and_column_codes,
@@ -201,18 +200,6 @@ def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, seed: 
     ):
         assert torch.equal(ours[0], slow[0])
         assert torch.equal(ours[1], slow[1])
-
-
-@given(shape=SHAPES, seed=st.integers(0, 2**31), rule=st.sampled_from(RULES))
-@settings(max_examples=30)
-def test_per_tensor_has_one_scale(slow_quantise, shape: tuple[int, int], seed: int, rule: str) -> None:
-    x = random(*shape, seed)
-    grid, scale = quantise_tensor(x, rule)
-    expected, expected_scale = slow_quantise(x, rule, *shape)
-    assert scale.shape == ()
-    assert torch.equal(scale, expected_scale[0, 0])
-    assert torch.equal(grid, expected)
-    assert torch.equal(quantise_tensor(x.t().reshape(-1, 1, shape[0]), rule)[0].view(shape[::-1]), expected.t())
 
 
 def test_tile_scales_have_the_layout_of_weight_scale_inv() -> None:
