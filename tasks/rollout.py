@@ -2,17 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
-from fp8core.data.prompt import longest_prompt
-from fp8core.numerics.logprobs import Truncation
-from fp8core.rollout.engine import Sampling
 from fp8core.rollout.episodes import Episode
-from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import answers, play, seconds_of, stored_endings, turns_table
+from fp8core.run.episodes import answers, seconds_of, stored_endings, turns_table
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import (
     check_episodes,
     environment_of,
@@ -73,12 +71,9 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     finished = defaultdict[int, set[int]](set)
     for row in [] if done is None else done.select(["group", "sample"]).to_pylist():
         finished[row["group"]].add(row["sample"])
-    config = run.config.rollout
-    truncation = Truncation.of(config.top_k, config.top_p)
-    sampling = Sampling(
-        config.temperature, config.max_new_tokens, run.tokenizer.eos_ids, config.router_replay, truncation
-    )
-    schema = ROUTED_ROLLOUTS if config.router_replay else ROLLOUTS
+    player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
+    sampling = replace(player.sampling(), report_experts=run.config.rollout.router_replay)
+    schema = ROUTED_ROLLOUTS if sampling.report_experts else ROLLOUTS
     tables = []
 
     def table_of(batch: Sequence[Episode]) -> pa.Table:
@@ -91,9 +86,8 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
         tables.append(done.cast(schema) if run.config.environment is None else done)
     # Of a group that the environment had begun, some episodes may be there.
     open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
-    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
     with environment_of(run, index, "turns") as pool:
-        played = play(run.ready_engine(), open_groups, sampling, run.config, run.tokenizer, rows, longest, pool)
+        played = player.play(run.ready_engine(), open_groups, rows, sampling, pool)
         for batch in while_going(run, played):
             table = table_of(batch)
             shards.append(table)

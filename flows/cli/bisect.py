@@ -198,7 +198,9 @@ def _checkpoint(config: "RunConfig", count: int) -> Subject:
     from fp8core.numerics.kv_scales import covered_amax, scales_from_statistics
     from fp8core.rl.batch import TokenBatch
     from fp8core.run.build import build_base, build_local_trainer
+    from fp8core.run.open import refuse_truncation
 
+    refuse_truncation(config)
     source, base = build_source(config.data, config.evaluation), build_base(config)
     problems = source.training(0, count, config.seed)
     prompts = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
@@ -220,14 +222,15 @@ def _completions(
     prompts: list[list[int]],
 ) -> list[list[int]]:
     """One sampled completion of each prompt."""
-    from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, sample_seed
+    from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
     from fp8core.run.build import build_engine
+    from fp8core.run.player import EpisodePlayer
 
     groups = [
         PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
         for i, tokens in enumerate(prompts)
     ]
-    sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
+    sampling = EpisodePlayer.of(config, base.tokenizer, base.arch).sampling()
     with closing(build_engine(config, base.arch)) as engine:
         engine.update(stored, PolicyScales(0, tuple(scales)), 0)
         done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}

@@ -5,12 +5,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, longest_prompt
+from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
 from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine, Sampling
+from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import (
     build_base,
@@ -20,7 +20,8 @@ from fp8core.run.build import (
     check_stop_strings,
     open_cluster,
 )
-from fp8core.run.episodes import check_openings, ending_of, play, score
+from fp8core.run.episodes import check_openings, ending_of, score
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.rollouts import early_endings, failures, groups_of, judges, problem_table
 from fp8core.run.scales import covered, scales_of
@@ -76,10 +77,9 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         parts.callback(engine.close)
         with closing(build_trainer(config, base.arch, base.tensors, cluster)) as trainer:
             _load(engine, trainer, config, tokens)
-        sampling = Sampling(questions.temperature, config.rollout.max_new_tokens, base.tokenizer.eos_ids)
+        player = EpisodePlayer.of(config, base.tokenizer, base.arch)
         groups = groups_of(asked, questions.seed, 0, questions.samples)
-        longest = longest_prompt(config, positions)
-        played = play(engine, groups, sampling, config, base.tokenizer, asked, longest, pool)
+        played = player.play(engine, groups, asked, player.evaluation_sampling(questions.temperature), pool)
         episodes = [one for batch in played for one in batch]
         described = engine.describe()
     episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))

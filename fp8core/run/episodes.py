@@ -1,4 +1,4 @@
-"""Episodes of a run: played by its engine and environment, as tables, and the verdicts on how they ended.
+"""Episodes of a run: their tasks, as tables, as they were recorded, and the verdicts on how they ended.
 
 Without `environment` in the configuration an episode is one turn that the verifier judges. So there is one way from
 prompts to rewards.
@@ -7,11 +7,10 @@ prompts to rewards.
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from textwrap import shorten
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -35,15 +34,8 @@ from fp8core.errors import NotRecordedError, UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episodes import (
-    Begun,
-    Episode,
-    MultiTurn,
-    Pool,
-    TurnBudget,
-    run_episodes,
-)
+from fp8core.rollout.engine import Completion, sample_seed
+from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.store.tables import TURNS, text_digest
 
 UNCHECKED_OUTCOMES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
@@ -156,57 +148,6 @@ def check_observation(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -
 def ended_as(outcome: str, detail: str) -> str:
     """An outcome and what is known of it, for people."""
     return f"{outcome}: {detail}".removesuffix(": ")
-
-
-def play(
-    engine: RolloutEngine,
-    groups: Sequence[PromptGroup],
-    sampling: Sampling,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    asked: Sequence[Mapping[str, Any]],
-    longest: int,
-    pool: Pool | None,
-    begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
-    room: int | None = None,
-) -> Generator[list[Episode], None, None]:
-    """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
-
-    While environments keep all waiting, it yields none each second (`run_episodes`).
-
-    Args:
-        engine: answers under its present policy.
-        groups: samples with their seeds.
-        sampling: `max_new_tokens` limits an episode.
-        config: environment and stop strings.
-        tokenizer: of the policy.
-        asked: rows of kind `prompts`, of these groups or more.
-        longest: tokens of an environment's first messages.
-        pool: of the environment, or of what was recorded of it; None without `environment`.
-        begun, room: as of `MultiTurn`.
-    """
-    if config.environment is None:
-        strings = config.rollout.stop_strings
-        for episodes in run_episodes(engine, groups, sampling):
-            yield [replace(one, completion=cut_at(one.completion, tokenizer, strings)) for one in episodes]
-        return
-    assert pool is not None, "an environment was configured"
-    if not isinstance(engine, StreamingEngine):
-        raise UserError(
-            f"environment.name={config.environment.name}: rollout.engine={config.rollout.engine} has no open_session, "
-            "which takes requests while others are in flight"
-        )
-    rows = {row["group"]: row for row in asked}
-    tasks = {
-        (group.group, sample): task_of(rows[group.group], seed)
-        for group in groups
-        for sample, seed in zip(group.samples, group.seeds, strict=True)
-    }
-    asked_for = config.environment
-    budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, longest)
-    talk = Talk(tokenizer, tool_calls_of(asked_for, tokenizer))
-    counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
-    yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room, counted))
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:

@@ -108,7 +108,7 @@ def pipeline_of(config: RunConfig) -> Plan:
     if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in plan.steps):
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
-    _refuse_truncation(config)
+    refuse_truncation(config)
     _refuse_ahead(config)
     return plan
 
@@ -130,7 +130,7 @@ def _refuse_source(config: RunConfig) -> None:
         raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
 
 
-def _refuse_truncation(config: RunConfig) -> None:
+def refuse_truncation(config: RunConfig) -> None:
     """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
 
     GPUs are refused too: engines there draw from whole distributions, and aligned models give their log-probs.

@@ -1,9 +1,9 @@
 """The distance of the policy in FP8 from the same weights in BF16, measured once, before the first update.
 
 Rollout and training may agree bit for bit and still compute another function than BF16 does. So step 0 samples
-completions in the rollout's precision, and scores each of their tokens in BF16 too. It also answers held-out prompts in
-BF16, by an engine in this process. On a CPU that takes its weights alone; on a GPU it would need memory that no plan
-counts.
+completions as the run does, in the rollout's precision, and scores each of their tokens in BF16 too. It also answers
+held-out prompts in BF16, by an engine in this process. On a CPU that takes its weights alone; on a GPU it would need
+memory that no plan counts.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import EXPONENT_BOUND
+from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.run import RunConfig
 from fp8core.evaluation.measure import (
     bootstrap_interval,
@@ -26,51 +26,60 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
 from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, Sampling
+from fp8core.rollout.engine import PolicyScales
 from fp8core.run.build import build_engine
 from fp8core.run.context import RunContext
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import heldout_accuracy, prompt_groups, prompt_table
 from fp8core.store.ledger import START
 
 _CONFIDENCE = 0.95
 
 
-def measure_gap(run: RunContext, evaluated: dict[str, Any]) -> dict[str, Any]:
+def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]) -> dict[str, Any]:
     """The gap of the policy that engine and trainer hold, as JSON types.
 
     Args:
         run: engine and trainer hold policy 0.
+        scales: of policy 0.
         evaluated: `heldout_accuracy` of the engine, over the same prompts or more.
     """
-    count, rollout = compared_prompts(run.config), run.config.rollout
+    count = compared_prompts(run.config)
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
     groups = prompt_groups(run, START, prompts, 1)
-    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
-    sampled = [done for finished in run.ready_engine().generate(groups, sampling) for done in finished]
+    sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
+    finished = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
+    sampled = sorted(finished, key=lambda done: done.group)
+    batch = TokenBatch.of(tokens, [done.tokens for done in sampled])
+    if sampling.truncation is None:
+        ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
+    else:
+        # BF16 may leave out a token that was sampled: both sides score under whole distributions, as a reference does.
+        ours = _whole_logprobs(run, batch, scales).double()
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
     formats = rollout_formats(precision, run.arch.num_layers)
     stored = stored_weights(run.initial_policy(), formats.stored_names(), formats.scale_rule)
-    distances = _distances(run, other, stored, tokens, sorted(sampled, key=lambda done: done.group))
+    distances = clamp_exponent(ours - _logprobs_in(run, other, stored, batch).double())
     engine = build_engine(other, run.arch)
     try:
         engine.update(stored, PolicyScales(0, ()), 0)
         scores = heldout_accuracy(run, engine, count)[0]["scores"]
     finally:
         engine.close()
-    ours, theirs = ([found[name] for name in names] for found in (evaluated["scores"], scores))
+    scored, scored_in_bf16 = ([found[name] for name in names] for found in (evaluated["scores"], scores))
     return {
         "prompts": count,
         "tokens": len(distances),
-        "temperature": rollout.temperature,
+        "temperature": sampling.temperature,
         "nats": float(distances.abs().mean()),
         # Of KL(policy, policy in BF16) from samples of the first: r - 1 - log r, r = exp(-distance).
         "k3": float((torch.expm1(-distances) + distances).mean()),
         "error": float(distances.abs().exp().mean()),
-        "accuracy": _estimate(ours),
-        "bf16_accuracy": _estimate(theirs),
-        "difference": _difference([a - b for a, b in zip(ours, theirs, strict=True)]),
+        "accuracy": _estimate(scored),
+        "bf16_accuracy": _estimate(scored_in_bf16),
+        "difference": _difference([a - b for a, b in zip(scored, scored_in_bf16, strict=True)]),
     }
 
 
@@ -88,18 +97,17 @@ def gap_line(gap: dict[str, Any]) -> str:
     )
 
 
+def _whole_logprobs(run: RunContext, batch: TokenBatch, scales: PolicyScales) -> Tensor:
+    """FP32 log-prob of every completion token in order, by the trainer: a run that truncates has equal sides."""
+    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers or None).logprobs
+    return scored[~scored.isnan()]
+
+
 @torch.no_grad()
-def _distances(
-    run: RunContext,
-    config: RunConfig,
-    stored: dict[str, Tensor],
-    prompts: Sequence[Sequence[int]],
-    sampled: Sequence[Completion],
-) -> Tensor:
-    """FP64 log-prob as it was sampled minus that in the formats of `config`, of every token, in order."""
+def _logprobs_in(run: RunContext, config: RunConfig, stored: dict[str, Tensor], batch: TokenBatch) -> Tensor:
+    """FP32 log-prob of every completion token in order, in the rollout's formats of `config`."""
     decoder = Decoder(run.arch, rollout_formats(config.precision, run.arch.num_layers))
     weights = load_policy(run.arch, stored)
-    batch = TokenBatch.of(prompts, [done.tokens for done in sampled])
     found = []
     for _, part in batch.slices(config.training.micro_batch):
         hidden = decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None)
@@ -107,8 +115,7 @@ def _distances(
         targets = part.tokens[:, 1:][written]
         head, temperature = decoder.formats.head, config.rollout.temperature
         found.append(token_logprobs(hidden[:, :-1][written], weights.head, head, targets, temperature)[0])
-    ours = torch.tensor([logprob for done in sampled for logprob in done.logprobs], dtype=torch.float64)
-    return (ours - torch.cat(found).double()).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    return torch.cat(found)
 
 
 def _estimate(scores: Sequence[float]) -> dict[str, float]:

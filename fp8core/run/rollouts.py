@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, encode_prompt, longest_prompt
+from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rl.batch import routes_column
-from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sample_seed
 from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
@@ -26,11 +26,11 @@ from fp8core.run.episodes import (
     ending_of,
     episode_means,
     messages_of,
-    play,
     score,
     turn_rows,
     turns_table,
 )
+from fp8core.run.player import EpisodePlayer
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.ledger import START
 from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
@@ -261,7 +261,7 @@ def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | No
 
 
 def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:
-    """Episodes of `play` that have finished, until another task of the step fails (errors: `refuse_halted`)."""
+    """Episodes that are played and have finished, until another task of the step fails (errors: `refuse_halted`)."""
     # The error holds this frame: open episodes would stay with the environment.
     with closing(played):
         for batch in played:
@@ -292,17 +292,16 @@ def heldout_accuracy(
         run: its tokenizer, verifier and held-out prompts are used.
         engine: answers, greedily.
         count: at most `evaluation.prompts`.
-        pool: as of `episodes.play`.
+        pool: as of `EpisodePlayer.play`.
 
     Returns:
         The content of an artifact of kind `evaluation`, and the episodes in order of group. Comparisons of trainings
         pair prompts by scores (docs/guides/parity.md).
     """
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
-    sampling = Sampling(0.0, run.config.rollout.max_new_tokens, run.tokenizer.eos_ids)
     asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
-    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
-    played = play(engine, groups, sampling, run.config, run.tokenizer, asked, longest, pool)
+    player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
+    played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
     found = [one for batch in while_going(run, played) for one in batch]
     episodes = sorted(found, key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]

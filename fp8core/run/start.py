@@ -29,7 +29,6 @@ from fp8core.data.demonstrations import (
     own_batches,
     own_demonstrations,
 )
-from fp8core.data.prompt import longest_prompt
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder, FullContext
@@ -37,15 +36,14 @@ from fp8core.models.safetensors_stream import FileTensors
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
-from fp8core.numerics.logprobs import Truncation, token_logprobs
+from fp8core.numerics.logprobs import token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Sampling
-from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, freeze_heap
-from fp8core.run.episodes import ending_of, play, score
+from fp8core.run.episodes import ending_of, score
 from fp8core.run.execute import TaskResult, attempt, run_task
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
@@ -167,10 +165,11 @@ def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
 
     def body() -> dict[str, Ref]:
         store = run.directory.store
+        in_force, measured = read_scales(run, scales), store.get_json(evaluation)
         if run.directory.ledger.step(START) is not None:
             # The first evaluation is over, and has not pushed.
-            push(run, read_scales(run, scales))
-        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, store.get_json(evaluation)))}
+            push(run, in_force)
+        return {"precision_gap": store.put_json("precision_gap", measure_gap(run, in_force, measured))}
 
     return _once(run, "precision_gap", {"scales": scales.digest, "evaluation": evaluation.digest}, body)
 
@@ -190,14 +189,10 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     """
     problems = run.source.training(START, run.config.rollout.prompts_per_step, run.config.seed)
     prompts = prompt_table(run, problems)
-    rollout = run.config.rollout
-    truncation = Truncation.of(rollout.top_k, rollout.top_p)
-    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids, truncation=truncation)
     right: dict[str, list[bool]] = defaultdict(list)
     asked = prompts.to_pylist()
-    longest = longest_prompt(run.config, longest_row(run.config, run.arch))
-    groups = prompt_groups(run, START, prompts)
-    played = play(run.ready_engine(), groups, sampling, run.config, run.tokenizer, asked, longest, None)
+    player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
+    played = player.play(run.ready_engine(), prompt_groups(run, START, prompts), asked, player.sampling())
     endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]
     for one, (verdict, _) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
         right[style_of(one.text)].append(verdict.outcome == "right")

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from fp8core.data.prompt import longest_prompt
 from fp8core.environments.protocol import Key
-from fp8core.rollout.engine import Completion, Finish, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
-from fp8core.rollout.registry import continuation_of, longest_row
+from fp8core.rollout.registry import continuation_of
 from fp8core.rollout.stream import GroupPlace, Row
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import RecordedPool, begun_of, play, seconds_of, turn_rows
+from fp8core.run.episodes import RecordedPool, begun_of, seconds_of, turn_rows
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import prompt_table, shards_of
 from fp8core.store.tables import PLAYED_EPISODES, SEGMENTS, TURNS
 
@@ -99,9 +99,8 @@ class SegmentWriter:
     """
 
     def __init__(self, run: RunContext, index: int) -> None:
-        rollout = run.config.rollout
         self._run = run
-        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+        self._sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
         self._shards = shards_of(run, index, "segments")
         self._equal = continuation_of(run.config) == "equal"
         damaged = self._shards.discard_damaged()
@@ -177,9 +176,8 @@ class EpisodeWriter:
 
     def __init__(self, run: RunContext, index: int, source: StreamPrompts, rows: Sequence[Row]) -> None:
         """`rows`: of the stream, of which some may have begun."""
-        rollout = run.config.rollout
         self._run, self._index, self._source = run, index, source
-        self._sampling = Sampling(rollout.temperature, rollout.max_new_tokens, run.tokenizer.eos_ids)
+        self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
         self._shards = shards_of(run, index, "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
@@ -211,7 +209,6 @@ class EpisodeWriter:
 
     def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         run = self._run
-        longest = longest_prompt(run.config, longest_row(run.config, run.arch))
         numbers = {group.group: self._number(places[group.group]) for group in missing}
         by_number = {numbers[group.group]: group for group in missing}
         again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
@@ -224,8 +221,8 @@ class EpisodeWriter:
         }
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
         room = missing[0].room[0] if missing[0].room else None
-        engine, config, tokenizer = run.ready_engine(), run.config, run.tokenizer
-        played = play(engine, again, self._sampling, config, tokenizer, prompts, longest, pool, begun, room)
+        sampling = self._player.sampling()
+        played = self._player.play(run.ready_engine(), again, prompts, sampling, pool, begun, room)
         # Where the step is halted, the error holds this frame: open episodes would stay with the environment.
         with closing(played):
             yield from self._told(played, by_number, begun, places)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.bisect import add_command, sequences_of
+from flows.cli.bisect import _checkpoint, add_command, sequences_of
+from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint
 
@@ -70,6 +71,22 @@ def test_a_checkpoint_is_bisected_on_completions_of_its_own(small_checkpoint, pr
     assert len(result["units"]) == 5 * layers + 3
     assert 3 <= result["tokens"] <= 12
     assert {unit["unit"] for unit in result["units"] if unit["share"] > 0} >= {"values", "layer 1 attention"}
+
+
+def test_a_checkpoint_completes_as_its_run_would(small_checkpoint):
+    """With so small a top_p a sample is the greedy answer."""
+
+    def sequences(settings):
+        config = load_config(
+            "tiny", {"model": str(small_checkpoint), "architecture": None, "warm_start": None} | settings
+        )
+        return _checkpoint(config, 4).task.sequences
+
+    greedy = sequences({"rollout.temperature": 1e-6})
+    assert sequences({"rollout.top_p": 1e-9}).tokens.equal(greedy.tokens)
+    assert not sequences({}).tokens.equal(greedy.tokens)
+    with pytest.raises(UserError, match=r"^rollout.top_k=5: rollout.engine=embedded .* may leave other tokens"):
+        sequences({"rollout.top_k": 5, "training.packed": True})
 
 
 def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):

@@ -25,7 +25,7 @@ from fp8core.rollout.episodes import (
     run_episodes,
 )
 from fp8core.run.episodes import RecordedPool, begun_of, turn_rows, turns_table
-from fp8core.run.episodes import play as play_run
+from fp8core.run.player import EpisodePlayer
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
@@ -295,7 +295,8 @@ def test_a_long_observation_ends_an_episode_before_it_is_put_into_tokens(pair, o
     asked = [{"group": group.group, "messages": '[["user", "1="]]', "reference": ""} for group in groups]
     for found in (bounded, whole):
         table = turns_table(found, TOKENIZER)
-        parts = play_run(pair.engine, groups, sampling, config, TOKENIZER, asked, 64, RecordedPool(table))
+        player = EpisodePlayer(config, TOKENIZER, longest=64)
+        parts = player.play(pair.engine, groups, asked, sampling, RecordedPool(table))
         again = sorted((one for part in parts for one in part), key=lambda e: (e.completion.group, e.completion.sample))
         assert turns_table(again, TOKENIZER).equals(table)
 

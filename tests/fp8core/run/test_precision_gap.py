@@ -56,6 +56,18 @@ def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
     assert gap["difference"]["low"] == -gap["difference"]["high"] < 0, "no answer differs, in either direction"
 
 
+def test_tokens_are_sampled_as_the_run_does(loop_run, monkeypatch):
+    """With so small a top_p a sample is the greedy answer. Whole distributions of equal formats are 0 apart."""
+    monkeypatch.setattr(precision_gap, "contract_in", lambda _, contract: contract)
+    side = {"linear": "fp8_block", "kv_cache": "bf16"}
+    settings = {"precision.rollout": side, "precision.training": side, "evaluation.prompts": 8, "steps": 1}
+    run = loop_run("peaked", **settings, **{"rollout.top_p": 1e-9})
+    greedy = run.store.get_json(run.ledger.artifacts(START)["evaluation"])
+    gap = gap_of(run)
+    assert (gap["prompts"], gap["tokens"]) == (8, round(8 * greedy["length_mean"]))
+    assert (gap["nats"], gap["error"]) == (0, 1)
+
+
 @pytest.mark.parametrize("damage", ["cut", "lost"])
 def test_it_is_made_again_equal(whole_run, run_copy, damage):
     expected = whole_run.ledger.artifacts(START)["precision_gap"]

@@ -1,0 +1,94 @@
+"""Player of episodes: an engine and an environment, under the distribution of a configuration."""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from fp8core.config.run import RunConfig
+from fp8core.data.prompt import longest_prompt
+from fp8core.environments.chat import Talk
+from fp8core.environments.protocol import Key
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.numerics.logprobs import Truncation
+from fp8core.rollout.engine import PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, run_episodes
+from fp8core.rollout.registry import longest_row
+from fp8core.run.episodes import RecordedPool, cut_at, task_of, tool_calls_of
+
+
+@dataclass(frozen=True)
+class EpisodePlayer:
+    """The settings that are common to all episodes of a configuration.
+
+    Attributes:
+        config: sampling, environment and stop strings.
+        tokenizer: of the policy.
+        longest: tokens of an environment's first messages.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    longest: int
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Tokenizer, arch: Architecture) -> "EpisodePlayer":
+        """For a model of this shape (errors: `registry.find_entry`)."""
+        return cls(config, tokenizer, longest_prompt(config, longest_row(config, arch)))
+
+    def sampling(self) -> Sampling:
+        """The distribution that the run learns from, with its truncation."""
+        rollout = self.config.rollout
+        truncation = Truncation.of(rollout.top_k, rollout.top_p)
+        return Sampling(rollout.temperature, rollout.max_new_tokens, self.tokenizer.eos_ids, truncation=truncation)
+
+    def evaluation_sampling(self, temperature: float) -> Sampling:
+        """The whole distribution, which evaluations keep, at a temperature of theirs; 0 is greedy."""
+        return Sampling(temperature, self.config.rollout.max_new_tokens, self.tokenizer.eos_ids)
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        groups: Sequence[PromptGroup],
+        asked: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        pool: Pool | None = None,
+        begun: Mapping[Key, Begun | Episode] = MappingProxyType({}),
+        room: int | None = None,
+    ) -> Generator[list[Episode], None, None]:
+        """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
+
+        While environments keep all waiting, it yields none each second (`run_episodes`).
+
+        Args:
+            engine: answers under its present policy.
+            groups: samples with their seeds.
+            asked: rows of kind `prompts`, of these groups or more.
+            sampling: `max_new_tokens` limits an episode.
+            pool: of the environment, or of what was recorded of it; None without `environment`.
+            begun, room: as of `MultiTurn`.
+        """
+        if self.config.environment is None:
+            strings = self.config.rollout.stop_strings
+            for episodes in run_episodes(engine, groups, sampling):
+                yield [replace(one, completion=cut_at(one.completion, self.tokenizer, strings)) for one in episodes]
+            return
+        assert pool is not None, "an environment was configured"
+        if not isinstance(engine, StreamingEngine):
+            raise UserError(
+                f"environment.name={self.config.environment.name}: rollout.engine={self.config.rollout.engine} has no "
+                "open_session, which takes requests while others are in flight"
+            )
+        rows = {row["group"]: row for row in asked}
+        tasks = {
+            (group.group, sample): task_of(rows[group.group], seed)
+            for group in groups
+            for sample, seed in zip(group.samples, group.seeds, strict=True)
+        }
+        asked_for = self.config.environment
+        budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, self.longest)
+        talk = Talk(self.tokenizer, tool_calls_of(asked_for, self.tokenizer))
+        counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
+        yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room, counted))
