@@ -22,8 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fp8core.environments.protocol import Key
 from fp8core.errors import StoredFileError, first_line, printable
 from fp8core.store.durable import stored_file
+
+COMPLETION_KEY = ("group", "sample")
+"""Columns whose values are the `Key` of a completion, or of an episode."""
 
 _TOKENS = pa.list_(pa.int32())
 _LOGPROBS = pa.list_(pa.float32())
@@ -91,7 +95,7 @@ TURNS = pa.schema(
 
 SHARD_TURNS = "turns"
 """A column of the shards of rollouts: the turns of each completion, so that one file has all of an episode."""
-_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in ("group", "sample")])
+_SHARD_TURN = pa.struct([field for field in TURNS if field.name not in COMPLETION_KEY])
 
 # Completions that a run which generates ahead has begun (`rollout.stream`); `batch` is the step of their prompt.
 STREAM = pa.schema(
@@ -140,27 +144,37 @@ ORDER = [("group", "ascending"), ("sample", "ascending")]
 TURN_ORDER = [*ORDER, ("turn", "ascending")]
 
 
+def key_of(row: Mapping[str, Any]) -> Key:
+    """The key of a row."""
+    return row["group"], row["sample"]
+
+
+def keys_of(table: pa.Table) -> list[Key]:
+    """The key of each row, in order."""
+    return list(zip(*(table[name].to_pylist() for name in COMPLETION_KEY), strict=True))
+
+
+def row_numbers(table: pa.Table) -> dict[Key, int]:
+    """Key -> number of its row."""
+    return {key: number for number, key in enumerate(keys_of(table))}
+
+
 def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
     """The turns of each completion as one value, in the order of the rollouts."""
-    found: dict[tuple[int, int], list[dict[str, Any]]] = {_episode(row): [] for row in _places(rollouts)}
+    found: dict[Key, list[dict[str, Any]]] = {key: [] for key in keys_of(rollouts)}
     for row in turns.to_pylist():
-        found[_episode(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
-    return pa.array([found[_episode(row)] for row in _places(rollouts)], pa.list_(_SHARD_TURN))
+        found[key_of(row)].append({name: row[name] for name in (field.name for field in _SHARD_TURN)})
+    return pa.array([*found.values()], pa.list_(_SHARD_TURN))
 
 
 def unnested_turns(rollouts: pa.Table) -> pa.Table:
     """The table of kind `turns` of completions that carry their turns (`SHARD_TURNS`)."""
     rows = [
-        {**place, **turn}
-        for place, turns in zip(_places(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
+        {"group": group, "sample": sample, **turn}
+        for (group, sample), turns in zip(keys_of(rollouts), rollouts[SHARD_TURNS].to_pylist(), strict=True)
         for turn in turns
     ]
     return pa.Table.from_pylist(rows, schema=TURNS)
-
-
-def _places(table: pa.Table) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = table.select(["group", "sample"]).to_pylist()
-    return rows
 
 
 @dataclass(frozen=True)
@@ -186,7 +200,6 @@ class TableSchema:
     whole: bool = True
 
 
-_BY_COMPLETION = ("group", "sample")
 TABLES = {
     "prompts": TableSchema(
         PROMPTS,
@@ -196,23 +209,23 @@ TABLES = {
     "rollouts": TableSchema(
         ROLLOUTS,
         pa.schema([ROUTED_ROLLOUTS.field("experts"), VERSIONS]),
-        _BY_COMPLETION,
+        COMPLETION_KEY,
         ("tokens", "logprobs", "written", "versions"),
     ),
-    "turns": TableSchema(TURNS, key=(*_BY_COMPLETION, "turn"), empty=True, whole=False),
+    "turns": TableSchema(TURNS, key=(*COMPLETION_KEY, "turn"), empty=True, whole=False),
     "stream": TableSchema(
         STREAM,
         pa.schema([STREAM_OF_EPISODES.field(name) for name in ("written", SHARD_TURNS)]),
-        ("batch", *_BY_COMPLETION),
+        ("batch", *COMPLETION_KEY),
         ("tokens", "logprobs", "versions", "written"),
         empty=True,
         whole=False,
     ),
     "episodes": TableSchema(PLAYED_EPISODES, tokens=("tokens", "logprobs", "versions", "written"), whole=False),
     "segments": TableSchema(SEGMENTS, tokens=("tokens", "logprobs"), whole=False),
-    "rewards": TableSchema(REWARDS, key=_BY_COMPLETION, missing=("detail",)),
-    "logprobs": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy")),
-    "behaviour": TableSchema(LOGPROBS, key=_BY_COMPLETION, tokens=("logprobs", "entropy"), whole=False),
+    "rewards": TableSchema(REWARDS, key=COMPLETION_KEY, missing=("detail",)),
+    "logprobs": TableSchema(LOGPROBS, key=COMPLETION_KEY, tokens=("logprobs", "entropy")),
+    "behaviour": TableSchema(LOGPROBS, key=COMPLETION_KEY, tokens=("logprobs", "entropy"), whole=False),
 }
 """Kind of artifact -> schema. Tables of other kinds are a step's own; they have `MOST_ROWS` and sound values."""
 
@@ -264,7 +277,7 @@ def refuse_other_rows(first: pa.Table, other: pa.Table, place: object) -> None:
     Raises:
         StoredFileError: `place: column: problem`.
     """
-    for name in _BY_COMPLETION:
+    for name in COMPLETION_KEY:
         if not first[name].equals(other[name]):
             raise StoredFileError(f"{place}: {name}: other rows than those of the step's rollouts")
     if "logprobs" in other.column_names:
@@ -355,7 +368,7 @@ def _check_turns(table: pa.Table, place: object) -> None:
     for row, after in itertools.zip_longest(rows := table.to_pylist(), rows[1:]):
         if not row["begin"] <= row["end"] <= row["observation_end"]:
             raise StoredFileError(f"{place}: end: not between begin and observation_end")
-        if after is not None and _episode(after) == _episode(row):
+        if after is not None and key_of(after) == key_of(row):
             if after["turn"] != row["turn"] + 1 or after["begin"] != row["observation_end"]:
                 raise StoredFileError(f"{place}: turn: does not follow the turn before it")
             if row["outcome"]:
@@ -381,11 +394,11 @@ def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> No
     Raises:
         StoredFileError: `place: column: problem`.
     """
-    found: dict[tuple[int, int], list[bool]] = {}
+    found: dict[Key, list[bool]] = {}
     for row in turns.select(["group", "sample", "turn", "begin", "end", "observation_end"]).to_pylist():
-        marks = found.setdefault(_episode(row), [])
+        marks = found.setdefault(key_of(row), [])
         marks += [True] * (row["end"] - row["begin"]) + [False] * (row["observation_end"] - row["end"])
-    written = {_episode(row): row["written"] for row in rollouts.select(["group", "sample", "written"]).to_pylist()}
+    written = dict(zip(keys_of(rollouts), rollouts["written"].to_pylist(), strict=True))
     if found.keys() != written.keys():
         raise StoredFileError(f"{place}: group, sample: other episodes than the step's rollouts")
     for episode, marks in found.items():
@@ -396,10 +409,6 @@ def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> No
 def text_digest(text: str) -> str:
     """SHA-256 (64 hex digits) of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _episode(row: Mapping[str, Any]) -> tuple[int, int]:
-    return row["group"], row["sample"]
 
 
 def _json(text: str) -> Any:
