@@ -1,22 +1,14 @@
 """Scales of Q, K and V for the next policy."""
 
-from typing import Any
-
 import pyarrow as pa
 
-from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
-from fp8core.numerics.kv_scales import (
-    LayerAmax,
-    average_amax,
-    scale_distance,
-)
-from fp8core.rollout.engine import PolicyScales
+from fp8core.numerics.kv_scales import LayerAmax, average_amax
 from fp8core.run.context import RunContext
-from fp8core.run.scales import covered, read_histograms, scales_of, store_scales
+from fp8core.run.scales import covered, read_histograms, store_scales
+from fp8core.run.scoring import token_batch
 from fp8core.store.artifacts import Ref
-from tasks.logprobs import token_batch
 from tasks.step import step
 
 
@@ -54,12 +46,3 @@ def evenly_spaced(rollouts: pa.Table, count: int | None) -> pa.Table:
     rows = len(rollouts)
     kept = rows if count is None else min(count, rows)
     return rollouts.take([i * rows // kept for i in range(kept)])
-
-
-def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
-    """Distance of a step's scales from those its own statistics give, in powers of two (`scale_distance`).
-
-    The scales in force come from earlier steps and their average; this is the error of that.
-    """
-    fresh = scales_of(config, covered(config, read_histograms(statistics)))
-    return scale_distance(in_force.layers, fresh)

@@ -14,9 +14,9 @@ from pydantic import Field
 from fp8core.config.section import Section
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
+from fp8core.run.update_inputs import rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
 from tasks.step import step
-from tasks.train import rows_with_signal, turn_advantages_asked
 
 
 class FilterOptions(Section):

@@ -16,23 +16,22 @@ from fp8core.alignment.bounds import unverifiable
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
+from fp8core.environments.protocol import Key
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.rl.batch import padded
-from fp8core.rl.correction import log_ratio, row_errors
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import episode_means
-from fp8core.run.scales import read_scales
+from fp8core.run.scales import lag_error, read_scales
+from fp8core.run.scoring import compared_rows
+from fp8core.run.update_inputs import learnt_tokens, rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import LOGPROBS, SCORE
-from fp8core.training.trainer import REPORTED, minibatches
-from tasks.calibrate import lag_error
-from tasks.logprobs import compared_rows
+from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, SCORE, key_of, row_numbers
+from fp8core.training.trainer import REPORTED
 from tasks.step import step
-from tasks.train import rows_with_signal, turn_advantages_asked
 
 
 @step(
@@ -88,7 +87,7 @@ def record(
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
-    completions = store.get_table(rollouts, ["group", "sample", "logprobs", "written", "finish", *versions])
+    completions = store.get_table(rollouts, [*COMPLETION_KEY, "logprobs", "written", "finish", *versions])
     rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
     learning = rewarded if learnt is None else store.get_table(learnt)
     written = padded(completions["written"], torch.bool, False)
@@ -110,8 +109,7 @@ def record(
             **scale_metrics(store.get_json(next_scales)),
         }
     if played is not None:
-        names = enumerate(zip(*(completions[name].to_pylist() for name in ("group", "sample")), strict=True))
-        rows = {place: row for row, place in names if compared[row]}
+        rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
         metrics |= turn_metrics(played, completions, against, rows)
     if left is not None and next_stream is not None and schedule is not None and evictions is not None:
         columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
@@ -180,18 +178,16 @@ def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
     }
 
 
-def turn_metrics(
-    turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: Mapping[tuple[int, int], int]
-) -> dict[str, float]:
+def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: Mapping[Key, int]) -> dict[str, float]:
     """Turns, tool calls and numbers of the environment in the mean, how episodes ended, and the mismatch by turn.
 
     Args:
         turns: of kind `turns`.
         rollouts, logprobs: of both policies; their rows correspond.
-        rows: group and sample -> the row, of completions that are compared.
+        rows: key -> the row, of completions that are compared.
     """
     table = turns.to_pylist()
-    episodes = [list(group) for _, group in groupby(table, lambda row: (row["group"], row["sample"]))]
+    episodes = [list(group) for _, group in groupby(table, key_of)]
     observed = [
         rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of) for rows_of in episodes
     ]
@@ -214,7 +210,7 @@ def mismatch_by_turn(
     turns: Sequence[Mapping[str, Any]],
     rollouts: pa.Table,
     logprobs: pa.Table,
-    rows: Mapping[tuple[int, int], int],
+    rows: Mapping[Key, int],
 ) -> dict[str, float]:
     """The largest difference of log-probs, and the tokens that differ, by turns 1, 2 to 3, 4 to 7, ... of episodes."""
     sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
@@ -222,7 +218,7 @@ def mismatch_by_turn(
     differ = sampled.view(torch.int32) != trained.view(torch.int32)
     largest, differing = dict[str, float](), Counter[str]()
     for turn in turns:
-        row = rows.get((turn["group"], turn["sample"]))
+        row = rows.get(key_of(turn))
         if row is None or turn["begin"] == turn["end"]:
             continue
         tokens, first = slice(turn["begin"], turn["end"]), 1 << turn["turn"].bit_length() - 1
@@ -237,10 +233,9 @@ def mismatch_by_turn(
 
 def behind(logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
     """True for completions with log-probs of the versions that wrote them; all log-probs, with these in place."""
-    by_place = {(row["group"], row["sample"]): row for row in behaviour.to_pylist()}
-    rows = {(row["group"], row["sample"]): row for row in logprobs.to_pylist()}
-    replaced = pa.Table.from_pylist([*(rows | by_place).values()], LOGPROBS)
-    return torch.tensor([place in by_place for place in rows]), replaced
+    newer, rows = ({key_of(row): row for row in table.to_pylist()} for table in (behaviour, logprobs))
+    replaced = pa.Table.from_pylist([*(rows | newer).values()], LOGPROBS)
+    return torch.tensor([key in newer for key in rows]), replaced
 
 
 def age_metrics(
@@ -252,13 +247,7 @@ def age_metrics(
     if "versions" in rollouts.column_names:
         ages = newest - padded(rollouts["versions"], torch.int64, newest)
     old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
-    learnt = written & torch.tensor(rewards["keep"].to_pylist())[:, None]
-    if config.logprobs.source == "rollout":
-        # Later updates begin with another policy, and their forwards gave these log-probs.
-        for later in minibatches(learnt, learnt.any(dim=1), config.training.minibatches)[1:]:
-            learnt[later] = False
-    if (threshold := config.correction.seq_logprob_error_threshold) is not None:
-        learnt = learnt & (row_errors(log_ratio(old, sampled, learnt), learnt) <= threshold)[:, None]
+    learnt = learnt_tokens(rollouts, rewards, logprobs, config)
     clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
     lag = lag_metrics(old, sampled, ages, learnt, named_correction(config.correction).rule, clip)
     return {
@@ -309,7 +298,7 @@ def _written_tokens(stream: pa.Table) -> int:
 def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: float) -> dict[str, float]:
     """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote.
 
-    `rows`: bool [rows], those that were compared (`tasks.logprobs.compared_rows`); `cap`: of truncated weights.
+    `rows`: bool [rows], those that were compared (`scoring.compared_rows`); `cap`: of truncated weights.
     """
     return alignment_metrics(
         padded(logprobs["logprobs"], torch.float32, 0.0),

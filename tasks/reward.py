@@ -1,16 +1,14 @@
 """Score completions with the verifier of the configuration."""
 
-import math
-
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
-from fp8core.errors import UserError
+from fp8core.rewards.scorer import check_reward
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import score, stored_endings
 from fp8core.run.rollouts import tell_failures
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import REWARDS, SCORE
+from fp8core.store.tables import COMPLETION_KEY, REWARDS, SCORE, keys_of
 from tasks.step import step
 
 
@@ -43,13 +41,12 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
     tell_failures(run, "rewards", [found.verdict for found in scored])
     none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}
     rows = []
-    for completion, (verdict, value) in zip(rollouts.select(["group", "sample"]).to_pylist(), scored, strict=True):
-        check_reward(value, completion["group"], completion["sample"])
+    for key, (verdict, value) in zip(keys_of(rollouts), scored, strict=True):
+        check_reward(value, key)
         scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
         rows.append(
             {
-                "group": completion["group"],
-                "sample": completion["sample"],
+                **dict(zip(COMPLETION_KEY, key, strict=True)),
                 "reward": value,
                 "outcome": verdict.outcome,
                 "detail": verdict.record,
@@ -59,9 +56,3 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
         )
     columns = [pa.field(name, pa.float64()) for name in (rows[0] if rows else {}) if name.startswith(SCORE)]
     return pa.Table.from_pylist(rows, schema=pa.schema([*REWARDS, *columns]))
-
-
-def check_reward(value: float, group: int, sample: int) -> None:
-    """Refuse a reward that would poison every advantage of its group."""
-    if not math.isfinite(value):
-        raise UserError(f"the reward of group {group}, sample {sample} is {value}; rewards must be finite")

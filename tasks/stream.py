@@ -27,11 +27,11 @@ from fp8core.rollout.stream import finish as finish_step
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes, rollout_table
+from fp8core.run.scoring import token_batch
 from fp8core.run.stream_writers import StreamPrompts, writer_of
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
 from fp8core.training.trainer import LogprobError, first_differing
-from tasks.logprobs import token_batch
 from tasks.step import step
 
 _FINISHED = {

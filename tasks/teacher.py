@@ -3,8 +3,8 @@
 from fp8core.config.steps import NoOptions
 from fp8core.run.build import build_teacher
 from fp8core.run.context import RunContext
+from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, token_batch
 from fp8core.store.artifacts import Ref
-from tasks.logprobs import ORDERED, SEQUENCE_COLUMNS, logprob_table, token_batch
 from tasks.step import step
 
 
@@ -19,7 +19,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
         run.teacher = build_teacher(run.config, run.tokenizer, run.cluster)
         run.teacher_digest = run.teacher.digest()
     store, settings = run.directory.store, run.config.loss.distillation
-    table = store.get_table(rollouts, [*ORDERED, *SEQUENCE_COLUMNS])
+    table = store.get_table(rollouts, SCORED_COLUMNS)
     scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, None)
     run.teacher.rest()
     checkpoint = {

@@ -28,3 +28,18 @@ def test_imports_go_one_way(package: str, forbidden: set[str], own: str) -> None
     assert files
     names = {file: {name for name in imported(file) if not f"{name}.".startswith(f"{own}.")} for file in files}
     assert [(file, name) for file in files for name in names[file] if name.split(".")[0] in forbidden] == []
+
+
+def test_no_step_imports_another() -> None:
+    """What several steps compute is of fp8core; `tasks.step` alone, which declares them, is for all."""
+    names = {
+        file: {name for name in imported(file) if name.split(".")[0] == "tasks"} for file in ROOT.glob("tasks/*.py")
+    }
+    assert any(names.values())
+    assert {file: found for file, found in names.items() if found - {"tasks.step"}} == {}
+
+
+def test_no_flow_imports_a_step() -> None:
+    files = [*(ROOT / "flows").rglob("*.py")]
+    assert files
+    assert [(file, name) for file in files for name in imported(file) if name.split(".")[0] == "tasks"] == []

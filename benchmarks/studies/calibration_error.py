@@ -37,11 +37,11 @@ from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_trainer
+from fp8core.run.scoring import token_batch
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER
 from fp8core.training.exact import ExactTrainer
-from tasks.logprobs import token_batch
 
 POWERS = range(-4, 5)
 EIGHTHS = range(-4, 5)

@@ -2,6 +2,7 @@
 
 from flows.tracking.tracker import Table
 from fp8core.config.steps import UPDATES
+from fp8core.environments.protocol import Key
 from fp8core.report.completions import (
     Row,
     heldout_pairs,
@@ -12,10 +13,11 @@ from fp8core.report.completions import (
 )
 from fp8core.report.run_data import compared_artifacts
 from fp8core.run.context import RunContext
+from fp8core.run.update_inputs import ADVANTAGE_COLUMNS, rollout_batch
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START
 from fp8core.store.run_view import RunView
-from tasks.train import rollout_batch
+from fp8core.store.tables import key_of, keys_of
 
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
@@ -102,10 +104,10 @@ def completion_table(run: RunContext) -> Table | None:
     advantages = {step: _advantages(run, step) for step in steps}
 
     def cells(row: Row) -> tuple[object, ...]:
-        step, place = row["step"], (row["group"], row["sample"])
+        step, key = row["step"], key_of(row)
         prompt = prompts[step].get(row["prompt_id"], row["prompt_id"])
-        numbers = (row["reward"], advantages[step].get(place), largest_difference(row))
-        return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *place
+        numbers = (row["reward"], advantages[step].get(key), largest_difference(row))
+        return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *key
 
     return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
 
@@ -124,8 +126,9 @@ def episode_turns(run: RunContext) -> dict[tuple[int, int, int], list[Row]]:
     found = {}
     for row in rows:
         told = [(turn, turn_mismatch(row, turn) or (None, None)) for turn in row["turns"]]
-        place = row["step"], row["group"], row["sample"]
-        found[place] = [{**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told]
+        found[row["step"], *key_of(row)] = [
+            {**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told
+        ]
     return found
 
 
@@ -153,9 +156,8 @@ def _prompts(run: RunContext, index: int) -> dict[str, str]:
     return {row["prompt_id"]: row["text"] for rows in tables for row in rows}
 
 
-def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
-    """Advantage of each completion of a step, by group and sample, as the update computed it; a mean over its tokens
-    where they differ."""
+def _advantages(run: RunContext, index: int) -> dict[Key, float]:
+    """Advantage of each completion of a step, as the update computed it; a mean over its tokens where they differ."""
     store, artifacts = run.directory.store, run.directory.ledger.artifacts(index)
     planned = next((step for step in run.plan.steps if step.uses in UPDATES), None)
     if planned is None:
@@ -164,13 +166,11 @@ def _advantages(run: RunContext, index: int) -> dict[tuple[int, int], float]:
     refs = {port: artifacts[planned.inputs[port]] for port in ports}
     if not all(store.path(ref).exists() for ref in refs.values()):
         return {}
-    tables = {port: store.get_table(ref) for port, ref in refs.items()}
-    rollouts, rewards = tables["rollouts"], tables["rewards"]
-    # Without stored log-probs the old ones are the rollout's own, or of the forward, and no advantage needs these.
-    old = tables.get("logprobs", rollouts if run.config.logprobs.source == "rollout" else None)
-    batch, _ = rollout_batch(rollouts, rewards, old, tables.get("reference"), run.config, tables.get("turns"))
+    columns = {"rollouts": ADVANTAGE_COLUMNS}
+    tables = {port: store.get_table(ref, columns.get(port)) for port, ref in refs.items()}
+    rewards, old, reference = tables["rewards"], tables.get("logprobs"), tables.get("reference")
+    batch, _ = rollout_batch(tables["rollouts"], rewards, old, reference, run.config, tables.get("turns"))
     values = batch.advantages
     if values.dim() == 2:
         values = (values * batch.mask).sum(dim=1) / batch.mask.sum(dim=1).clamp_min(1)
-    places = zip(rewards["group"].to_pylist(), rewards["sample"].to_pylist(), strict=True)
-    return dict(zip(places, values.tolist(), strict=True))
+    return dict(zip(keys_of(rewards), values.tolist(), strict=True))

@@ -5,11 +5,13 @@ Imported by the child processes, hence free of everything heavy.
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+from fp8core.environments.protocol import Key
 from fp8core.errors import UserError
 from fp8core.user_code import file_of, load_code
 
@@ -205,6 +207,13 @@ def _math_scorer() -> LoadedScorer:
         raise UserError("it needs: pip install 'fp8-grpo[math]'") from error
     versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
     return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions}, interruptible=True)
+
+
+def check_reward(value: float, key: Key) -> None:
+    """Refuse a reward that would poison every advantage of its group. Raises UserError, which names the completion."""
+    if not math.isfinite(value):
+        group, sample = key
+        raise UserError(f"the reward of group {group}, sample {sample} is {value}; rewards must be finite")
 
 
 def _bounded(value: float) -> float:

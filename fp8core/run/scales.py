@@ -10,6 +10,7 @@ from fp8core.numerics.kv_scales import (
     LayerScales,
     MagnitudeHistogram,
     covered_amax,
+    scale_distance,
     scales_from_statistics,
 )
 from fp8core.rollout.engine import PolicyScales
@@ -25,6 +26,15 @@ def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerA
 def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
     """The run's scales for the given magnitudes."""
     return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+
+
+def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
+    """Distance of a step's scales from those its own statistics give, in powers of two (`scale_distance`).
+
+    The scales in force come from earlier steps and their average; this is the error of that.
+    """
+    fresh = scales_of(config, covered(config, read_histograms(statistics)))
+    return scale_distance(in_force.layers, fresh)
 
 
 def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:

@@ -9,8 +9,8 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.scales import covered, read_histograms, scales_of
-from tasks.calibrate import evenly_spaced, lag_error
+from fp8core.run.scales import covered, lag_error, read_histograms, scales_of
+from tasks.calibrate import evenly_spaced
 
 
 @pytest.fixture

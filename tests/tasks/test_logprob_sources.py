@@ -15,11 +15,11 @@ from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import pipeline_of
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.scoring import compared_rows
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 from fp8core.training.trainer import LogprobError
-from tasks.logprobs import compared_rows
 
 STEPS = range(1, 5)
 WRITTEN = torch.ones(16, 1, dtype=torch.bool)

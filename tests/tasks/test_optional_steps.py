@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
+from fp8core.run.update_inputs import centred, rollout_batch
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import keep_informative
 from tasks.record import mismatch, reward_metrics, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
-from tasks.train import centred, rollout_batch
 
 LATER = """
 from fp8core.environments.protocol import Outcome, Said, Turn

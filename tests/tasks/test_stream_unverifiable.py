@@ -21,13 +21,13 @@ from fp8core.run.open import pipeline_of, uncorrected_lag
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.resume import rewind_to
 from fp8core.run.scales import read_scales
+from fp8core.run.scoring import token_batch
 from fp8core.run.stream_writers import Part, SegmentWriter
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import SEGMENTS
 from fp8core.store.verify import verify
-from tasks.logprobs import token_batch
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",

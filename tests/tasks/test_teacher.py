@@ -16,7 +16,7 @@ from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.run.build import build_base, check_inputs
 from fp8core.run.commit import stored_metrics
-from tasks.logprobs import token_batch
+from fp8core.run.scoring import token_batch
 
 STEP = {"after": "rollout", "step": {"name": "teacher", "uses": "tasks.teacher:teacher", "needs": ["rollouts"]}}
 PIPELINE = {"insert": [STEP], "rewire": {"train": {"teacher": "teacher"}}}

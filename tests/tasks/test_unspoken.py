@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from tasks.logprobs import compared_rows
+from fp8core.run.scoring import compared_rows
 
 SHORT = """
 from fp8core.environments.protocol import Outcome, Said, Turn

@@ -1,0 +1,93 @@
+"""Rollouts as batches that a trainer scores, and its scores as stored tables."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fp8core.config.run import RolloutConfig, RunConfig
+from fp8core.numerics.logprobs import Truncation
+from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
+from fp8core.rollout.engine import PolicyScales
+from fp8core.run.context import RunContext
+from fp8core.store.artifacts import Ref
+from fp8core.store.tables import COMPLETION_KEY, LOGPROBS
+from fp8core.training.trainer import ScoredBatch, Trainer
+
+SCORED_COLUMNS = (*COMPLETION_KEY, "prompt_tokens", "tokens", "experts")
+"""Columns of rollouts that are scored; there are experts where the rollout recorded them."""
+
+
+def trainer_of_policy(run: RunContext, policy: Ref) -> Trainer:
+    """The trainer, which must hold a policy, with the device for itself."""
+    run.sleep_engine()
+    trainer = run.ready_trainer()
+    version = run.directory.store.get_json(policy)["version"]
+    assert trainer.version == version, "the trainer does not hold the policy of this step"
+    return trainer
+
+
+def stored_scores(run: RunContext, version: int, rollouts: pa.Table, scored: ScoredBatch) -> dict[str, Ref]:
+    """Log-probs and statistics of Q, K and V under a version of the policy, as artifacts."""
+    store = run.directory.store
+    statistics = {
+        "version": version,
+        "amax": [vars(layer) for layer in scored.statistics.amax()],
+        "histograms": [asdict(layer) for layer in scored.statistics.histograms()],
+        "saturated_share": scored.statistics.saturated_share(),
+    }
+    return {
+        "logprobs": store.put_table("logprobs", logprob_table(rollouts, scored)),
+        "kv_statistics": store.put_json("kv_statistics", statistics),
+    }
+
+
+def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
+    """bool [rows]: completions of a step whose log-probs under both policies are compared.
+
+    All of them, or with `logprobs.source` rollout the share that the run's seed and the step's number draw.
+
+    `written`: bool [rows, longest], True where the policy wrote a token.
+    """
+    if config.logprobs.source != "rollout":
+        return torch.ones(len(written), dtype=torch.bool)
+    compared = torch.zeros(len(written), dtype=torch.bool)
+    compared[drawn_rows(written, config.logprobs.audit_share, f"audit/{config.seed}/{index}")] = True
+    return compared
+
+
+def token_batch(rollouts: pa.Table) -> TokenBatch:
+    """Rollouts as padded tokens."""
+    return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
+
+
+def policy_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
+    """Rollouts as padded tokens, with the rollout's truncation, and with the experts to replay where it recorded them.
+
+    For the policy that is trained. Reference and teacher choose their own experts, and score under whole distributions:
+    theirs might leave out what was sampled.
+    """
+    prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
+    experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
+    return replace(TokenBatch.of(prompts, completions, experts), truncation=Truncation.of(config.top_k, config.top_p))
+
+
+def layer_scales(scales: PolicyScales) -> Any:
+    """Scales as the decoder takes them: None where nothing is scaled."""
+    return scales.layers or None
+
+
+def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:
+    """Scores as a table of kind `logprobs`, in the order of the rollouts."""
+    lengths = pc.list_value_length(rollouts["tokens"]).to_numpy().astype(np.int64)
+    columns = {
+        "group": rollouts["group"],
+        "sample": rollouts["sample"],
+        "logprobs": column(scored.logprobs, lengths),
+        "entropy": column(scored.entropy, lengths),
+    }
+    return pa.table(columns, schema=LOGPROBS)
