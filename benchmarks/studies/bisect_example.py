@@ -27,7 +27,7 @@ from fp8core.report.drawing import draw_bisection
 from fp8core.report.text import bisection_text
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_trainer
-from fp8core.run.start import train_on_demonstrations
+from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
 
 PICTURE = ROOT / "docs" / "images" / "bisect.png"
 SETTINGS = ["architecture.num_layers=4", "warm_start.steps=60", "warm_start.batch_size=64"]
@@ -44,9 +44,9 @@ def main() -> None:
     def demonstrations(step: int, rows: int = config.warm_start.batch_size) -> list[TokenisedDemonstration]:
         return tokenised(source, step, rows, config, base.tokenizer)
 
-    masters = train_on_demonstrations(
-        base.arch, base.tensors, config.warm_start, demonstrations, lambda step, loss: None
-    )
+    trainer = ReferenceSftTrainer(base.arch, base.tensors)
+    train_on_demonstrations(trainer, config.warm_start, demonstrations, lambda step, loss: None)
+    masters = trainer.masters
     rows = demonstrations(config.warm_start.steps, ROWS)
     sequences = TokenBatch.of([row.prompt for row in rows], [row.completion for row in rows])
     task = calibrated(config, base.arch, masters, sequences)

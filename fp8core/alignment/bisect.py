@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fp8core.alignment.metrics import alignment_metrics
 from fp8core.models.architecture import Architecture
-from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.decoder import Decoder
 from fp8core.models.weights import (
     SCALE_SUFFIX,
     Formats,
@@ -49,7 +49,6 @@ from fp8core.models.weights import (
     stored_weights,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 
 Operation = Literal["qkv", "attention", "output", "gate_up", "down"]
@@ -220,10 +219,7 @@ def logprobs(arch: Architecture, side: Side, task: Task) -> Tensor:
     decoder, weights = Decoder(arch, side.formats), load_policy(arch, side.stored)
     found = []
     for _, part in task.sequences.slices(_MICRO_BATCH):
-        context, written = FullContext.of(part.valid), part.completion[:, 1:]
-        hidden = decoder.hidden(weights, part.tokens, part.positions, context, task.scales)[:, :-1]
-        targets = part.tokens[:, 1:][written]
-        found.append(token_logprobs(hidden[written], weights.head, side.formats.head, targets, task.temperature)[0])
+        found.append(decoder.completion_logprobs(weights, part, task.temperature, task.scales)[0])
     mask = task.sequences.completion[:, 1:]
     return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(found))
 

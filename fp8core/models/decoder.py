@@ -12,17 +12,21 @@ log-probs are equal bit for bit.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8core.models.architecture import Architecture
-from fp8core.models.experts import Routing, TopKRouting, feed_forward
+from fp8core.models.experts import ReplayedRouting, Routing, TopKRouting, feed_forward
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from fp8core.rl.batch import TokenBatch
 
 
 def rotary_tables(arch: Architecture) -> tuple[Tensor, Tensor]:
@@ -115,6 +119,29 @@ class Decoder:
             x, normed = self._add_norm(x, form.output(attended, layer.output), layer.post_norm)
             added = feed_forward(normed.flatten(0, 1), layer.mlp, self.formats.mlp(i), self._sparse.get(i), routing)
         return self._add_norm(x, added, weights.norm)[1]
+
+    def completion_logprobs(
+        self,
+        weights: PolicyWeights,
+        batch: "TokenBatch",
+        temperature: float,
+        scales: Sequence[LayerScales] | None = None,
+        observe: Observer | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats).
+
+        Args:
+            weights: ready weights.
+            batch: sequences, with the experts to replay and the truncation of the distributions, where it has them.
+            temperature: of the softmax.
+            scales, observe: as of `hidden`.
+        """
+        routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
+        context = FullContext.of(batch.valid)
+        hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
+        written = batch.completion[:, 1:]
+        states, targets = hidden[:, :-1][written], batch.tokens[:, 1:][written]
+        return token_logprobs(states, weights.head, self.formats.head, targets, temperature, batch.truncation)
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of int64 [B, T], each FP32 [B, 1, T, head_dim / 2]."""

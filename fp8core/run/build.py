@@ -331,7 +331,7 @@ def build_sft_trainer(
     config: RunConfig, arch: Architecture, initial: Mapping[str, Tensor], cluster: "Cluster | None" = None
 ) -> SftTrainer | None:
     """The trainer of a warm start, in BF16 whatever the contract, so that all start from one policy; None where
-    `warm_start.warm_start` trains. It computes in this process, or on rank 0 of the cluster at `cluster.address`."""
+    `sft.ReferenceSftTrainer` trains. It computes in this process, or on rank 0 of the cluster at `cluster.address`."""
     settings = sft_config(config)
     if (build := trainer_of(settings.training).build_sft) is None:
         return None

@@ -22,9 +22,8 @@ from fp8core.evaluation.measure import (
     paired_interval,
     wilson_interval,
 )
-from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.decoder import Decoder
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
-from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.build import build_engine
@@ -108,14 +107,9 @@ def _logprobs_in(run: RunContext, config: RunConfig, stored: dict[str, Tensor], 
     """FP32 log-prob of every completion token in order, in the rollout's formats of `config`."""
     decoder = Decoder(run.arch, rollout_formats(config.precision, run.arch.num_layers))
     weights = load_policy(run.arch, stored)
-    found = []
-    for _, part in batch.slices(config.training.micro_batch):
-        hidden = decoder.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None)
-        written = part.completion[:, 1:]
-        targets = part.tokens[:, 1:][written]
-        head, temperature = decoder.formats.head, config.rollout.temperature
-        found.append(token_logprobs(hidden[:, :-1][written], weights.head, head, targets, temperature)[0])
-    return torch.cat(found)
+    temperature = config.rollout.temperature
+    parts = (part for _, part in batch.slices(config.training.micro_batch))
+    return torch.cat([decoder.completion_logprobs(weights, part, temperature)[0] for part in parts])
 
 
 def _estimate(scores: Sequence[float]) -> dict[str, float]:

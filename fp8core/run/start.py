@@ -2,41 +2,34 @@
 
 A model from scratch begins with a supervised warm start: it learns the task's two styles before GRPO chooses between
 them. A checkpoint may learn the user's own demonstrations. Every precision of a comparison starts from the same policy.
-Here on a CPU the warm start is computed in FP32, whatever the contract. A resident trainer that takes it over
-(`train_by`) is built for formats of its own.
+On a CPU the warm start is computed in FP32, whatever the contract. A resident trainer that takes it over is built for
+formats of its own.
 """
 
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.data.chain import style_of
 from fp8core.data.demonstrations import (
-    Draw,
     TokenisedDemonstration,
     chain_batches,
-    demonstrated,
     digest_of_rows,
     own_batches,
     own_demonstrations,
 )
 from fp8core.errors import StoredFileError, UserError, first_line
-from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.decoder import Decoder, FullContext
+from fp8core.models.architecture import parameter_shapes
 from fp8core.models.safetensors_stream import FileTensors
-from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
-from fp8core.numerics.logprobs import token_logprobs
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_engine, build_sft_trainer
@@ -49,19 +42,15 @@ from fp8core.run.precision_gap import measure_gap
 from fp8core.run.resume import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
 from fp8core.run.scales import covered, read_scales, store_scales
+from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START
 from fp8core.store.manifest import library_versions
 from fp8core.store.tables import STREAM
-from fp8core.training.exact import AdamW
 from fp8core.training.registry import trainer_of
 from fp8core.training.saved_state import header_of
-from fp8core.training.trainer import NotFiniteError, SftTrainer
-
-_MAX_GRAD_NORM = 1.0
-_BETAS = (0.9, 0.95)
 
 
 def warm_start(run: RunContext) -> TaskResult:
@@ -257,105 +246,7 @@ def _train(
     def progress(step: int, loss: float) -> None:
         run.console.warm_start(step + 1, config.steps, loss)
 
-    if (trainer := build_sft_trainer(run.config, run.arch, run.base, run.cluster)) is not None:
-        with closing(trainer):
-            train_by(trainer, config, demonstrations, progress)
-            return trainer.store_weights(store)
-    weights = train_on_demonstrations(run.arch, run.base, config, demonstrations, progress)
-    return store.put_tensors("weights", weights)
-
-
-def train_by(
-    trainer: SftTrainer,
-    config: WarmStartConfig,
-    batch: Draw,
-    progress: Callable[[int, float], None],
-) -> None:
-    """`train_on_demonstrations` by the updates of a trainer, which begins with the initial weights and has the others.
-
-    Schedule and batches are the same.
-
-    Raises:
-        NotFiniteError: the loss became NaN or infinite, or the trainer refused an update.
-    """
-    for step in range(config.steps):
-        rows = batch(step)
-        tokens = demonstrated(rows)
-        loss = trainer.sft_step(tokens, _learning_rate(config, step))
-        if not math.isfinite(loss):
-            raise NotFiniteError(f"warm start, step {step}: the loss is {loss}")
-        progress(step, loss)
-
-
-def train_on_demonstrations(
-    arch: Architecture,
-    initial: Mapping[str, Tensor],
-    config: WarmStartConfig,
-    batch: Draw,
-    progress: Callable[[int, float], None],
-) -> dict[str, Tensor]:
-    """Train on demonstrations with AdamW and a cosine schedule.
-
-    Args:
-        arch: shape of the decoder.
-        initial: FP32 weights; not modified.
-        config: steps, batch size, learning rate.
-        batch: demonstrations of a step.
-        progress: called after each step with its index and the mean cross-entropy (nats a token).
-
-    Returns:
-        FP32 weights.
-
-    Raises:
-        NotFiniteError: the loss or the gradient norm became NaN or infinite.
-    """
-    masters = {name: tensor.float().clone().requires_grad_(True) for name, tensor in initial.items()}
-    decoder = Decoder(arch, reference_formats(arch.num_layers))
-    optimiser = AdamW(masters, _BETAS, weight_decay=0.0)
-    for step in range(config.steps):
-        loss = _cross_entropy(decoder, masters, batch(step))
-        if not math.isfinite(loss.item()):
-            raise NotFiniteError(f"warm start, step {step}: the loss is {loss.item()}")
-        optimiser.drop_gradients()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(list(masters.values()), _MAX_GRAD_NORM)
-        if not math.isfinite(norm.item()):
-            raise NotFiniteError(f"warm start, step {step}: the gradient norm is {norm.item()}")
-        optimiser.step(_learning_rate(config, step))
-        progress(step, loss.item())
-    return {name: tensor.detach() for name, tensor in masters.items()}
-
-
-def _learning_rate(config: WarmStartConfig, step: int) -> float:
-    """A cosine to 0 over the run, after a warm-up of a twentieth of it."""
-    warm = max(1, config.steps // 20)
-    share = min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / config.steps))
-    return config.learning_rate * share
-
-
-def _cross_entropy(
-    decoder: Decoder, masters: Mapping[str, Tensor], demonstrations: Sequence[TokenisedDemonstration]
-) -> Tensor:
-    """Mean over completion tokens; rows of one length go together, so that no padding is computed."""
-    formats = decoder.formats
-    weights = load_policy(decoder.arch, stored_weights(masters, formats.stored_names(), formats.scale_rule), masters)
-    total, tokens = torch.zeros(()), 0
-    for rows in _by_length(demonstrations):
-        batch = demonstrated(rows)
-        context = FullContext.of(batch.valid)
-        hidden = decoder.hidden(weights, batch.tokens, batch.positions, context, scales=None)
-        written = batch.completion[:, 1:]
-        logprobs, _ = token_logprobs(
-            hidden[:, :-1][written], weights.head, formats.head, batch.tokens[:, 1:][written], temperature=1.0
-        )
-        total, tokens = total - logprobs.sum(), tokens + logprobs.numel()
-    return total / tokens
-
-
-def _by_length(demonstrations: Sequence[TokenisedDemonstration]) -> list[list[TokenisedDemonstration]]:
-    """Two halves at most: rows at or below the mean length, and longer ones."""
-    lengths = [len(row.prompt) + len(row.completion) for row in demonstrations]
-    middle = sum(lengths) / len(lengths)
-    short = [row for row, length in zip(demonstrations, lengths, strict=True) if length <= middle]
-    long = [row for row, length in zip(demonstrations, lengths, strict=True) if length > middle]
-    return [rows for rows in (short, long) if rows]
+    trainer = build_sft_trainer(run.config, run.arch, run.base, run.cluster)
+    with closing(trainer or ReferenceSftTrainer(run.arch, run.base)) as learning:
+        train_on_demonstrations(learning, config, demonstrations, progress)
+        return learning.store_weights(store)

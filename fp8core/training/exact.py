@@ -10,8 +10,7 @@ from torch.optim.adamw import adamw
 
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.decoder import TOP_K, Decoder, FullContext
-from fp8core.models.experts import ReplayedRouting
+from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import (
     Formats,
     PolicyWeights,
@@ -23,7 +22,6 @@ from fp8core.models.weights import (
 )
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
-from fp8core.numerics.logprobs import token_logprobs
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights
@@ -190,19 +188,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         statistics: KvStatistics | None = None,
     ) -> Scored:
         observe = None if statistics is None else _observer(statistics, batch.valid, scales)
-        context = FullContext.of(batch.valid)
-        routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
-        hidden = self._decoder.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
-        written = batch.completion[:, 1:]
-        logprobs, entropy = token_logprobs(
-            hidden[:, :-1][written],
-            weights.head,
-            self._decoder.formats.head,
-            batch.tokens[:, 1:][written],
-            temperature,
-            batch.truncation,
-        )
-        return Scored(logprobs, entropy)
+        return Scored(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
         """The policy quantised, once in each version."""

@@ -42,7 +42,7 @@ from fp8core.run.build import build_base, build_sft_trainer, build_trainer, memb
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
-from fp8core.run.start import train_by
+from fp8core.run.sft import train_on_demonstrations
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import RunView
@@ -460,7 +460,7 @@ def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(
     for where in (None, cluster):
         with closing(build_sft_trainer(config, base.arch, base.tensors, where)) as trainer:
             assert isinstance(trainer, RemoteSft) == (where is cluster)
-            train_by(trainer, settings, batch, lambda *_: None)
+            train_on_demonstrations(trainer, settings, batch, lambda *_: None)
             found.append(trainer.store_weights(store))
             if where is None:
                 store.path(found[0]).unlink()

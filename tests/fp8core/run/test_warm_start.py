@@ -9,7 +9,7 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import StoredNames, load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import token_logprobs
-from fp8core.run.start import train_by, train_on_demonstrations
+from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
 from fp8core.training.trainer import NotFiniteError
 
 STEPS = 12
@@ -29,15 +29,12 @@ def learn(architecture, masters_of):
     def run(demonstrations, steps=STEPS, learning_rate=5e-3, initial=None, **shape):
         arch, losses = architecture(num_layers=1, **shape), []
         config = WarmStartConfig(steps=steps, learning_rate=learning_rate)
-        weights = train_on_demonstrations(
-            arch,
-            masters_of(arch) if initial is None else initial,
-            config,
-            lambda step: demonstrations,
-            lambda step, loss: losses.append((step, loss)),
+        trainer = ReferenceSftTrainer(arch, masters_of(arch) if initial is None else initial)
+        train_on_demonstrations(
+            trainer, config, lambda step: demonstrations, lambda step, loss: losses.append((step, loss))
         )
         assert [step for step, _ in losses] == list(range(steps))
-        return weights, [loss for _, loss in losses]
+        return trainer.masters, [loss for _, loss in losses]
 
     return run
 
@@ -141,7 +138,7 @@ def test_a_trainer_takes_the_same_steps(learn, demonstrations, architecture, mas
         return demonstrations
 
     config = WarmStartConfig(steps=STEPS, learning_rate=5e-3)
-    train_by(trainer, config, batch, lambda step, loss: losses.append((step, loss)))
+    train_on_demonstrations(trainer, config, batch, lambda step, loss: losses.append((step, loss)))
     _, expected_losses = learn(demonstrations)
     assert asked == [step for step, _ in losses] == list(range(STEPS))
     assert [loss for _, loss in losses] == pytest.approx(expected_losses, rel=1e-3)
@@ -155,4 +152,4 @@ def test_a_trainer_whose_loss_is_not_finite_is_stopped(demonstrations, architect
     initial["model.norm.weight"][0] = math.nan
     trainer = PlainTrainer(arch, initial)
     with pytest.raises(NotFiniteError, match=r"^warm start, step 0: the loss is nan$"):
-        train_by(trainer, WarmStartConfig(steps=2), lambda step: demonstrations, lambda step, loss: None)
+        train_on_demonstrations(trainer, WarmStartConfig(steps=2), lambda step: demonstrations, lambda step, loss: None)
