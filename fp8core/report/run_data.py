@@ -21,12 +21,11 @@ from fp8core.store.manifest import StepManifest
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, spans
+from fp8core.store.start_tasks import START_TASKS
 from fp8core.store.step_manifests import read_manifest
 
 LARGEST_SHOWN = 1e100
 OUTSIDE_TASKS = "outside_tasks"
-# The ledger has the results of the start under the names of any step's.
-_OF_START = {"calibrate": "first_scales", "evaluate": "first_evaluation"}
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,8 @@ def time_spent(view: RunView) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for commit in sorted(view.commits, key=lambda commit: commit.step):
         for name, task in commit.tasks.items():
-            seconds[_OF_START.get(name, name) if commit.step == START else name] += task.seconds
+            known = START_TASKS.get(name) if commit.step == START else None
+            seconds[name if known is None else known.stage] += task.seconds
     for _, entry in view.entries:
         match entry:
             case StepEntry():

@@ -22,6 +22,7 @@ from fp8core.store.durable import io_seconds
 from fp8core.store.json_text import canonical_json
 from fp8core.store.ledger import START, TaskEntry
 from fp8core.store.metrics import Interval
+from fp8core.store.start_tasks import CARRIED_FROM
 from fp8core.training.trainer import UpdateError
 
 
@@ -154,7 +155,6 @@ def carried(run: RunContext, index: int) -> dict[str, Ref]:
     """The artifacts that iteration `index` starts from: outputs of the one before it, or of step 0."""
     if index == START + 1:
         tasks = run.directory.ledger.tasks(START)
-        made = {"policy": tasks["warm_start"].outputs["policy"], "scales": tasks["calibrate"].outputs["scales"]}
-        return made if "stream" not in run.plan.carries else made | {"stream": tasks["stream"].outputs["stream"]}
+        return {artifact: tasks[CARRIED_FROM[artifact]].outputs[artifact] for artifact in run.plan.carries}
     before = run.directory.ledger.effective_outputs(index - 1)
     return {artifact: before[source] for artifact, source in run.plan.carries.items()}

@@ -18,6 +18,7 @@ from fp8core.run.execute import StepError, TaskResult, carried, run_step
 from fp8core.run.resume import ensure, restore, rewind_to
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
+from fp8core.store.start_tasks import START_TASKS
 
 T = TypeVar("T")
 
@@ -118,7 +119,8 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     Returns the number of updates that were redone.
     """
 
-    def stage(name: str, body: Callable[[], TaskResult]) -> TaskResult:
+    def stage(task: str, body: Callable[[], TaskResult]) -> TaskResult:
+        name = START_TASKS[task].stage
         result = execution.call(run, name, START, body)
         execution.stage_done(run, name, result)
         return result
@@ -129,9 +131,8 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
         return result
 
     stage("warm_start", policy)
-    # The ledger has their results as `calibrate` and `evaluate`, as those of any step.
-    scales = stage("first_scales", lambda: start.first_scales(run)).entry.outputs["scales"]
-    evaluation = stage("first_evaluation", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
+    scales = stage("calibrate", lambda: start.first_scales(run)).entry.outputs["scales"]
+    evaluation = stage("evaluate", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
     if "stream" in run.plan.carries:
         stage("stream", lambda: start.first_stream(run))
     committed = run.directory.ledger.step(START) is not None

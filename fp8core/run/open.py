@@ -50,12 +50,11 @@ from fp8core.store.durable import refuse_unwritable
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
 from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.start_tasks import CARRIED_KINDS
 from fp8core.store.step_manifests import read_manifest
 from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
 from fp8core.user_files import refuse_in_run
-
-CARRIED_KINDS = {"policy": "policy", "scales": "scales", "stream": "stream"}
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -22,12 +22,10 @@ from fp8core.store.ledger import START
 from fp8core.store.manifest import Content, Contents, StepRecord
 from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, RunView, inspect_manifest
+from fp8core.store.start_tasks import START_TASKS
 
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
-
-START_TASKS = ("warm_start", "calibrate", "evaluate", "precision_gap")
-"""The tasks of step 0 in their order; those of the others are the pipeline's."""
 
 # Metrics in the order in which an iteration makes what they measure.
 _SECTIONS = ("rollout", "reward", "alignment", "kv", "correction", "train")
@@ -101,7 +99,7 @@ def _without_scales(said: JsonValue) -> JsonValue:
 def _differences(ours: StepRecord, theirs: StepRecord, order: Sequence[str]) -> Iterator[Difference]:
     yield from value_differences("step", ours.step, theirs.step)
     yield from value_differences("seeds", dict(ours.seeds), dict(theirs.seeds))
-    names = START_TASKS if ours.step == START else order
+    names = [*START_TASKS] if ours.step == START else order
     for task in _in_order({*ours.inputs, *ours.outputs, *theirs.inputs, *theirs.outputs}, names):
         yield from _of_task("inputs", task, ours.inputs.get(task, {}), theirs.inputs.get(task, {}))
         yield from _of_task("outputs", task, ours.outputs.get(task, {}), theirs.outputs.get(task, {}))

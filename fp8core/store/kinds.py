@@ -6,21 +6,14 @@ artifacts have the kinds that shipped steps read them as. An artifact that no sh
 first entry.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fp8core.config.steps import PipelineConfig, import_spec, is_shipped
 from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, LedgerView, RedoEntry, TaskEntry
-
-_START_KINDS = {
-    "warm_start": {"policy": "policy", "weights": "weights"},
-    "calibrate": {"scales": "scales"},
-    "evaluate": {"evaluation": "evaluation", "heldout_turns": "turns"},
-    "precision_gap": {"precision_gap": "precision_gap"},
-    "stream": {"stream": "stream"},
-}
+from fp8core.store.start_tasks import CARRIED_KINDS, START_TASKS
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,8 @@ def wrong_kinds(entries: Iterable[TaskEntry | RedoEntry], pipeline: PipelineConf
     for entry in entries:
         for artifact, ref in entry.outputs.items():
             if entry.step == START:
-                wanted = _START_KINDS.get(entry.task, {}).get(artifact, ref.kind)
+                task = START_TASKS.get(entry.task)
+                wanted = ref.kind if task is None else task.outputs.get(artifact, ref.kind)
             else:
                 wanted = known.setdefault(artifact, ref.kind)
             if ref.kind != wanted:
@@ -64,8 +58,7 @@ def refuse_wrong_kinds(ledger: LedgerView, pipeline: PipelineConfig) -> None:
 
 def _kinds(pipeline: PipelineConfig) -> dict[str, str]:
     """Artifact -> kind, of all that a shipped step provides or reads and of what a step hands to the next."""
-    carried: Mapping[str, str] = {"policy": "policy", "scales": "scales", "stream": "stream"}
-    kinds = {end: carried[start] for start, end in pipeline.carries.items() if start in carried}
+    kinds = {end: CARRIED_KINDS[start] for start, end in pipeline.carries.items() if start in CARRIED_KINDS}
     shipped = [(step, import_spec(step.uses)) for step in pipeline.steps if is_shipped(step.uses)]
     for step, spec in shipped:
         kinds |= {step.provides.get(port, port): kind for port, kind in spec.outputs.items()}
