@@ -23,6 +23,7 @@ from fp8core.rollout.engine import (
     Sampling,
     SyncReport,
     check_scales,
+    finish_of,
 )
 from fp8core.rollout.kv_cache import KvCache, StoredRow
 from fp8core.rollout.registry import EngineEntry
@@ -52,9 +53,9 @@ class _Sequence:
     @classmethod
     def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
         """Of a group's completion `i`, with at most `longest` tokens, those that were begun included."""
-        before = len(group.begun[i]) if group.begun else 0
-        last = min(longest, before + group.room[i]) if group.room else longest
-        return cls(_keys(group)[i], group.group, group.samples[i], before, last)
+        before = len(group.begun_of(i))
+        last = before + group.room_of(i, longest)
+        return cls((group.seeds[i], group.context(i)), group.group, group.samples[i], before, last)
 
     @property
     def room(self) -> int:
@@ -72,11 +73,8 @@ class _Sequence:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        written = self.before + len(self.tokens)
-        if token in sampling.stop_ids:
-            self.finish = "stop"
-        elif written == self.last:
-            self.finish = "length" if written == sampling.max_new_tokens else "open"
+        if token in sampling.stop_ids or self.before + len(self.tokens) == self.last:
+            self.finish = finish_of(self.tokens, self.before, sampling)
 
 
 class EmbeddedEngine:
@@ -463,8 +461,7 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
 
 def _keys(group: PromptGroup) -> list[_Key]:
     """Of each completion, as it is before it goes on."""
-    begun = group.begun or ((),) * len(group.seeds)
-    return [(seed, (*group.prompt, *tokens)) for seed, tokens in zip(group.seeds, begun, strict=True)]
+    return [(seed, group.context(i)) for i, seed in enumerate(group.seeds)]
 
 
 def _contexts(groups: Sequence[PromptGroup]) -> tuple[list[tuple[int, ...]], Tensor]:

@@ -45,6 +45,19 @@ class PromptGroup:
     begun: tuple[tuple[int, ...], ...] = ()
     room: tuple[int, ...] = ()
 
+    def begun_of(self, i: int) -> tuple[int, ...]:
+        """Tokens that completion `i` has already."""
+        return self.begun[i] if self.begun else ()
+
+    def context(self, i: int) -> tuple[int, ...]:
+        """Prompt and begun tokens of completion `i`."""
+        return (*self.prompt, *self.begun_of(i))
+
+    def room_of(self, i: int, max_new_tokens: int) -> int:
+        """Tokens that completion `i` may write now."""
+        rest = max_new_tokens - len(self.begun_of(i))
+        return min(rest, self.room[i]) if self.room else rest
+
     def without(self, known: Collection[int]) -> Self:
         """The group without some of its samples; it may have none left."""
         left = [i for i, sample in enumerate(self.samples) if sample not in known]
@@ -75,6 +88,19 @@ class Sampling:
 
 
 Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"]
+
+
+def finish_of(tokens: Sequence[int], begun: int, sampling: Sampling) -> Finish:
+    """Of a completion that writes no more: a stop token ends it also where it is the last that it may have.
+
+    Args:
+        tokens: what it wrote now, at least one.
+        begun: the number of tokens that it had before.
+        sampling: the rules.
+    """
+    if tokens[-1] in sampling.stop_ids:
+        return "stop"
+    return "length" if begun + len(tokens) == sampling.max_new_tokens else "open"
 
 
 @dataclass(frozen=True)

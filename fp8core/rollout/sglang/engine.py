@@ -9,7 +9,6 @@ import json
 import math
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -21,32 +20,24 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import digest_of
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
-    Finish,
-    PolicyScales,
     Probe,
     PromptGroup,
     Sampling,
-    SharedWeights,
-    SyncReport,
     TensorSpec,
-    check_lengths,
-    check_scales,
-    share_weights,
-    specs_of,
+    finish_of,
 )
+from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
@@ -60,11 +51,10 @@ from fp8core.rollout.sglang.settings import (
     model_config,
     required_environment,
 )
-from fp8core.rollout.slots import EngineUpdateError, fitted_slots, written_scales
+from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
-_SEED_BITS = (1 << 63) - 1
 # Longest step of a session in which nothing ends.
 _STEP_SECONDS = 0.01
 # Ends the thread that sends.
@@ -73,10 +63,14 @@ _DROPPED_BYTES = 1 << 20
 # Its place, and its requests or outputs.
 Group = tuple[int, list[dict[str, Any]]]
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
+_WOKEN = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
 
 
-class SglangEngine:
+class SglangEngine(ResidentEngine):
     """A resident SGLang that holds one policy."""
+
+    product = "SGLang"
+    length_setting = "rollout.sglang.context_length"
 
     def __init__(
         self,
@@ -105,14 +99,14 @@ class SglangEngine:
             EngineLost: SGLang ended while it started.
         """
         _check_environment(required_environment())
-        self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps, self._invariant, self._routes = options.sleep, options.batch_invariant, routes
-        self._longest = options.context_length or arch.max_positions
+        longest = options.context_length or arch.max_positions
+        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
+        self._build = build
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
         )
-        launch = Launch(self._folder.name, self._longest, max_batch, worker, routes)
+        launch = Launch(self._folder.name, longest, max_batch, worker, routes)
         arguments = engine_arguments(arch, contract, options, launch)
         self._closed = False
         pipe, self._process = _start_host(arguments)
@@ -124,65 +118,8 @@ class SglangEngine:
         if missing:
             self.close()
             raise UserError(f"rollout.engine=sglang: {build.described} lacks {', '.join(missing)}")
-        self._parameters = {n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("parameters").items()}
+        self._read_parameters()
         self._resolved: dict[str, Any] = self._host.call("resolved")
-        self._sent: dict[str, TensorSpec] = {}
-        self._slots: dict[str, tuple[Any, ...]] = {}
-        self._unwritten: set[str] = set()
-        self._complete, self._asleep = False, False
-
-    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Write weights and scales into SGLang's own tensors and read both back; wakes an engine that sleeps.
-
-        Raises:
-            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
-                SGLang did not drop its prefix cache.
-        """
-        self.expect(specs_of(tensors), scales, version)
-        if self._asleep:
-            # Both share a device: memory that torch caches in this process would be missing in the worker.
-            torch.cuda.empty_cache()
-        with share_weights(tensors) as shared:
-            self.write(shared)
-            return self.finish(scales, version)
-
-    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """`update` begins: refuse what does not fit; nothing is written."""
-        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
-        if sent != self._sent:
-            slots = fitted_slots(sent, self._parameters)
-            self._sent, self._slots = dict(sent), {name: astuple(slot) for name, slot in slots.items()}
-        self._unwritten = {*sent}
-
-    def write(self, shared: SharedWeights) -> None:
-        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
-        if self._unwritten == self._sent.keys():
-            self._complete = False
-            if self._asleep:
-                self._host.call("resume", ["weights", "cuda_graph"])
-            self.call_worker("begin")
-        self._unwritten.difference_update(self.call_worker("write", shared, self._slots))
-
-    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
-        """`update` ends, when all expected weights are written: set the scales and read everything back."""
-        assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
-        self.call_worker("end", version)
-        if self._asleep:
-            self._host.call("resume", ["kv_cache"])
-            self.call_worker("clear_cache")
-            self._asleep = False
-        # Pages of another policy, or of other scales, would be read as if they were this one's.
-        if not self.drop_prefixes():
-            raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
-        if self._has_fp8_cache():
-            self.call_worker("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
-        self._complete = True
-        return self._read_back(scales)
-
-    def fingerprint(self) -> str:
-        """Digest of the weights in SGLang's parameters, by the names they were sent under."""
-        assert self._complete, "update() comes before fingerprint(), also after sleep()"
-        return self._digest(self.call_worker("read_back", self._slots))
 
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, dtypes and scales."""
@@ -198,7 +135,7 @@ class SglangEngine:
             "backend": described["attention"][0],
             "graphs": self._resolved["graphs"],
             "settings": self._resolved,
-            "dtypes": {name: self._parameters[slot[0]].dtype for name, slot in self._slots.items()},
+            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }
 
@@ -210,7 +147,7 @@ class SglangEngine:
                 SGLang can sample at.
         """
         self._prepare(sampling)
-        self._check_requests(groups, sampling)
+        self._check_lengths(groups, sampling)
         wanted = [
             (place, [_sample_request(group, i, sampling) for i in range(len(group.seeds))])
             for place, group in enumerate(groups)
@@ -227,8 +164,7 @@ class SglangEngine:
             UserError: the temperature is lower than SGLang can sample at.
         """
         self._prepare(sampling)
-        self._check_requests([], sampling)
-        return SglangSession(self._host, sampling, self._check_requests, self._arch)
+        return SglangSession(self._host, sampling, self._check_lengths, self._arch)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
@@ -239,15 +175,6 @@ class SglangEngine:
             ((token, found[place]),) = output["targets"]
             assert token == probes[place].target, "the log-prob is not that of the target"
         return [found]
-
-    def sleep(self) -> None:
-        """Where the options say sleep, give the memory of weights and cache back until the next update."""
-        if self._sleeps and not self._asleep:
-            # Only an engine that runs nothing may be paused.
-            if not self.drop_prefixes():
-                raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
-            self._host.call("release", _SLEEPING)
-            self._asleep, self._complete = True, False
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
@@ -283,31 +210,31 @@ class SglangEngine:
         """Forget all cached prompts; false while requests are running."""
         return bool(self._host.call("flush_cache"))
 
-    def _prepare(self, sampling: Sampling) -> None:
-        assert self._complete, "update() comes before a generation, also after sleep()"
-        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
-        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
-        if self._sleeps:
-            # Release the shared policy, which torch caches: a long-lived allocation would pin all of it.
-            torch.cuda.empty_cache()
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        return [self.call_worker(method, *arguments)]
 
-    def _has_fp8_cache(self) -> bool:
-        return self._contract.rollout.kv_cache == "fp8"
+    def _find_places(self, sent: Mapping[str, TensorSpec]) -> dict[str, tuple[Any, ...]]:
+        return {name: astuple(slot) for name, slot in fitted_slots(sent, self._parameters).items()}
 
-    def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self.call_worker("read_back", self._slots)
-        # Without an FP8 cache SGLang has no use for scales, and none are written.
-        layers = written_scales(held["scales"]) if self._has_fp8_cache() else scales.layers
-        return SyncReport(held["version"], self._digest(held), PolicyScales(scales.version, layers))
+    def _begin(self) -> None:
+        self.call_worker("begin")
 
-    def _digest(self, held: Mapping[str, Any]) -> str:
-        fingerprints = held["fingerprints"]
-        return digest_of({n: (self._sent[n].dtype, self._sent[n].shape, f) for n, f in fingerprints.items()})
+    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        (alone,) = held
+        found: dict[str, str] = alone["fingerprints"]
+        return found
 
-    def _check_requests(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        for refusal in temperature_refusals(sampling.temperature):
-            raise UserError(refusal)
-        check_lengths(groups, sampling.max_new_tokens, "rollout.sglang.context_length", self._longest)
+    def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        self._host.call("resume", _WOKEN[part])
+
+    def _fall_asleep(self) -> None:
+        # Only an engine that runs nothing may be paused.
+        if not self.drop_prefixes():
+            raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
+        self._host.call("release", _SLEEPING)
+
+    def _temperature_refusals(self, temperature: float) -> Iterator[str]:
+        return temperature_refusals(temperature)
 
 
 class HostPipe:
@@ -464,20 +391,14 @@ def _check_environment(required: Mapping[str, str]) -> None:
 
 
 def _ending(code: int | None) -> str:
-    """An exit code of `multiprocessing`, in words."""
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    return f"was ended by {signal.Signals(-code).name}, as where one of SGLang's processes failed"
+    return ending(code) + (", as where one of SGLang's processes failed" if code is not None and code < 0 else "")
 
 
 def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str, Any]:
-    begun = group.begun[i] if group.begun else ()
-    rest = sampling.max_new_tokens - len(begun)
-    wanted = min(rest, group.room[i]) if group.room else rest
     # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
-    seed = group.seeds[i] & _SEED_BITS
+    seed, wanted = group.seeds[i] & SEED_BITS, group.room_of(i, sampling.max_new_tokens)
     return {
-        "tokens": [*group.prompt, *begun],
+        "tokens": [*group.context(i)],
         "sampling": _sampling(sampling.temperature, wanted, seed, sorted(sampling.stop_ids)),
         "routes": sampling.report_experts,
     }
@@ -508,15 +429,11 @@ def _completion(
     if reason == "abort":
         raise EngineLost("SGLang ends, as a signal asked it to")
     assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
-    begun = len(group.begun[i]) if group.begun else 0
-    written = len(tokens) + begun
-    finish: Finish = "length" if written == sampling.max_new_tokens else "open"
     # SGLang's reason of a last token that is both, the last of all and a stop, is the length.
-    if tokens[-1] in sampling.stop_ids:
-        finish = "stop"
+    finish = finish_of(tokens, len(group.begun_of(i)), sampling)
     experts = None
     if sampling.report_experts:
-        experts = _routes(output["routes"], arch, len(group.prompt) + written - 1)
+        experts = _routes(output["routes"], arch, len(group.context(i)) + len(tokens) - 1)
     return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish, experts)
 
 

@@ -18,12 +18,11 @@ from contextlib import closing, suppress
 from dataclasses import astuple
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import vllm.envs
 import zmq
-from torch import Tensor
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -33,32 +32,24 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import digest_of, hex_digits
+from fp8core.numerics.fingerprint import hex_digits
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
-    Finish,
-    PolicyScales,
     Probe,
     PromptGroup,
     Sampling,
-    SharedWeights,
-    SyncReport,
     TensorSpec,
-    check_lengths,
-    check_scales,
-    share_weights,
-    specs_of,
+    finish_of,
 )
+from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.slots import (
-    EngineUpdateError,
     Share,
     Shares,
     filled_shapes,
     find_shares,
     padded_shapes,
-    written_scales,
 )
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.internals import end_calls, load_model_class, probe_client, register_aligned_models
@@ -81,16 +72,17 @@ Result = TypeVar("Result")
 _SHUTDOWN_SECONDS = 10.0
 # Until vLLM itself refuses calls to a core that has ended.
 _NOTICE_SECONDS = 0.2
-_SEED_BITS = (1 << 63) - 1
 
 
-class VllmEngine:
+class VllmEngine(ResidentEngine):
     """A resident vLLM that holds one policy.
 
     Attributes:
         reads_prefixes: whether requests begin with what is cached of their prompts; else they compute all of it.
     """
 
+    product = "vLLM"
+    length_setting = "rollout.vllm.max_model_len"
     reads_prefixes = True
 
     def __init__(
@@ -127,9 +119,9 @@ class VllmEngine:
             # The one that `model_config` names.
             import fp8core.rollout.vllm.padded  # noqa: F401
         register_aligned_models()
-        self._arch, self._contract, self._build = arch, contract, build
-        self._sleeps, self._routes, self._aligned = options.sleep, routes, options.model == "aligned"
-        self._longest, self._ranks = options.max_model_len or arch.max_positions, options.tensor_parallel
+        longest = options.max_model_len or arch.max_positions
+        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
+        self._build, self._aligned, self._ranks = build, options.model == "aligned", options.tensor_parallel
         attention = attention_backend(arch, contract, options)
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
@@ -158,70 +150,9 @@ class VllmEngine:
         if missing:
             self.close()
             raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
-        self._parameters = {
-            n: TensorSpec(d, tuple(shape)) for n, (d, shape) in self.call_worker("policy_parameters").items()
-        }
-        self._sent: dict[str, TensorSpec] = {}
-        self._unwritten: set[str] = set()
-        self._shares: Shares = []
+        self._read_parameters()
         self._in_parts: set[str] = set()
-        self._complete, self._asleep = False, False
         self._requests = 0
-
-    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Write weights and scales into vLLM's own tensors and read both back; wakes an engine that sleeps.
-
-        Raises:
-            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
-                vLLM did not drop its prefix cache.
-        """
-        self.expect(specs_of(tensors), scales, version)
-        if self._asleep:
-            # Both share a device: memory that torch caches in this process would be missing in the worker.
-            torch.cuda.empty_cache()
-        with share_weights(tensors) as shared:
-            self.write(shared)
-            return self.finish(scales, version)
-
-    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """`update` begins: refuse what does not fit; nothing is written."""
-        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
-        if sent != self._sent:
-            filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
-            shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
-            self._shares = [_fields(share) for share in shares]
-            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
-            self._sent = dict(sent)
-        self._unwritten = {*sent}
-
-    def write(self, shared: SharedWeights) -> None:
-        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
-        if self._unwritten == self._sent.keys():
-            self._complete = False
-            if self._asleep:
-                self._ask(self._llm.wake_up, ["weights"])
-            self.call_worker("policy_begin", self._shares)
-        self._unwritten.difference_update(self.call_worker("policy_write", shared, self._shares))
-
-    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
-        """`update` ends, when all expected weights are written: set the scales and read everything back."""
-        assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
-        self.call_worker("policy_end", version)
-        if self._asleep:
-            self._ask(self._llm.wake_up, ["kv_cache"])
-            self.call_worker("policy_clear_cache")
-            self._asleep = False
-        # Blocks of another policy, or of other scales, would be read as if they were this one's.
-        if not self.drop_prefixes():
-            raise EngineUpdateError("vLLM kept its prefix cache: requests are still running")
-        if self._has_fp8_cache():
-            self.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
-        self._complete = True
-        return self._read_back(scales)
-
-    def fingerprint(self) -> str:
-        """Digest of the weights in vLLM's parameters, by the names they were sent under."""
-        return self._digest(self.call_workers("policy_read_back", self._shares))
 
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
@@ -276,15 +207,7 @@ class VllmEngine:
         Raises:
             UserError: the temperature is lower than vLLM can sample at.
         """
-        assert self._complete, "update() comes before open_session(), also after sleep()"
-        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
-        assert sampling.truncation is None, "vLLM samples from the whole distribution; the configuration was checked"
-        for refusal in temperature_refusals(sampling.temperature, self._aligned):
-            raise UserError(refusal)
-        if self._sleeps:
-            # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
-            # of cuBLAS, would pin all of it.
-            torch.cuda.empty_cache()
+        self._prepare(sampling)
         if self._aligned:
             self.call_worker("policy_set_temperature", sampling.temperature or 1.0)
         return VllmSession(self, self._llm, sampling)
@@ -305,12 +228,6 @@ class VllmEngine:
                 assert logprobs.token_ids[1] == probes[i].target, "the log-prob is not that of the target"
                 found[i] = logprobs.logprobs[1]
         return [found]
-
-    def sleep(self) -> None:
-        """Where the options say sleep, give the memory of weights and cache back until the next update."""
-        if self._sleeps and not self._asleep:
-            self._ask(self._llm.sleep, 2)
-            self._asleep, self._complete = True, False
 
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
@@ -362,24 +279,35 @@ class VllmEngine:
                 raise
             raise EngineLost("vLLM's engine core ended") from error
 
-    def _has_fp8_cache(self) -> bool:
-        return self._contract.rollout.kv_cache == "fp8"
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        return self.call_workers(f"policy_{method}", *arguments)
 
-    def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self.call_workers("policy_read_back", self._shares)
-        version = _agreed("versions", [each["version"] for each in held])
-        # Without an FP8 cache vLLM has no use for scales, and none are written.
-        written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
-        return SyncReport(version, self._digest(held), PolicyScales(scales.version, _agreed("scales", written)))
+    def _find_places(self, sent: Mapping[str, TensorSpec]) -> Shares:
+        filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
+        shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
+        self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
+        return [_fields(share) for share in shares]
 
-    def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
+    def _begin(self) -> None:
+        self.call_worker("policy_begin", self._places)
+
+    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         found = {}
-        for name, spec in self._sent.items():
+        for name in self._sent:
             sums = [each["sums"][name] for each in held]
             if name in self._in_parts:
                 sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
-            found[name] = spec.dtype, spec.shape, hex_digits(_agreed(f"bytes of {name}", sums))
-        return digest_of(found)
+            found[name] = hex_digits(self._agreed(f"bytes of {name}", sums))
+        return found
+
+    def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        self._ask(self._llm.wake_up, [part])
+
+    def _fall_asleep(self) -> None:
+        self._ask(self._llm.sleep, 2)
+
+    def _temperature_refusals(self, temperature: float) -> Iterator[str]:
+        return temperature_refusals(temperature, self._aligned)
 
     def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
         """Queue a request, and return its name; `settings` are of `SamplingParams`."""
@@ -400,14 +328,12 @@ class VllmEngine:
         return name
 
     def _submit_sample(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
-        begun = group.begun[i] if group.begun else ()
-        rest = sampling.max_new_tokens - len(begun)
         return self._submit(
-            (*group.prompt, *begun),
+            group.context(i),
             sampling.temperature,
-            max_tokens=min(rest, group.room[i]) if group.room else rest,
+            max_tokens=group.room_of(i, sampling.max_new_tokens),
             # 63 bits of it: to vLLM -1 means no seed.
-            seed=self._seed(group.seeds[i], len(begun)) & _SEED_BITS,
+            seed=self._seed(group.seeds[i], len(group.begun_of(i))) & SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
             logprobs=0,
             skip_reading_prefix_cache=not self.reads_prefixes,
@@ -436,13 +362,10 @@ class VllmEngine:
         if done.finish_reason == "abort":
             raise EngineLost("vLLM's engine core ends, as a signal asked it to")
         assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
-        written = len(tokens) + (len(group.begun[i]) if group.begun else 0)
-        finish: Finish = "length" if written == sampling.max_new_tokens else "open"
-        if done.finish_reason == "stop":
-            finish = "stop"
+        finish = finish_of(tokens, len(group.begun_of(i)), sampling)
         experts = None
         if sampling.report_experts:
-            positions = len(group.prompt) + len(tokens) - 1
+            positions = len(group.context(i)) + len(tokens) - 1
             experts = routes_of("vLLM", done.routed_experts, self._arch.sparse_layers, positions)
         return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
 
@@ -465,8 +388,7 @@ class VllmSession:
         Raises:
             UserError: a prompt and its completion are longer than the engine allows; none was sent then.
         """
-        longest = self._engine._longest
-        check_lengths(groups, self._sampling.max_new_tokens, "rollout.vllm.max_model_len", longest)
+        self._engine._check_lengths(groups, self._sampling)
         for group in groups:
             for i in range(len(group.seeds)):
                 self._requests[self._engine._submit_sample(group, i, self._sampling)] = group, i
@@ -495,26 +417,11 @@ def _check_environment(required: Mapping[str, str]) -> None:
 
 
 def _ending(code: int | None) -> str:
-    """An exit code of `multiprocessing`, in words."""
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    memory = ", as where the host has no memory left" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{memory}"
+    return ending(code) + (", as where the host has no memory left" if code == -signal.SIGKILL else "")
 
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
     return {name: [list(astuple(part)) for part in parts if part is not None] for name, parts in share.items()}
-
-
-def _agreed(what: str, held: Sequence[Result]) -> Result:
-    """The value that all workers hold.
-
-    Raises:
-        EngineUpdateError: one of them holds another.
-    """
-    if any(each != held[0] for each in held):
-        raise EngineUpdateError(f"vLLM's {len(held)} workers hold different {what}")
-    return held[0]
 
 
 def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -243,8 +243,8 @@ def test_experts_come_with_completions_that_ask_for_them(thread: ThreadPoolExecu
     ours, theirs = Pipe()
     thread.submit(answer_all, Host(theirs, Routed(endless=False), PLACES), theirs)
     pipe = HostPipe(ours)
-    session = session_of(pipe, Sampling(1.0, 2, frozenset(), report_experts=wanted))
-    session.add([group(0, 5, 6, 8)])
+    session = session_of(pipe, Sampling(1.0, 3, frozenset(), report_experts=wanted))
+    session.add([group(0, 5, 6, 8), replace(group(1, 5, 6), begun=((8,), (8,)))])
     found = []
     while session.busy:
         found += session.step()
@@ -252,7 +252,7 @@ def test_experts_come_with_completions_that_ask_for_them(thread: ThreadPoolExecu
     pipe.close(time.monotonic() + 20)
     for done in found:
         assert (done.experts is not None) == wanted
-        # Three of the prompt, and the first of two that were written.
+        # Three of what was there, and the first of two that were written.
         assert done.experts is None or done.experts.tolist() == [[[1, 3]] * 2] * 4
 
 

@@ -1,0 +1,211 @@
+"""An engine whose model stays in processes of its own: how one policy replaces another there, and is read back.
+
+vLLM and SGLang start without weights; the first update brings them. Weights are written in place and read back, so
+that what generates is proved to be what was sent (`tasks.sync`). An engine adds how its processes are called.
+"""
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import digest_of
+from fp8core.rollout.engine import (
+    PolicyScales,
+    PromptGroup,
+    Sampling,
+    SharedWeights,
+    SyncReport,
+    TensorSpec,
+    check_lengths,
+    check_scales,
+    share_weights,
+    specs_of,
+)
+from fp8core.rollout.slots import EngineUpdateError, written_scales
+
+SEED_BITS = (1 << 63) - 1
+"""The bits of a completion's seed that an engine gets."""
+_Value = TypeVar("_Value")
+
+
+class ResidentEngine(ABC):
+    """Holds one policy: nothing, then `expect`, `write` once or more, `finish`, until it sleeps or expects another.
+
+    Attributes:
+        product: what messages call it.
+        length_setting: the setting that limits a prompt with its completion.
+    """
+
+    product: ClassVar[str]
+    length_setting: ClassVar[str]
+
+    def __init__(
+        self, arch: Architecture, contract: PrecisionContract, *, longest: int, sleeps: bool, routes: bool
+    ) -> None:
+        """Hold nothing.
+
+        Args:
+            arch: shape of the decoder.
+            contract: formats.
+            longest: tokens of the longest prompt with its completion.
+            sleeps: whether `sleep` gives memory back.
+            routes: whether the experts that tokens went to can be reported.
+        """
+        self._arch, self._contract = arch, contract
+        self._longest, self._sleeps, self._routes = longest, sleeps, routes
+        self._parameters: dict[str, TensorSpec] = {}
+        self._sent: dict[str, TensorSpec] = {}
+        # Where the parameters hold what was sent, as the workers take it.
+        self._places: Any = None
+        self._unwritten: set[str] = set()
+        self._complete, self._asleep = False, False
+
+    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
+        """Write weights and scales into the engine's own tensors and read both back; wakes an engine that sleeps.
+
+        Raises:
+            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
+                the engine did not drop its prefix cache.
+        """
+        self.expect(specs_of(tensors), scales, version)
+        if self._asleep:
+            # Both share a device: memory that torch caches in this process would be missing in the worker.
+            torch.cuda.empty_cache()
+        with share_weights(tensors) as shared:
+            self.write(shared)
+            return self.finish(scales, version)
+
+    def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
+        """`update` begins: refuse what does not fit; nothing is written."""
+        check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
+        if sent != self._sent:
+            self._places = self._find_places(sent)
+            self._sent = dict(sent)
+        self._unwritten = {*sent}
+
+    def write(self, shared: SharedWeights) -> None:
+        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
+        if self._unwritten == self._sent.keys():
+            self._complete = False
+            if self._asleep:
+                self._wake("weights")
+            self._begin()
+        self._unwritten.difference_update(self._ask_workers("write", shared, self._places)[0])
+
+    def finish(self, scales: PolicyScales, version: int) -> SyncReport:
+        """`update` ends, when all expected weights are written: set the scales and read everything back."""
+        assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
+        self._ask_workers("end", version)
+        if self._asleep:
+            self._wake("kv_cache")
+            self._ask_workers("clear_cache")
+            self._asleep = False
+        # Blocks of another policy, or of other scales, would be read as if they were this one's.
+        if not self.drop_prefixes():
+            raise EngineUpdateError(f"{self.product} kept its prefix cache: requests are still running")
+        if self._has_fp8_cache():
+            self._ask_workers("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
+        self._complete = True
+        return self._read_back(scales)
+
+    def fingerprint(self) -> str:
+        """Digest of the weights in the engine's parameters, by the names they were sent under."""
+        assert self._complete, "update() comes before fingerprint(), also after sleep()"
+        return self._digest(self._ask_workers("read_back", self._places))
+
+    def sleep(self) -> None:
+        """Where the options say sleep, give the memory of weights and cache back until the next update."""
+        if self._sleeps and not self._asleep:
+            self._fall_asleep()
+            self._asleep, self._complete = True, False
+
+    @abstractmethod
+    def drop_prefixes(self) -> bool:
+        """Forget all cached prompts; false while requests are running."""
+
+    def _prepare(self, sampling: Sampling) -> None:
+        """Before a generation; raises UserError for a temperature that the engine cannot sample at."""
+        assert self._complete, "update() comes before a generation, also after sleep()"
+        assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
+        assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
+        for refusal in self._temperature_refusals(sampling.temperature):
+            raise UserError(refusal)
+        if self._sleeps:
+            # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
+            # of cuBLAS, would pin all of it.
+            torch.cuda.empty_cache()
+
+    def _check_lengths(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
+        """Raises UserError where a prompt and its completion are longer than the engine allows."""
+        check_lengths(groups, sampling.max_new_tokens, self.length_setting, self._longest)
+
+    def _has_fp8_cache(self) -> bool:
+        return self._contract.rollout.kv_cache == "fp8"
+
+    def _read_parameters(self) -> None:
+        """Types and shapes of the parameters, from the process that holds them."""
+        found = self._ask_workers("parameters")[0]
+        self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
+
+    def _read_back(self, scales: PolicyScales) -> SyncReport:
+        held = self._ask_workers("read_back", self._places)
+        version = self._agreed("versions", [each["version"] for each in held])
+        # Without an FP8 cache the engine has no use for scales, and none are written.
+        written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
+        return SyncReport(version, self._digest(held), PolicyScales(scales.version, self._agreed("scales", written)))
+
+    def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
+        found = self._fingerprints(held)
+        return digest_of({name: (self._sent[name].dtype, self._sent[name].shape, f) for name, f in found.items()})
+
+    def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
+        """The value that all workers hold.
+
+        Raises:
+            EngineUpdateError: one of them holds another.
+        """
+        if any(each != held[0] for each in held):
+            raise EngineUpdateError(f"{self.product}'s {len(held)} workers hold different {what}")
+        return held[0]
+
+    @abstractmethod
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of the worker that holds the policy, from each that shares a layer: `write`, `read_back`, ..."""
+
+    @abstractmethod
+    def _find_places(self, sent: Mapping[str, TensorSpec]) -> Any:
+        """Where the parameters hold what is sent; raises EngineUpdateError where it does not fit them."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Let the workers hold no version and no scales: others are about to be written."""
+
+    @abstractmethod
+    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """The fingerprint of each tensor as it was sent, from what the workers read back."""
+
+    @abstractmethod
+    def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take the memory of a part again; its contents are undefined."""
+
+    @abstractmethod
+    def _fall_asleep(self) -> None:
+        """Give the memory of weights and cache back."""
+
+    @abstractmethod
+    def _temperature_refusals(self, temperature: float) -> Iterable[str]:
+        """The reasons why the engine cannot sample at a temperature."""
+
+
+def ending(code: int | None) -> str:
+    """An exit code of `multiprocessing`, in words."""
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    return f"was ended by {signal.Signals(-code).name}"

@@ -1,0 +1,235 @@
+"""How one policy replaces another in an engine with processes of its own; the test's has its parameters here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.config.precision import PrecisionContract
+from fp8core.errors import UserError
+from fp8core.models.hub import PUBLISHED
+from fp8core.numerics.fingerprint import fingerprints, policy_digest
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of, open_shared, share_weights, specs_of
+from fp8core.rollout.resident import ResidentEngine, ending
+from fp8core.rollout.slots import EngineUpdateError, Slot, fitted_slots
+
+ARCH = PUBLISHED["Qwen/Qwen3-30B-A3B"]
+PROJECTIONS = {"q": 256, "k": 128, "v": 128}
+LAYER = "model.layers.0.self_attn"
+SAMPLING = Sampling(1.0, 4, frozenset({9}))
+
+
+class HereEngine(ResidentEngine):
+    """Two workers with all parameters each. `log` has what was asked of them and of the memory."""
+
+    product = "Here"
+    length_setting = "rollout.here.longest"
+
+    def __init__(self, sleeps: bool = False) -> None:
+        super().__init__(ARCH, PrecisionContract(), longest=16, sleeps=sleeps, routes=False)
+        self.log: list[str] = []
+        self.kept_prefixes = False
+        self.workers = [Worker(), Worker()]
+        self._read_parameters()
+
+    def drop_prefixes(self) -> bool:
+        return not self.kept_prefixes
+
+    def prepare(self, sampling: Sampling, *groups: PromptGroup) -> None:
+        self._prepare(sampling)
+        self._check_lengths(groups, sampling)
+
+    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+        self.log.append(method)
+        return [getattr(worker, method)(*arguments) for worker in self.workers]
+
+    def _find_places(self, sent: Mapping[str, Any]) -> dict[str, Slot]:
+        return fitted_slots(sent, self._parameters)
+
+    def _begin(self) -> None:
+        self._ask_workers("begin")
+
+    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        found: dict[str, str] = self._agreed("bytes", [each["fingerprints"] for each in held])
+        return found
+
+    def _wake(self, part: str) -> None:
+        self.log.append(f"wake {part}")
+
+    def _fall_asleep(self) -> None:
+        self.log.append("fall asleep")
+
+    def _temperature_refusals(self, temperature: float) -> Iterable[str]:
+        if temperature < 0.5:
+            yield "too cold"
+
+
+class Worker:
+    """Holds q, k and v of one layer as one parameter."""
+
+    def __init__(self) -> None:
+        self.parameter = torch.zeros(sum(PROJECTIONS.values()), 8)
+        self.version: int | None = None
+        self.scales: list[list[float]] = []
+
+    def parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {f"{LAYER}.qkv_proj.weight": ("float32", tuple(self.parameter.shape))}
+
+    def begin(self) -> None:
+        self.version, self.scales = None, [[torch.nan] * 3] * ARCH.num_layers
+
+    def write(self, shared: dict[str, Any], slots: dict[str, Slot]) -> list[str]:
+        tensors = open_shared(shared, torch.device("cpu"))
+        for name in tensors:
+            slots[name].of(self.parameter).copy_(tensors[name])
+        return list(tensors)
+
+    def end(self, version: int) -> None:
+        self.version = version
+
+    def clear_cache(self) -> None:
+        pass
+
+    def set_scales(self, scales: list[list[float]]) -> None:
+        self.scales = scales
+
+    def read_back(self, slots: dict[str, Slot]) -> dict[str, Any]:
+        held = fingerprints([slot.of(self.parameter).contiguous() for slot in slots.values()])
+        return {"version": self.version, "fingerprints": dict(zip(slots, held, strict=True)), "scales": self.scales}
+
+
+def policy(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"{LAYER}.{n}_proj.weight": torch.randn(rows, 8, generator=generator) for n, rows in PROJECTIONS.items()}
+
+
+def scales(version: int) -> PolicyScales:
+    return PolicyScales(version, (LayerScales(1.0, 2.0, 4.0),) * ARCH.num_layers)
+
+
+def test_what_is_held_after_an_update_is_what_was_sent() -> None:
+    engine = HereEngine()
+    for version in (0, 1):
+        report = engine.update(policy(version), scales(version), version)
+        assert (report.version, report.digest, report.scales) == (
+            version,
+            policy_digest(policy(version)),
+            scales(version),
+        )
+        assert engine.fingerprint() == report.digest
+        engine.prepare(SAMPLING)
+
+
+def test_a_policy_in_parts_is_held_when_all_of_it_is_written() -> None:
+    engine, sent = HereEngine(), policy(0)
+    engine.expect(specs_of(sent), scales(0), 0)
+    for i, (name, tensor) in enumerate(sent.items()):
+        with pytest.raises(AssertionError, match=f"{3 - i} expected tensors are not written"):
+            engine.finish(scales(0), 0)
+        with pytest.raises(AssertionError, match=r"update\(\) comes before"):
+            engine.fingerprint()
+        with pytest.raises(AssertionError, match=r"update\(\) comes before"):
+            engine.prepare(SAMPLING)
+        with share_weights({name: tensor}) as shared:
+            engine.write(shared)
+    assert engine.finish(scales(0), 0).digest == policy_digest(sent)
+    assert engine.log.count("begin") == 1
+
+
+def test_what_does_not_fit_leaves_the_policy_as_it_was() -> None:
+    engine = HereEngine()
+    engine.update(policy(0), scales(0), 0)
+    engine.log.clear()
+    short = {**policy(1), f"{LAYER}.v_proj.weight": torch.zeros(64, 8)}
+    with pytest.raises(EngineUpdateError, match="448 of its 512 rows were sent"):
+        engine.update(short, scales(1), 1)
+    with pytest.raises(ValueError, match="scales of policy 0 sent with weights of policy 1"):
+        engine.update(policy(1), scales(0), 1)
+    assert engine.log == []
+    assert engine.fingerprint() == policy_digest(policy(0))
+    engine.update(policy(1), scales(1), 1)
+    assert engine.fingerprint() == policy_digest(policy(1))
+
+
+def test_an_engine_that_sleeps_holds_nothing_until_an_update_wakes_it() -> None:
+    engine = HereEngine(sleeps=True)
+    engine.update(policy(0), scales(0), 0)
+    engine.log.clear()
+    engine.sleep()
+    engine.sleep()
+    assert engine.log == ["fall asleep"]
+    with pytest.raises(AssertionError, match=r"also after sleep\(\)"):
+        engine.fingerprint()
+    engine.log.clear()
+    engine.update(policy(0), scales(0), 0)
+    assert engine.log[:-2] == ["wake weights", "begin", "write", "end", "wake kv_cache", "clear_cache"]
+    assert engine.log[-2:] == ["set_scales", "read_back"]
+    engine.log.clear()
+    engine.update(policy(1), scales(1), 1)
+    assert engine.log == ["begin", "write", "end", "set_scales", "read_back"]
+
+
+def test_an_engine_that_shares_no_device_stays_awake() -> None:
+    engine = HereEngine()
+    engine.update(policy(0), scales(0), 0)
+    engine.sleep()
+    assert engine.fingerprint() == policy_digest(policy(0))
+
+
+def test_an_engine_that_keeps_prefixes_of_another_policy_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = HereEngine()
+    engine.kept_prefixes = True
+    with pytest.raises(EngineUpdateError, match="Here kept its prefix cache"):
+        engine.update(policy(0), scales(0), 0)
+    with pytest.raises(AssertionError, match=r"update\(\) comes before"):
+        engine.prepare(SAMPLING)
+
+
+@pytest.mark.parametrize("what", ["version", "scales", "parameter"])
+def test_workers_that_hold_different_things_are_refused(what: str) -> None:
+    engine = HereEngine()
+    engine.update(policy(0), scales(0), 0)
+    other: Any = {"version": 3, "scales": [[1.0] * 3] * ARCH.num_layers, "parameter": torch.zeros(512, 8)}[what]
+    setattr(engine.workers[1], what, other)
+    words = {"version": "versions", "scales": "scales", "parameter": "bytes"}[what]
+    with pytest.raises(EngineUpdateError, match=f"Here's 2 workers hold different {words}"):
+        engine._read_back(scales(0))
+
+
+def test_a_generation_that_cannot_be_is_refused() -> None:
+    engine = HereEngine()
+    engine.update(policy(0), scales(0), 0)
+    with pytest.raises(UserError, match="too cold"):
+        engine.prepare(Sampling(0.1, 4, frozenset()))
+    with pytest.raises(AssertionError, match="without routes"):
+        engine.prepare(Sampling(1.0, 4, frozenset(), report_experts=True))
+    with pytest.raises(UserError, match=r"13 tokens and rollout.max_new_tokens=4 are 17, rollout.here.longest is 16"):
+        engine.prepare(SAMPLING, PromptGroup(0, "long", (1,) * 13, (0,), (0,)))
+    engine.prepare(SAMPLING, PromptGroup(0, "fits", (1,) * 12, (0,), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "begun", "finish"),
+    [([1, 2], 0, "open"), ([1, 2], 2, "length"), ([1, 9], 0, "stop"), ([1, 9], 2, "stop"), ([9, 1, 1, 1], 0, "length")],
+)
+def test_a_stop_token_that_is_the_last_of_all_is_a_stop(tokens: list[int], begun: int, finish: str) -> None:
+    assert finish_of(tokens, begun, SAMPLING) == finish
+
+
+def test_room_is_what_is_left_and_no_more_than_was_given() -> None:
+    fresh = PromptGroup(0, "fresh", (1, 2), (0, 1), (7, 8))
+    begun = PromptGroup(0, "begun", (1, 2), (0, 1), (7, 8), begun=((3,), (3, 4, 5)), room=(2, 2))
+    assert [fresh.room_of(i, 4) for i in (0, 1)] == [4, 4]
+    assert [begun.room_of(i, 4) for i in (0, 1)] == [2, 1]
+    assert [fresh.context(1), begun.context(1)] == [(1, 2), (1, 2, 3, 4, 5)]
+
+
+def test_the_end_of_a_process_in_words() -> None:
+    assert [ending(code) for code in (None, 3, -9)] == [
+        "ended with code None",
+        "ended with code 3",
+        "was ended by SIGKILL",
+    ]
