@@ -40,6 +40,7 @@ from flows.environment import set_variables
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
+from fp8core.errors import refuse
 from fp8core.models.architecture import Architecture, Experts, architecture_to_hf, parameter_shapes
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import PUBLISHED
@@ -48,7 +49,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
-from fp8core.training.megatron.requirements import check_machine, required_environment
+from fp8core.training.megatron.requirements import machine_refusals, required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE
 from tasks.record import torch_threads
@@ -324,7 +325,7 @@ def measurements() -> dict[str, Callable[[], list[Row]]]:
 
 def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor]) -> Any:
     """A trainer of this process; Transformer Engine reads the environment when it is imported."""
-    check_machine(config, this_node())
+    refuse(machine_refusals(config, this_node()))
     set_variables({**required_environment(config), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {})
     from fp8core.training.megatron.trainer import process_trainer
 

@@ -2,22 +2,22 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import UserError
-from fp8core.rollout.registry import ENGINES, find_entry
+from fp8core.rollout.registry import ENGINES, EngineEntry, find_entry
 from fp8core.store.manifest import installed_version
+from fp8core.training.registry import TRAINERS, TrainerEntry, find_trainer
 
 _BASE = ("torch", "prefect", "mlflow", "pyarrow", "safetensors", "pydantic", "tokenizers", "numpy")
-# Engines say themselves what they need, in `EngineEntry.requirements`.
+# Engines and trainers say themselves what they need, in `requirements` of their entries.
 _EXTRAS = {
     "nvidia-cudnn-frontend": ("vllm", "a faster backward of attention on Hopper"),
-    "megatron-core": ("megatron", "training with Megatron Core"),
-    "transformer-engine": ("megatron", "FP8 kernels of the Megatron trainer"),
     "ray": ("ray", "several engines and ranks, on one machine or many"),
     "math-verify": ("math", "verifier for mathematical expressions"),
     "datasets": ("datasets", "Hugging Face datasets by name"),
@@ -145,22 +145,17 @@ def _packages() -> Iterator[Finding]:
 
 
 def _capabilities() -> Iterator[Finding]:
-    yield from map(_engine, ENGINES)
-    yield Finding("training: torch", "ready: exact FP8 emulation on this CPU")
-    yield _megatron()
+    for name in ENGINES:
+        yield _capability(f"rollout: {name}", f"rollout.engine={name}: ", partial(find_entry, name))
+    for name in TRAINERS:
+        yield _capability(f"training: {name}", f"training.trainer={name}: ", partial(find_trainer, name))
     yield Finding("first command", "fp8-grpo run tiny")
 
 
-def _engine(name: str) -> Finding:
+def _capability(subject: str, place: str, find: Callable[[], EngineEntry | TrainerEntry]) -> Finding:
+    """What of an engine or a trainer is ready; messages of what is missing begin with `place`."""
     try:
-        return Finding(f"rollout: {name}", f"ready: {find_entry(name).requirements()}")
+        return Finding(subject, f"ready: {find().requirements()}")
     except (UserError, ImportError, OSError) as error:
-        state, _, cure = str(error).removeprefix(f"rollout.engine={name}: ").partition("; ")
-        return Finding(f"rollout: {name}", f"not ready: {state}", cure)
-
-
-def _megatron() -> Finding:
-    gpu = installed_version("transformer-engine") is not None
-    if installed_version("megatron-core") is None:
-        return Finding("training: megatron", "not ready: megatron-core is not installed", "use training.trainer=torch")
-    return Finding("training: megatron", "ready: block FP8 and BF16 on Hopper" if gpu else "ready: FP32, on this CPU")
+        state, _, cure = str(error).removeprefix(place).partition("; ")
+        return Finding(subject, f"not ready: {state}", cure)

@@ -109,7 +109,7 @@ def check_shape(config: RunConfig, arch: Architecture) -> None:
         )
     if config.rollout.router_replay and not arch.sparse_layers:
         raise UserError("rollout.router_replay: replays the choice of experts, but the model has none")
-    trainer_of(config.training).check_model(config, arch)
+    refuse(trainer_of(config.training).check_model(config, arch))
     refuse(engine_entry(config).check_model(config, arch))
     if (asked := config.rollout.max_new_tokens) >= (positions := longest_row(config, arch)):
         raise UserError(
@@ -154,7 +154,7 @@ def check_engine(config: RunConfig, node: Node) -> None:
         )
     trainer = trainer_of(config.training)
     try:
-        trainer.check_machine(config, node)
+        refuse(trainer.check(config, node))
     except UserError as error:
         if node.gpus == 0 and trainer.needs_gpu(config):
             raise UserError(
@@ -398,7 +398,7 @@ def _found_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
     folder = Path(resolve_model(settings.teacher, settings.revision, key=key).folder)
     try:
         found = find_checkpoint(folder)
-        trainer_of(scoring.training).check_model(scoring, found.architecture)
+        refuse(trainer_of(scoring.training).check_model(scoring, found.architecture))
     except UserError as error:
         raise UserError(f"{named}: {error}") from error
     difference = tokenizer.difference(found.tokenizer)

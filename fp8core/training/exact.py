@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
@@ -18,15 +19,19 @@ from fp8core.models.weights import (
     ShippedTensors,
     StoredNames,
     load_policy,
+    rollout_formats,
     stored_weights,
+    training_formats,
 )
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights
+from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals
+from fp8core.training.memory import SHARDED
 from fp8core.training.micro_batch import MicroBatchTrainer, Scored
 from fp8core.training.ranks import ALONE, Ranks
+from fp8core.training.registry import TrainerEntry
 from fp8core.training.saved_state import (
     MASTERS,
     OPTIMISER,
@@ -238,3 +243,30 @@ def _observer(
     statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales] | None
 ) -> Callable[[int, tuple[Tensor, Tensor, Tensor]], None]:
     return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
+
+
+def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> ExactTrainer:
+    return ExactTrainer(
+        arch,
+        masters,
+        training_formats(config.precision, arch.num_layers),
+        rollout_formats(config.precision, arch.num_layers),
+        config.training,
+        Objective(config.loss, config.correction),
+        ranks,
+        config.seed,
+    )
+
+
+TRAINER = TrainerEntry(
+    name="exact",
+    chosen=lambda training: training.trainer == "torch" and not training.computes_packed,
+    build=_build,
+    arithmetic="exact",
+    scores_updates=True,
+    device=lambda _: "cpu",
+    requirements=lambda: "exact FP8 emulation on this CPU",
+    check_model=lambda config, arch: adapter_refusals(arch, config.training.lora),
+    memory=lambda _: SHARDED,
+    advice=lambda _: "train on more GPUs, or lower training.micro_batch",
+)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fp8core.config.precision import LinearFormat
 from fp8core.config.training import LoraConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, StoredNames, is_linear, stored_weights
 from fp8core.numerics.e4m3 import TILE, ScaleRule, decode
@@ -43,16 +42,17 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...
     return found
 
 
-def check_adapters(arch: Architecture, lora: LoraConfig | None) -> None:
-    """Raises UserError: the model has experts, or a target with a side that is shorter than the rank."""
+def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[str]:
+    """A message for a model with experts, or with a target that has a side shorter than the rank."""
     if lora is None:
         return
     if arch.sparse_layers:
-        raise UserError("training.lora: the model has experts, which have no adapters; set training.lora to null")
+        yield "training.lora: the model has experts, which have no adapters; set training.lora to null"
+        return
     targets = {name: shape for name, shape in parameter_shapes(arch).items() if is_target(name, lora)}
     name, shape = min(targets.items(), key=lambda target: min(target[1]))
     if lora.rank > min(shape):
-        raise UserError(f"training.lora.rank={lora.rank}: {name} is {list(shape)}; lower it to {min(shape)}")
+        yield f"training.lora.rank={lora.rank}: {name} is {list(shape)}; lower it to {min(shape)}"
 
 
 def frozen_names(formats: StoredNames) -> StoredNames:

@@ -34,6 +34,7 @@ from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.schemas import tensor_header
 from fp8core.training.lora import adapter_shapes
+from fp8core.training.registry import trainer_of
 from fp8core.user_files import read_json_object
 
 STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "optimiser.safetensors", "megatron"
@@ -113,7 +114,7 @@ def refuse_other_base(folder: Path, base: str | None, state: SavedState) -> None
 def check_checkpoint(folder: Path, step: int, weights_digest: str, training: TrainingConfig) -> None:
     """Open every part of a checkpoint but the values of its tensors. Raises StoredFileError: file, field, problem.
 
-    Megatron's shards are only there or not: they are read by torch, in a format of its own.
+    Shards are only there or not: they are read by torch, in a format of its own.
 
     Args:
         folder: of the checkpoint.
@@ -127,14 +128,15 @@ def check_checkpoint(folder: Path, step: int, weights_digest: str, training: Tra
     if state.digest != weights_digest:
         raise StoredFileError(f"{folder / STATE}: digest: {state.digest}, but the step's weights have {weights_digest}")
     shapes = _policy_shapes(folder / "policy")
-    if training.trainer == "megatron":
+    trainer = trainer_of(training)
+    if trainer.saves_shards:
         if state.grid is None:
-            raise StoredFileError(f"{folder / STATE}: grid: missing, but the trainer is Megatron")
+            raise StoredFileError(f"{folder / STATE}: grid: missing, but the trainer is {trainer.name}")
         if not any((folder / SHARDS).glob("*")):
             raise StoredFileError(f"{folder / SHARDS}: the folder is missing or empty")
         return
     if state.grid is not None:
-        raise StoredFileError(f"{folder / STATE}: grid: there is one, but the trainer is not Megatron")
+        raise StoredFileError(f"{folder / STATE}: grid: there is one, but the trainer is {trainer.name}")
     if (state.base is None) != (training.lora is None):
         found = "missing, but adapters learn" if state.base is None else "there is one, but no adapters learn"
         raise StoredFileError(f"{folder / STATE}: base: {found}")

@@ -27,8 +27,9 @@ def test_hopper_gpus_take_the_small_ones(case):
     config, arch = load_config(name, small_settings("cuda", grid)), small_model(name, "cuda")
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
-    trainer.check_model(config, arch)
+    node = Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"})
+    assert not [*trainer.check(config, node)]
+    assert not [*trainer.check_model(config, arch)]
     assert not [*contract_refusals(config.precision, config.rollout.vllm, VllmBuild("vllm", "0.26.0", "cuda"))]
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     machine = Machine(GPUS["h200"], None)

@@ -110,8 +110,9 @@ def test_a_hopper_gpu_takes_every_variant(tmp_path, variant):
     assert not [*_refusals(config, arch)]
     machine = Machine(GPUS["h200"], Device("host", 128 << 30))
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
-    trainer.check_model(config, arch)
+    node = Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"})
+    assert not [*trainer.check(config, node)]
+    assert not [*trainer.check_model(config, arch)]
     refuse_unfit(plan_run(config, arch, machine, trainer_grid(config, machine)))
 
 

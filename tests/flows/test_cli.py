@@ -158,7 +158,9 @@ def test_doctor_says_what_runs_here(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^torch +2\.", out, re.MULTILINE)
-    assert re.search(r"^rollout: embedded +ready", out, re.MULTILINE)
+    for part in ("rollout: embedded", "training: exact", "training: packed"):
+        assert re.search(rf"^{part} +ready", out, re.MULTILINE)
+    assert re.search(r"^training: megatron +(not )?ready: ", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 100
 
 

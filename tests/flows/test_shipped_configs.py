@@ -149,8 +149,9 @@ def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name):
     arch = model_shape(config)
     check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
     trainer = trainer_of(config.training)
-    trainer.check_machine(config, Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"}))
-    trainer.check_model(config, arch)
+    node = Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"})
+    assert not [*trainer.check(config, node)]
+    assert not [*trainer.check_model(config, arch)]
     assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
     assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
     assert config.rollout.router_replay == bool(arch.sparse_layers)

@@ -5,12 +5,12 @@ environment when it is imported.
 """
 
 import math
+from collections.abc import Iterator
 
 from fp8core.config.capability import Node
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import MegatronConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import TILE, round_up
@@ -18,51 +18,51 @@ from fp8core.plan.memory import Need, StoredBytes, count_parameters, held, longe
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
 
-def check_machine(config: RunConfig, node: Node) -> None:
-    """Refuse what is not installed, formats that Megatron does not compute on this platform, and GPUs that are missing.
+def package_refusals(node: Node) -> Iterator[str]:
+    """A message for each distribution that is not installed on a machine."""
+    for package in ["megatron-core"] if node.platform == "cpu" else ["megatron-core", "transformer-engine"]:
+        if package not in node.packages:
+            yield f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')"
+
+
+def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
+    """A message for all that is not installed, formats that Megatron does not compute there, and GPUs that are missing.
 
     Args:
         config: of a run with `training.trainer: megatron`.
         node: where its ranks compute; they share a `cpu`.
-
-    Raises:
-        UserError: the package or the setting, and what to do.
     """
-    on_cpu = node.platform == "cpu"
-    packages = ["megatron-core"] if on_cpu else ["megatron-core", "transformer-engine"]
-    for package in packages:
-        if package not in node.packages:
-            raise UserError(f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')")
-    contract = config.precision.training
+    yield from package_refusals(node)
+    contract, on_cpu = config.precision.training, node.platform == "cpu"
+    if on_cpu and contract.linear != "fp32":
+        yield (
+            f"precision.training.linear={contract.linear}: without a GPU Megatron trains in FP32 alone; set linear and "
+            "kv_cache to fp32, or training.trainer to torch"
+        )
+        return
     if on_cpu:
-        _check_cpu(config)
+        yield from _cpu_refusals(config.training.megatron)
     elif contract.linear == "fp32":
-        raise UserError("precision.training.linear=fp32: Megatron trains in FP32 on a CPU alone; set it to bf16")
+        yield "precision.training.linear=fp32: Megatron trains in FP32 on a CPU alone; set it to bf16"
     if contract.kv_cache == "fp8":
-        raise UserError(
+        yield (
             "precision.training.kv_cache=fp8: Megatron's attention computes in BF16; set it to bf16, and let "
             "`correction` act on what the rollout's FP8 cache changes"
         )
     if contract.backward_format != contract.linear:
-        raise UserError(
+        yield (
             f"precision.training.backward={contract.backward_format}: Transformer Engine multiplies backward in the "
             f"format of the forward; set it to null or to {contract.linear}"
         )
     if not on_cpu and config.cluster.ranks > node.gpus:
-        raise UserError(f"cluster.ranks={config.cluster.ranks}: this machine has {node.gpus} GPUs")
+        yield f"cluster.ranks={config.cluster.ranks}: this machine has {node.gpus} GPUs"
 
 
-def _check_cpu(config: RunConfig) -> None:
-    if config.precision.training.linear != "fp32":
-        raise UserError(
-            f"precision.training.linear={config.precision.training.linear}: without a GPU Megatron trains in FP32 "
-            "alone; set linear and kv_cache to fp32, or training.trainer to torch"
-        )
-    megatron = config.training.megatron
+def _cpu_refusals(megatron: MegatronConfig) -> Iterator[str]:
     only_here = {"recompute": "none", "sequence_parallel": False, "expert_parallel": 1, "pipeline_parallel": 1}
     for name, value in only_here.items():
         if getattr(megatron, name) != value:
-            raise UserError(f"training.megatron.{name}: Megatron does that on a GPU alone; set it to {value}")
+            yield f"training.megatron.{name}: Megatron does that on a GPU alone; set it to {value}"
 
 
 def required_environment(config: RunConfig) -> dict[str, str]:
@@ -88,35 +88,34 @@ def token_multiple(megatron: MegatronConfig) -> int:
     return TILE * (megatron.tensor_parallel if megatron.sequence_parallel else 1)
 
 
-def check_grid(arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int) -> None:
-    """Refuse what Megatron Core or Transformer Engine would refuse later, or in their own words.
+def grid_refusals(
+    arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int
+) -> Iterator[str]:
+    """A message for all that Megatron Core or Transformer Engine would refuse later, or in their own words.
 
     Args:
         arch: the model.
         megatron: how it is spread.
         contract: formats; block FP8 needs experts of whole tiles.
         longest: tokens of the longest sequence.
-
-    Raises:
-        UserError: the setting, and the number that does not divide.
     """
     tensor, pipeline, expert = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
-    _divides("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
-    _divides("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
-    _divides("pipeline_parallel", pipeline, arch.num_layers, "layers")
+    yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
+    yield from _remainder("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
+    yield from _remainder("pipeline_parallel", pipeline, arch.num_layers, "layers")
     if arch.experts is None:
-        _divides("expert_parallel", expert, 1, "expert (it is dense)")
+        yield from _remainder("expert_parallel", expert, 1, "expert (it is dense)")
     else:
-        _divides("expert_parallel", expert, arch.experts.count, "experts")
+        yield from _remainder("expert_parallel", expert, arch.experts.count, "experts")
         if tensor > 1 and not megatron.sequence_parallel:
-            raise _refused("sequence_parallel", "false", f"with experts and tensor_parallel={tensor} it must be true")
+            yield _refusal("sequence_parallel", "false", f"with experts and tensor_parallel={tensor} it must be true")
     multiple = token_multiple(megatron)
     if megatron.micro_batch_tokens % multiple:
-        raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"is no multiple of {multiple}")
+        yield _refusal("micro_batch_tokens", megatron.micro_batch_tokens, f"is no multiple of {multiple}")
     if longest > megatron.micro_batch_tokens:
-        raise _refused("micro_batch_tokens", megatron.micro_batch_tokens, f"the longest sequence has {longest} tokens")
+        yield _refusal("micro_batch_tokens", megatron.micro_batch_tokens, f"the longest sequence has {longest} tokens")
     if arch.experts is not None and needs_padding(arch, contract, tensor):
-        raise UserError(
+        yield (
             "precision.training.linear=fp8_block: the model has experts, whose linears Megatron does not pad, and on "
             f"each GPU sides of linears that are no multiples of {TILE}; set it to bf16"
         )
@@ -135,13 +134,13 @@ def needs_padding(arch: Architecture, contract: PrecisionContract, tensor: int) 
     return any(side % TILE for side in sides)
 
 
-def _divides(name: str, group: int, count: int, what: str) -> None:
+def _remainder(name: str, group: int, count: int, what: str) -> Iterator[str]:
     if count % group:
-        raise _refused(name, group, f"does not divide the model's {count} {what}")
+        yield _refusal(name, group, f"does not divide the model's {count} {what}")
 
 
-def _refused(name: str, value: object, reason: str) -> UserError:
-    return UserError(f"training.megatron.{name}={value}: {reason}")
+def _refusal(name: str, value: object, reason: str) -> str:
+    return f"training.megatron.{name}={value}: {reason}"
 
 
 _BF16, _FP32 = 2, 4

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
@@ -30,64 +29,50 @@ _SETTING = "training.packed"
 _POINTS = ("stepwise", "kernels")
 
 
-def chosen(training: TrainingConfig) -> bool:
-    """True if a configuration selects this trainer."""
-    return training.computes_packed and training.trainer == "torch"
-
-
 def required_environment(training: TrainingConfig) -> dict[str, str]:
     """The variable that cuBLAS reads at the first product; torch's deterministic mode refuses a product without it."""
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if training.device == "cuda" and training.deterministic else {}
 
 
-def check_contract_fits(contract: PrecisionContract, device: str, platform: str) -> None:
-    """Refuse what no kernel of this trainer computes.
+def contract_refusals(contract: PrecisionContract, device: str, platform: str) -> Iterator[str]:
+    """A message for all that no kernel of this trainer computes: the setting, and what to do.
 
     Args:
         contract: formats of both sides.
         device: `cpu`, where references stand in, or `cuda`.
         platform: see `config.capability.this_platform`.
-
-    Raises:
-        UserError: naming the setting and what to do.
     """
     training = contract.training
     if device == "cuda" and platform == "cpu":
-        raise UserError("training.device=cuda: torch sees no GPU")
+        yield "training.device=cuda: torch sees no GPU"
     if training.linear == "fp32":
-        raise UserError(f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block")
+        yield f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block"
     if training.backward_format != training.linear:
-        raise UserError(
+        yield (
             f"{_SETTING} with precision.training.backward={training.backward_format}: its backward has the format of "
             f"the forward ({training.linear}); set backward to null"
         )
     if contract.rounding_points not in _POINTS:
-        raise UserError(
+        yield (
             f"{_SETTING} with precision.rounding_points={contract.rounding_points}: its kernels have the points "
             f"`kernels`; set it to {' or '.join(_POINTS)}"
         )
 
 
-def check_architecture_fits(arch: Architecture, contract: PrecisionContract, device: str) -> None:
-    """Refuse a model that this trainer has not, or on `cuda` no kernel for.
-
-    Raises:
-        UserError: naming what the model has.
-    """
+def model_refusals(arch: Architecture, contract: PrecisionContract, device: str) -> Iterator[str]:
+    """A message for all of a model that this trainer has not, or on `cuda` no kernel for."""
     if arch.sparse_layers:
-        raise UserError(
-            f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
-        )
+        yield f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
     if device == "cpu":
         return
     if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:
-        raise UserError(
+        yield (
             f"{_SETTING} with precision.training.linear=fp8_block: the model's hidden size is {arch.hidden_size}; it "
             f"must be a multiple of {OUTPUT_MULTIPLE}; set linear to bf16, or training.device to cpu"
         )
     group = arch.num_heads // arch.num_kv_heads
     if contract.training.kv_cache == "fp8" and not decode_kernel_takes(arch.head_dim, group):
-        raise UserError(
+        yield (
             f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
             f"query heads a KV head; the kernel takes head_dim {' or '.join(map(str, HEAD_DIMS))} and at most "
             f"{LARGEST_GROUP}; set kv_cache to bf16, or training.device to cpu"

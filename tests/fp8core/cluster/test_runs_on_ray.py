@@ -537,7 +537,7 @@ def test_two_ranks_score_with_equal_bytes_share_an_update_and_drop_one_that_eith
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     sides = {"rollout": bf16, "training": bf16}
     kernels = {**sides, "rounding_points": "kernels"}
-    # A CPU is refused by `check_machine`, since its records would differ; the arithmetic is that of GPUs.
+    # A CPU is refused by `TrainerEntry.check`, since its records would differ; the arithmetic is that of GPUs.
     packed = {**settings, "training.packed": True, "training.tokens_per_pass": 256, "precision": kernels}
     with closing(open_cluster(load_config("tiny", packed))) as cluster:
         ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(cluster, load_config("tiny", packed))

@@ -10,12 +10,12 @@ from fp8core.config.load import load_config
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import StoredFileError, UserError, refuse
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import StoredNames, rollout_formats, stored_weights, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
-from fp8core.training.lora import FrozenWeights, adapter_shapes, check_adapters
+from fp8core.training.lora import FrozenWeights, adapter_refusals, adapter_shapes
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.trainer import NotFiniteError
 
@@ -208,13 +208,13 @@ def test_frozen_values_are_codes_times_scales(masters_of, architecture) -> None:
 
 
 def test_a_rank_beyond_a_side_and_experts_are_refused(architecture) -> None:
-    check_adapters(architecture(), LoraConfig(rank=48))
+    refuse(adapter_refusals(architecture(), LoraConfig(rank=48)))
     with pytest.raises(UserError, match=r"rank=49: .*k_proj.weight is \[48, 80\]; lower it to 48"):
-        check_adapters(architecture(), LoraConfig(rank=49))
-    check_adapters(architecture(), LoraConfig(rank=49, targets=["up_proj"]))
+        refuse(adapter_refusals(architecture(), LoraConfig(rank=49)))
+    refuse(adapter_refusals(architecture(), LoraConfig(rank=49, targets=["up_proj"])))
     experts = model_shape(load_config("tiny-moe"))
     with pytest.raises(UserError, match=r"training\.lora: the model has experts"):
-        check_adapters(experts, LORA)
-    check_adapters(experts, None)
+        refuse(adapter_refusals(experts, LORA))
+    refuse(adapter_refusals(experts, None))
     with pytest.raises(ValueError, match="megatron"):
         TrainingConfig(trainer="megatron", lora=LORA)

@@ -9,12 +9,12 @@ from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import MegatronConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, refuse
 from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.requirements import check_grid, needs_padding, token_multiple
+from fp8core.training.megatron.requirements import grid_refusals, needs_padding, token_multiple
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}"]
@@ -51,27 +51,27 @@ def node(platform, gpus):
 )
 def test_it_is_refused_with_the_reason(changes, platform, reason):
     with pytest.raises(UserError, match=reason):
-        requirements.check_machine(config(*changes), node(platform, 2))
+        refuse(requirements.machine_refusals(config(*changes), node(platform, 2)))
 
 
 def test_what_megatron_does_passes():
-    requirements.check_machine(config(*FP32, "cluster.ranks=8"), node("cpu", 0))
-    requirements.check_machine(config(*BF16_CACHE), node("sm_90", 1))
-    requirements.check_machine(
-        config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2"), node("sm_90", 2)
-    )
+    refuse(requirements.machine_refusals(config(*FP32, "cluster.ranks=8"), node("cpu", 0)))
+    refuse(requirements.machine_refusals(config(*BF16_CACHE), node("sm_90", 1)))
+    staged = config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2")
+    refuse(requirements.machine_refusals(staged, node("sm_90", 2)))
 
 
 def test_more_gpus_than_there_are_are_refused_by_number():
     eight = config(*BF16_CACHE, "cluster.ranks=8")
     with pytest.raises(UserError, match=r"^cluster\.ranks=8: this machine has 1 GPUs$"):
-        requirements.check_machine(eight, node("sm_90", 1))
-    requirements.check_machine(eight, node("sm_90", 8))
+        refuse(requirements.machine_refusals(eight, node("sm_90", 1)))
+    refuse(requirements.machine_refusals(eight, node("sm_90", 8)))
 
 
 def test_a_missing_package_is_named():
+    partial = Node("sm_90", 1, packages={"megatron-core": "0.16.1"})
     with pytest.raises(UserError, match="transformer-engine is not installed"):
-        requirements.check_machine(config(*BF16_CACHE), Node("sm_90", 1, packages={"megatron-core": "0.16.1"}))
+        refuse(requirements.machine_refusals(config(*BF16_CACHE), partial))
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
@@ -129,14 +129,14 @@ def test_a_grid_that_does_not_come_out_even_is_refused(ranks, parts, reason):
 def test_a_model_that_cannot_be_cut_is_refused(architecture, changes, parts, longest, reason):
     megatron = MegatronConfig(**parts)
     with pytest.raises(UserError, match=f"^training.megatron.{reason}"):
-        check_grid(architecture(**changes), megatron, BF16, longest)
+        refuse(grid_refusals(architecture(**changes), megatron, BF16, longest))
 
 
 def test_experts_and_tensor_parallelism_need_sequence_parallelism():
     moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
     with pytest.raises(UserError, match="sequence_parallel=false: with experts and tensor_parallel=2"):
-        check_grid(moe, MegatronConfig(tensor_parallel=2), FP8, 4096)
-    check_grid(moe, MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096)
+        refuse(grid_refusals(moe, MegatronConfig(tensor_parallel=2), FP8, 4096))
+    refuse(grid_refusals(moe, MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096))
 
 
 def test_linears_of_partial_tiles_are_padded_and_experts_refused():
@@ -146,11 +146,11 @@ def test_linears_of_partial_tiles_are_padded_and_experts_refused():
     assert not needs_padding(narrow, FP8, 1)
     assert needs_padding(narrow, FP8, 2)
     assert not needs_padding(narrow, BF16, 2)
-    check_grid(narrow, MegatronConfig(tensor_parallel=2), FP8, 2048)
+    refuse(grid_refusals(narrow, MegatronConfig(tensor_parallel=2), FP8, 2048))
     moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
     sparse = replace(moe, experts=replace(moe.experts, intermediate_size=800))
     with pytest.raises(UserError, match=r"linear=fp8_block: the model has experts, .* set it to bf16"):
-        check_grid(sparse, MegatronConfig(), FP8, 2048)
+        refuse(grid_refusals(sparse, MegatronConfig(), FP8, 2048))
 
 
 def test_tokens_are_padded_so_that_each_gpu_of_a_sequence_group_has_whole_tiles():

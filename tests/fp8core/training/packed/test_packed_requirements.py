@@ -2,9 +2,9 @@ import pytest
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import TrainingConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Experts
-from fp8core.training.packed.requirements import check_architecture_fits, check_contract_fits, required_environment
+from fp8core.training.packed.requirements import contract_refusals, model_refusals, required_environment
 
 TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 
@@ -24,7 +24,7 @@ def contract(training=(), **shared) -> PrecisionContract:
 )
 def test_contracts_without_kernels_are_refused(refused, platform: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
-        check_contract_fits(refused, "cuda", platform)
+        refuse(contract_refusals(refused, "cuda", platform))
 
 
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ def test_contracts_without_kernels_are_refused(refused, platform: str, reason: s
 )
 def test_models_without_kernels_are_refused(architecture, changes, precision, reason: str) -> None:
     with pytest.raises(UserError, match=f"^training.(device=cuda|packed).*{reason}"):
-        check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cuda")
-    check_architecture_fits(architecture(**{**TILED, **changes}), precision, "cpu")
+        refuse(model_refusals(architecture(**{**TILED, **changes}), precision, "cuda"))
+    refuse(model_refusals(architecture(**{**TILED, **changes}), precision, "cpu"))
 
 
 def test_what_fits_is_let_through(architecture) -> None:
-    check_contract_fits(contract(rounding_points="kernels"), "cuda", "sm_90")
-    check_contract_fits(contract(rounding_points="kernels"), "cpu", "cpu")
-    check_architecture_fits(architecture(**TILED), contract(), "cuda")
+    refuse(contract_refusals(contract(rounding_points="kernels"), "cuda", "sm_90"))
+    refuse(contract_refusals(contract(rounding_points="kernels"), "cpu", "cpu"))
+    refuse(model_refusals(architecture(**TILED), contract(), "cuda"))
     bf16 = contract({"linear": "bf16", "kv_cache": "bf16"}, accept_mismatch=True)
-    check_architecture_fits(architecture(), bf16, "cuda")
+    refuse(model_refusals(architecture(), bf16, "cuda"))
 
 
 def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
     with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
-        check_architecture_fits(architecture(family="qwen3_moe", experts=experts), contract(), "cpu")
+        refuse(model_refusals(architecture(family="qwen3_moe", experts=experts), contract(), "cpu"))
 
 
 def test_a_deterministic_gpu_needs_a_workspace_that_cublas_reads_from_the_environment() -> None:
