@@ -29,14 +29,11 @@ from fp8core.rollout.engine import (
     PromptGroup,
     Sampling,
     Session,
-    SharedWeights,
     StreamingEngine,
     SyncReport,
-    TensorSpec,
-    share_weights,
-    specs_of,
 )
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.ranks import KeptWeights
 from fp8core.training.registry import trainer_of

@@ -16,7 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from fp8core.errors import UserError
-from fp8core.rollout.engine import RECEIVED_BYTES, TensorSpec, specs_of
+from fp8core.rollout.shared_weights import RECEIVED_BYTES, TensorSpec, specs_of
 from fp8core.training.ranks import aligned
 from fp8core.training.trainer import shares
 

@@ -25,8 +25,9 @@ from fp8core.numerics.fingerprint import digest_of
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.user_loss import refuse_other_loss, shared_loss
-from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport, TensorSpec
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, SyncReport
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.trainer import ScoredBatch, TrainReport
 

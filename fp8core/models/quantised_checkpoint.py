@@ -42,8 +42,8 @@ from fp8core.models.safetensors_stream import (
     Dequantised,
     Kept,
     Quantised,
+    StoredSpec,
     StoredTensor,
-    TensorSpec,
     file_order,
     read_folder,
     write_tensors,
@@ -207,7 +207,7 @@ class Plan:
     unrecognised: tuple[str, ...] = ()
 
     @property
-    def converted(self) -> tuple[TensorSpec, ...]:
+    def converted(self) -> tuple[StoredSpec, ...]:
         """Source tensors that change between BF16 and block FP8."""
         return tuple(c.stored.spec for c in self.conversions if isinstance(c, Quantised | Dequantised))
 

@@ -37,7 +37,7 @@ _LARGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class StoredSpec:
     """Name, type and shape of a tensor in a file."""
 
     name: str
@@ -60,7 +60,7 @@ class StoredTensor:
     """A tensor in a file, its bytes `offset` from the beginning."""
 
     file: Path
-    spec: TensorSpec
+    spec: StoredSpec
     offset: int
 
     def refused(self, problem: str) -> UserError:
@@ -99,7 +99,7 @@ class StoredTensor:
         Raises:
             UserError: the file cannot be read, or ends early.
         """
-        row = TensorSpec(self.spec.name, self.spec.dtype, self.spec.shape[1:])
+        row = StoredSpec(self.spec.name, self.spec.dtype, self.spec.shape[1:])
         part = replace(row, shape=(count, *row.shape))
         place = StoredTensor(self.file, part, self.offset + first * row.size)
         data = next(place.chunks(part.elements)) if part.elements else torch.empty(0, dtype=torch.uint8)
@@ -171,12 +171,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def file_order(spec: TensorSpec) -> tuple[int, str]:
+def file_order(spec: StoredSpec) -> tuple[int, str]:
     """Sorts tensors as they lie in a file: a wide type never follows a narrow one, so all are aligned."""
     return -_RANKS[spec.dtype], spec.name
 
 
-def write_tensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(path: Path, specs: Sequence[StoredSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
     """Write a new file, durably; its tensors come in pieces.
 
     Args:
@@ -201,7 +201,7 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], pieces: Iterable[tupl
         os.fsync(file.fileno())
 
 
-def create_file(path: Path, specs: Sequence[TensorSpec]) -> None:
+def create_file(path: Path, specs: Sequence[StoredSpec]) -> None:
     """Write the header of a file, which has its size; `write_rows` fills it. Raises OSError."""
     header, places = _layout(specs)
     with path.open("wb") as file:
@@ -230,7 +230,7 @@ def write_rows(path: Path, rows: Iterable[tuple[str, int, Tensor]]) -> None:
         os.fsync(file.fileno())
 
 
-def _layout(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _layout(specs: Sequence[StoredSpec]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The header, and where each tensor begins and ends in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -263,12 +263,12 @@ def _header(file: Path) -> tuple[dict[str, Any], int, int]:
     return content, 8 + length, size
 
 
-def _place(file: Path, name: str, entry: object) -> tuple[TensorSpec, int, int]:
+def _place(file: Path, name: str, entry: object) -> tuple[StoredSpec, int, int]:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
             dtype in ITEM_SIZES and all(isinstance(side, int) and 0 <= side < 1 << 62 for side in shape)
         ):
-            return TensorSpec(name, dtype, tuple(shape)), start, stop
+            return StoredSpec(name, dtype, tuple(shape)), start, stop
     raise _refused(
         file, name, f"a type, shape or place in the header is malformed or unknown: {json.dumps(entry)[:200]}"
     )
@@ -302,7 +302,7 @@ class Conversion(Protocol):
         ...
 
     @property
-    def results(self) -> tuple[TensorSpec, ...]:
+    def results(self) -> tuple[StoredSpec, ...]:
         """The tensors that it becomes."""
         ...
 
@@ -319,9 +319,9 @@ class Quantised:
     rule: ScaleRule
 
     @property
-    def results(self) -> tuple[TensorSpec, ...]:
+    def results(self) -> tuple[StoredSpec, ...]:
         name, shape = self.stored.spec.name, self.stored.spec.shape
-        return TensorSpec(name, "F8_E4M3", shape), TensorSpec(name + SCALE_SUFFIX, "F32", _tiles(shape))
+        return StoredSpec(name, "F8_E4M3", shape), StoredSpec(name + SCALE_SUFFIX, "F32", _tiles(shape))
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         codes, scales = (spec.name for spec in self.results)
@@ -352,8 +352,8 @@ class Dequantised:
             )
 
     @property
-    def results(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(self.stored.spec.name, "BF16", self.stored.spec.shape),)
+    def results(self) -> tuple[StoredSpec, ...]:
+        return (StoredSpec(self.stored.spec.name, "BF16", self.stored.spec.shape),)
 
     def absolute(self) -> "Dequantised":
         """The same, for a process with another working directory."""
@@ -392,8 +392,8 @@ class Kept:
     dtype: str
 
     @property
-    def results(self) -> tuple[TensorSpec, ...]:
-        return (TensorSpec(self.stored.spec.name, self.dtype, self.stored.spec.shape),)
+    def results(self) -> tuple[StoredSpec, ...]:
+        return (StoredSpec(self.stored.spec.name, self.dtype, self.stored.spec.shape),)
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         for chunk in self.stored.chunks(_CHUNK_ELEMENTS):

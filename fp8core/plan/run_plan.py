@@ -29,8 +29,8 @@ from fp8core.plan.memory import (
     stored_bytes,
 )
 from fp8core.plan.step_time import StepTime, step_time
-from fp8core.rollout.engine import RECEIVED_BYTES
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.shared_weights import RECEIVED_BYTES
 from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import trainer_of
 

@@ -153,7 +153,7 @@ def _capabilities() -> Iterator[Finding]:
 
 
 def _capability(subject: str, place: str, find: Callable[[], EngineEntry | TrainerEntry]) -> Finding:
-    """What of an engine or a trainer is ready; messages of what is missing begin with `place`."""
+    """The state of an engine or a trainer; its errors begin with `place`."""
     try:
         return Finding(subject, f"ready: {find().requirements()}")
     except (UserError, ImportError, OSError) as error:

@@ -16,18 +16,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of
-from fp8core.rollout.engine import (
-    PolicyScales,
-    PromptGroup,
-    Sampling,
-    SharedWeights,
-    SyncReport,
-    TensorSpec,
-    check_lengths,
-    check_scales,
-    share_weights,
-    specs_of,
-)
+from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, SyncReport, check_lengths, check_scales
+from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, written_scales
 
 SEED_BITS = (1 << 63) - 1

@@ -30,7 +30,7 @@ from fp8core.models.architecture import Architecture, padded_vocabulary, paramet
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
 from fp8core.numerics.e4m3 import TILE, round_up
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.engine import TensorSpec
+from fp8core.rollout.shared_weights import TensorSpec
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -1,8 +1,8 @@
 """The trainers: each is registered once, with all that code outside its folder may ask of it.
 
 Code outside takes the entry of a configuration (`trainer_of`) and calls what it holds. Only `fp8core.config`, which is
-imported without torch, compares names. An entry is imported when it is first needed, and its `build` imports what the
-trainer needs: Megatron is optional, and Transformer Engine reads its environment when it is imported.
+imported without torch, compares names. An entry is imported when it is first needed. Its `build` imports the trainer:
+Megatron is optional, and Transformer Engine reads its environment when it is imported.
 """
 
 from collections.abc import Callable, Iterable, Mapping

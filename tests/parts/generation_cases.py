@@ -19,16 +19,8 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import (
-    Completion,
-    PolicyScales,
-    Probe,
-    PromptGroup,
-    Sampling,
-    sample_seed,
-    share_weights,
-    specs_of,
-)
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, PromptGroup, Sampling, sample_seed
+from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.run.policy import SyncError, check_formats, check_report
 
 STOPS = frozenset({3, 7, 9})

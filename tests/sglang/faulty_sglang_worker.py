@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from fp8core.rollout.engine import SharedWeights
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.worker import PolicyWorker, reply
+from fp8core.rollout.shared_weights import SharedWeights
 
 
 class FaultyWorker(PolicyWorker):

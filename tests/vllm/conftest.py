@@ -28,14 +28,8 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.rollout.engine import (
-    Completion,
-    PolicyScales,
-    PromptGroup,
-    SyncReport,
-    share_weights,
-    specs_of,
-)
+from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, SyncReport
+from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fp8core.rollout.engine import SharedWeights
+from fp8core.rollout.shared_weights import SharedWeights
 from fp8core.rollout.slots import Shares
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.worker import CapturingWorker

@@ -29,14 +29,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.aligned import is_aligned
-from fp8core.rollout.engine import (
-    Completion,
-    Probe,
-    PromptGroup,
-    Sampling,
-    TensorSpec,
-    finish_of,
-)
+from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.sglang.config import SglangConfig
@@ -51,6 +44,7 @@ from fp8core.rollout.sglang.settings import (
     model_config,
     required_environment,
 )
+from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 
 # For SGLang to end its processes; then they are killed with the one between.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fp8core import end_with_parent
 from fp8core.numerics.fingerprint import fingerprints
-from fp8core.rollout.engine import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
+from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.slots import Slot
 
 

@@ -34,16 +34,10 @@ from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import hex_digits
 from fp8core.rollout.aligned import is_aligned
-from fp8core.rollout.engine import (
-    Completion,
-    Probe,
-    PromptGroup,
-    Sampling,
-    TensorSpec,
-    finish_of,
-)
+from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
 from fp8core.rollout.routes import routes_of
+from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import (
     Share,
     Shares,

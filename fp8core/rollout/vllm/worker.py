@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import Slice, slice_sums
-from fp8core.rollout.engine import PromptGroup, Sampling, SharedWeights, TensorSpec, open_shared
+from fp8core.rollout.engine import PromptGroup, Sampling
+from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.slots import Cut, Share, Shares, Slot
 from fp8core.rollout.vllm import internals
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8core.config.training import TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
-from fp8core.models.safetensors_stream import TensorSpec, create_file, write_rows
+from fp8core.models.safetensors_stream import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
@@ -295,8 +295,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
         moments, form = self._optimiser.moments, STORED[self._config.optimiser_state]
         shapes, digest = self._masters.learnt_shapes, self.digest()
-        masters = [TensorSpec(name, "F32", shape) for name, shape in shapes.items()]
-        specs = [TensorSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
+        masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
+        specs = [StoredSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
 
         def create() -> None:
             if self._ranks.rank == 0:

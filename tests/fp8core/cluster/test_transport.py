@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 from fp8core.cluster import transport
 from fp8core.cluster.transport import GroupRanks, Link, Meeting
 from fp8core.errors import UserError
-from fp8core.rollout.engine import specs_of
+from fp8core.rollout.shared_weights import specs_of
 
 
 @pytest.fixture

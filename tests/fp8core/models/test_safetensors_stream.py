@@ -19,8 +19,8 @@ from fp8core.models.safetensors_stream import (
     Dequantised,
     Kept,
     Quantised,
+    StoredSpec,
     StoredTensor,
-    TensorSpec,
     read_folder,
     read_header,
     write_tensors,
@@ -59,9 +59,9 @@ def in_halves(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]
     return halves + [(name, values[len(values) // 2 :]) for name, values in flat.items()]
 
 
-def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
+def specs_of(tensors: dict[str, torch.Tensor]) -> list[StoredSpec]:
     names = {dtype: name for name, dtype in DTYPES.items()}
-    return [TensorSpec(name, names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return [StoredSpec(name, names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def bytes_of(tensor: torch.Tensor) -> list[int]:
@@ -97,7 +97,7 @@ def test_files_of_the_library_are_read_in_chunks(tmp_path_factory, drawn, elemen
 
 def test_pieces_that_do_not_add_up_are_a_defect(tmp_path):
     with pytest.raises(AssertionError, match="add up"):
-        write_tensors(tmp_path / "file", [TensorSpec("x", "F32", (3,))], [("x", torch.zeros(2))])
+        write_tensors(tmp_path / "file", [StoredSpec("x", "F32", (3,))], [("x", torch.zeros(2))])
 
 
 @pytest.fixture

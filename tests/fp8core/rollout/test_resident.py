@@ -12,8 +12,9 @@ from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
 from fp8core.numerics.fingerprint import fingerprints, policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of, open_shared, share_weights, specs_of
+from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import ResidentEngine, ending
+from fp8core.rollout.shared_weights import open_shared, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Slot, fitted_slots
 
 ARCH = PUBLISHED["Qwen/Qwen3-30B-A3B"]

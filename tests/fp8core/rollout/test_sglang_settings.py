@@ -19,7 +19,6 @@ from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.grouped import Quantisers
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
-from fp8core.rollout.engine import TensorSpec
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.config import SglangConfig
@@ -40,6 +39,7 @@ from fp8core.rollout.sglang.settings import (
     suggested_environment,
 )
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
+from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 from fp8core.run.policy import SyncError, check_formats
 

@@ -9,7 +9,7 @@ import torch
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
-from fp8core.rollout.engine import TensorSpec, open_shared, share_weights, specs_of
+from fp8core.rollout.shared_weights import TensorSpec, open_shared, share_weights, specs_of
 from fp8core.rollout.slots import (
     EngineUpdateError,
     Slot,

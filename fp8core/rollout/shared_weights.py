@@ -1,0 +1,166 @@
+"""Weights of one process in the memory of others on its machine: by CUDA IPC, on a CPU through a file."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+RECEIVED_BYTES = 1 << 30
+"""What an engine on GPUs of its own receives of a policy at a time, unless a single tensor is larger."""
+SharedWeights = dict[str, Any]
+# Fields of torch's rebuild function that cannot travel as they are, and others by their place.
+_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
+_COUNTER, _WAITS_FOR_EVENT = slice(-4, -2), -1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype (without `torch.`) and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def rows(self) -> int:
+        """Rows, through all experts where there are any."""
+        return prod(self.shape[:-1]) if len(self.shape) > 2 else self.shape[0]
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self.shape[-1:] if len(self.shape) > 2 else self.shape[1:]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        form: torch.dtype = getattr(torch, self.dtype)
+        return prod(self.shape) * form.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """The specs of the sent tensors, by name."""
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+
+@contextmanager
+def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
+    """Tensors in a form that `open_shared` opens in any number of other processes, while the block lasts."""
+    if all(tensor.is_cuda for tensor in tensors.values()):
+        shared, counters = _shared_storages(tensors)
+        # The tensors are complete, so that no reader waits for an event of a GPU that it may not see.
+        for device in {tensor.device for tensor in tensors.values()}:
+            torch.cuda.synchronize(device)
+        try:
+            yield shared
+        finally:
+            for counter in counters:
+                torch.UntypedStorage._release_ipc_counter(*counter)
+            torch.cuda.ipc_collect()
+        return
+    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
+        path = Path(folder) / "policy.safetensors"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        yield {"file": str(path)}
+
+
+class _SharedFile(Mapping[str, Tensor]):
+    """Tensors of a safetensors file on a device, each read when it is asked for."""
+
+    def __init__(self, file: str, device: torch.device) -> None:
+        opened: Any = safe_open
+        self._opened = opened(file, framework="pt", device=str(device))
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened.keys())
+
+    def __len__(self) -> int:
+        return len(self._opened.keys())
+
+
+def open_shared(received: SharedWeights, device: torch.device) -> Mapping[str, Tensor]:
+    """The shared tensors by name, to be used within the sender's block."""
+    if "file" in received:
+        return _SharedFile(received["file"], device)
+    storages = [_open_storage(fields, device) for fields in received["storages"]]
+    return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
+
+
+def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
+    """Places that readers open, and counters: torch keeps the memory until each of them is released once."""
+    index: dict[int, int] = {}
+    storages: list[list[Any]] = []
+    counters: list[tuple[Any, ...]] = []
+    places: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        assert tensor.is_contiguous(), f"{name} is not contiguous"
+        storage = tensor.detach().untyped_storage()
+        if storage.data_ptr() not in index:
+            index[storage.data_ptr()] = len(storages)
+            fields, counter = _handle(tensor)
+            storages.append(fields)
+            counters.append(counter)
+        spec = TensorSpec.of(tensor)
+        offset = tensor.storage_offset() * tensor.element_size()
+        places[name] = [index[storage.data_ptr()], spec.dtype, list(spec.shape), offset]
+    return {"storages": storages, "tensors": places}, counters
+
+
+def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:
+    """IPC fields of the whole storage of a tensor, as bytes, and its counter.
+
+    torch expects one reader to release the counter: two would take an unsigned number below 0, and one that is killed
+    leaves it. So readers get the counter of nothing, and the sender releases this one.
+    """
+    storage = tensor.detach().untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    _, fields = reduce_tensor(whole)
+    sent = list(fields)
+    sent[_COUNTER] = _counter_of_nothing()[1]
+    for place in (_TENSOR_CLASS, _STORAGE_CLASS, _DTYPE):
+        sent[place] = None
+    sent[_WAITS_FOR_EVENT] = False
+    return [list(field) if isinstance(field, tuple) else field for field in sent], fields[_COUNTER]
+
+
+@cache
+def _counter_of_nothing() -> tuple[Tensor, tuple[Any, ...]]:
+    """A byte that lives as long as this process, and its counter."""
+    nothing = torch.empty(1, dtype=torch.uint8, device="cuda")
+    return nothing, reduce_tensor(nothing)[1][_COUNTER]
+
+
+def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
+    """uint8 [bytes], the sender's memory."""
+    opened = [tuple(field) if isinstance(field, list) else field for field in fields]
+    opened[_TENSOR_CLASS], opened[_STORAGE_CLASS], opened[_DTYPE] = Tensor, torch.storage.TypedStorage, torch.uint8
+    # The same GPU may have another number in the process that trains; of another GPU the memory is mapped into ours.
+    opened[_DEVICE] = device.index
+    whole: Tensor = rebuild_cuda_tensor(*opened)
+    return whole
+
+
+def _view(storage: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
+    form: torch.dtype = getattr(torch, dtype)
+    size = prod(shape) * form.itemsize
+    return storage[offset : offset + size].view(form).view(shape)
