@@ -32,10 +32,10 @@ from benchmarks.tables import WALL, loop_tables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.parity.measure import VARIANTS, variant_settings
-from fp8core.report.charts import ALIGNMENT, LEARNING, curve_chart
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import union_seconds
+from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart
 from fp8core.store.artifacts import read_checked
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 from fp8core.store.metrics import HELDOUT, K3, REWARD, TMPE, series

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from fp8core.report.charts import colour
+from fp8core.report.chart import colour
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import LEDGER

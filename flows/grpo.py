@@ -42,11 +42,11 @@ from fp8core.config.run import RUN_NAME, RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
-from fp8core.report.charts import training_charts
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
+from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
 from fp8core.run.commit import step_metrics, stored_manifest

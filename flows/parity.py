@@ -26,10 +26,10 @@ from fp8core.config.run import RUN_NAME
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
 from fp8core.parity.measure import Measured, measure
+from fp8core.parity.page import parity_charts, parity_html, parity_markdown
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing, write_result
-from fp8core.report.charts import Chart
+from fp8core.report.chart import Chart
 from fp8core.report.drawing import draw_png
-from fp8core.report.pages import parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 from fp8core.store.durable import PRIVATE, make_folder, write_file
 

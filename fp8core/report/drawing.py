@@ -32,7 +32,7 @@ from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fp8core.alignment.bisect import Bisection
-from fp8core.report.charts import (
+from fp8core.report.chart import (
     BARS,
     COLOURS,
     REFERENCE,

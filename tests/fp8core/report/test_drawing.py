@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.image import imread
 
 from fp8core.alignment.bisect import Bisection, LogprobError, UnitError
-from fp8core.report.charts import (
+from fp8core.report.chart import (
     COLOURS,
     POINTS_OF_A_SERIES,
     REFERENCE,
@@ -26,10 +26,10 @@ from fp8core.report.charts import (
     bucket_means,
     colour,
     thinned,
-    training_charts,
 )
 from fp8core.report.drawing import BARS, BISECTED, CELLS, DASHES, MARKERS, draw_bisection, draw_png, figure_html
 from fp8core.report.text import bisection_text
+from fp8core.report.training_charts import training_charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN, INF = math.nan, math.inf

@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from fp8core.alignment.bounds import stored_bounds
-from fp8core.report.charts import Bound, configured_bounds, training_charts
+from fp8core.report.chart import Bound
 from fp8core.report.pages import Section, Table, key_charts, render_page, report_html
 from fp8core.report.run_data import read_run, read_runs
+from fp8core.report.training_charts import configured_bounds, training_charts
 from fp8core.store.metrics import TMPE
 
 SECTIONS = [

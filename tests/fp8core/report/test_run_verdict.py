@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8core.report.charts import short
+from fp8core.report.chart import short
 from fp8core.report.run_data import read_run
 from fp8core.report.run_verdict import answer, run_sentence
 

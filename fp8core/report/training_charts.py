@@ -1,24 +1,32 @@
-"""The content of charts, apart from how they are drawn (`drawing`): what any chart holds, and those of trainings.
+"""The charts of trainings: metrics over steps, tokens under both policies, scales, and time.
 
-The charts of trainings show metrics over steps, tokens under both policies, scales, and time. A run in a chart is a
-`Curve` source: its label, its style and its history. Anything that has these can be drawn over it.
-
-A style is a number. It stands for a colour of Okabe and Ito's palette, which colour-blind readers can tell apart
-(jfly.uni-koeln.de/color). It stands for a dash, a marker and a hatch too, so that no two of the first 28 look alike in
-grey.
+A run in a chart is the source of a `Curve`: its label, its style and its history. Anything that has these can be drawn
+over it.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 
 from fp8core.alignment.bounds import BOUNDED, StopBounds, stored_bounds
+from fp8core.report.chart import (
+    BARS,
+    REFERENCE,
+    Bound,
+    Chart,
+    Graph,
+    Heatmap,
+    Node,
+    Series,
+    Stack,
+    bucket_means,
+    collapsed,
+    short,
+)
 from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
 from fp8core.report.tokens import TokenSample
 from fp8core.store.metrics import (
@@ -35,185 +43,18 @@ from fp8core.store.metrics import (
     History,
 )
 
-Scale = Literal["linear", "log"]
-Mark = Literal["line", "dots", "outline"]
-
-# Without yellow, which is too light for lines on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
-GREY = "#767676"
-REFERENCE = -1
-"""The style of what is no measurement: a bound, a diagonal."""
-
-POINTS_OF_A_SERIES = 400
-
-Row = Mapping[str, float]
-
 SCATTERED, LARGEST_SCATTERED = 1200, 200
 HISTOGRAM_BINS = 61
 COVERED_BY_HISTOGRAM = 0.999
 SMALL_SHARE = 0.01
 OTHERS = "others"
-BARS = 120
 
 # The tasks of the shipped configurations have the same colour in all reports; a user's own tasks have the next ones.
 _TASKS = (
     "rollout", "train", "logprobs", "calibrate", "sync", "evaluate", "record", "reward", "prompts", "reference",
     "filter", "teacher", "shape", "ahead",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of one name, in the order of x; what is not finite is left out.
-
-    `line` joins points with markers, `dots` does not join them. `outline` is the upper edge of a histogram: y holds
-    from its x to the next one.
-    """
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    style: int
-    mark: Mark = "line"
-
-    def finite(self) -> list[tuple[float, float]]:
-        """The points that can be drawn."""
-        return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A horizontal line that values should stay below (or above), with its name."""
-
-    label: str
-    y: float
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Series over common axes.
-
-    On a log scale, values that are zero or less are drawn in a lane of their own below the axis, labelled 0. `include`
-    are values of y that are on the axis in any case. `note` is printed below the chart.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    series: Sequence[Series]
-    bounds: Sequence[Bound] = ()
-    y_scale: Scale = "linear"
-    include: Sequence[float] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers on top of one another: `layers` maps a name to a height at each x, `styles` to its style.
-
-    The axes reach to `last_x` and `tallest` at least, so that stacks beside one another have equal axes.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Sequence[float]
-    layers: Mapping[str, Sequence[float]]
-    note: str = ""
-    styles: Mapping[str, int] = field(default_factory=dict)
-    last_x: float = 0.0
-    tallest: float = 0.0
-
-
-@dataclass(frozen=True)
-class Heatmap:
-    """Positive values by row and x, coloured by their logarithm; NaN is left blank. `panels` maps a name to rows.
-
-    The axis reaches to `last_x` at least, and the scale of colours includes the values of `also`: heat maps beside one
-    another have equal axes. `value_label` is the name of the values.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Sequence[float]
-    panels: Mapping[str, Sequence[Sequence[float]]]
-    note: str = ""
-    last_x: float = 0.0
-    also: Sequence[float] = ()
-    value_label: str = ""
-
-    def positive(self) -> list[float]:
-        """The values that have a colour."""
-        values = (value for panel in self.panels.values() for row in panel for value in row)
-        return [value for value in values if math.isfinite(value) and value > 0]
-
-
-@dataclass(frozen=True)
-class Node:
-    """A box of a graph: its column, its lines of text, what is shown when pointed at, and a weight from 0 to 1."""
-
-    name: str
-    column: int
-    lines: Sequence[str]
-    hint: str
-    weight: float
-
-
-@dataclass(frozen=True)
-class Graph:
-    """Boxes and the edges (from, to, name) between them."""
-
-    title: str
-    nodes: Sequence[Node]
-    edges: Sequence[tuple[str, str, str]]
-    note: str = ""
-
-
-Drawing = Chart | Stack | Heatmap | Graph
-
-
-def short(value: float) -> str:
-    """A number for people: four digits, an exponent below 0.0001 and from 1e9 on; what is not finite by its name."""
-    if not math.isfinite(value):
-        return str(value)
-    if 1e4 <= abs(value) < 1e9:
-        return f"{value:,.0f}"
-    mantissa, marked, exponent = f"{value:.4g}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if marked else mantissa
-
-
-def colour(style: int) -> str:
-    """The colour of a style, as #RRGGBB."""
-    return GREY if style == REFERENCE else COLOURS[style % len(COLOURS)]
-
-
-def thinned(series: Series, points: int = POINTS_OF_A_SERIES) -> Series:
-    """A series of at most `points` points that looks the same: of each stretch the first, last, least and greatest.
-
-    (Jugel et al., "M4: a visualization-oriented time series data aggregation", VLDB 2014.)
-    """
-    finite = series.finite()
-    if len(finite) <= points or series.mark != "line":
-        return series
-    size = math.ceil(len(finite) / (points // 4))
-    kept: list[tuple[float, float]] = []
-    for start in range(0, len(finite), size):
-        part = range(start, min(start + size, len(finite)))
-        chosen = {part[0], part[-1], min(part, key=lambda i: finite[i][1]), max(part, key=lambda i: finite[i][1])}
-        kept += [finite[i] for i in sorted(chosen)]
-    return replace(series, x=[x for x, _ in kept], y=[y for _, y in kept])
-
-
-def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
-    """Means of `buckets` stretches of nearly equal length, without what is not finite; NaN where nothing is."""
-    edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
-    return [_mean(values[a:b]) for a, b in pairwise(edges)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
+Row = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -385,25 +226,6 @@ def difference_by_position(samples: Sequence[tuple[str, TokenSample | None]]) ->
         series,
         y_scale="log",
     )
-
-
-def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
-    """The charts that show something, and a sentence for each reason that the others have none to show.
-
-    A chart whose points all have one value is told by that value, a chart without a point is not measured.
-    """
-    drawn, told = [], defaultdict[str, list[str]](list)
-    for chart in charts:
-        values = {y for series in chart.series if series.style != REFERENCE for _, y in series.finite()}
-        match len(values):
-            case 0:
-                told["Not measured"].append(chart.title)
-            case 1:
-                (value,) = values
-                told[f"Exactly {short(value)} wherever measured"].append(f"{chart.title} ({chart.y_label})")
-            case _:
-                drawn.append(chart)
-    return drawn, [f"{reason}: {'; '.join(titles)}." for reason, titles in told.items()]
 
 
 def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[list[Chart], list[str]]:

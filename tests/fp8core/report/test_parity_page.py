@@ -4,8 +4,8 @@ import pytest
 
 from fp8core.config.parity import ParityConfig
 from fp8core.parity.measure import measure
+from fp8core.parity.page import matrix_table, mean_history, parity_charts, parity_html, parity_markdown
 from fp8core.parity.verdict import Check, ParityResult
-from fp8core.report.pages import matrix_table, mean_history, parity_charts, parity_html, parity_markdown
 from fp8core.report.run_data import read_run
 
 

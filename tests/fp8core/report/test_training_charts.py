@@ -4,13 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8core.report.charts import (
+from fp8core.report.chart import Chart, Series, collapsed
+from fp8core.report.run_data import read_run
+from fp8core.report.tokens import TokenSample
+from fp8core.report.training_charts import (
     ALIGNMENT,
     LEARNING,
     OTHERS,
-    Chart,
-    Series,
-    collapsed,
     curve_chart,
     difference_by_position,
     difference_histogram,
@@ -20,8 +20,6 @@ from fp8core.report.charts import (
     time_stacks,
     token_charts,
 )
-from fp8core.report.run_data import read_run
-from fp8core.report.tokens import TokenSample
 
 
 def sample(differences, rollout=-1.0) -> TokenSample:
