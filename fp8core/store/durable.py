@@ -41,6 +41,9 @@ Report = Callable[[int], None]
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
 _BLOCK, _DIGEST_BLOCK, _COPY_BLOCK = 1 << 16, 1 << 18, 1 << 22
 
+# Folders whose names this process made durable: each costs one fsync, not one for each file that is written there.
+_durable_folders = set[Path]()
+
 
 class NotOwnFileError(OSError):
     """A link, a FIFO, a device or a folder where a file belongs, or a file that has a second name."""
@@ -117,6 +120,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     `mode` is that of every folder made here, less the process's umask; `PRIVATE` keeps other users out.
     """
     if folder.is_dir():
+        if folder not in _durable_folders:
+            # Its maker may have been killed between the creation and this.
+            _sync_name(folder)
         return
     make_folder(folder.parent, mode)
     try:
@@ -124,6 +130,20 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
+    _durable_folders.add(folder)
+
+
+def _sync_name(folder: Path) -> None:
+    """Make the name of a folder that is there durable. Raises UserError."""
+    try:
+        # The name of a mount, or of a link to one, lies in a file system that need not take part.
+        if folder.stat().st_dev == folder.parent.stat().st_dev:
+            sync_path(folder.parent)
+    except PermissionError:
+        pass  # In a folder that this process may not read: another user made it.
+    except OSError as error:
+        raise UserError(f"cannot make the name of the folder {folder} durable: {error.strerror}") from error
+    _durable_folders.add(folder)
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""Small policies, with the trainer and the rollout engine that hold them."""
+"""Small policies, with the trainer and the rollout engine that hold them, and the order in which files are stored."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +225,26 @@ def _weight_of_two_updates(make: Callable[..., Any], batch: RolloutBatch, scales
 def weight_of_two_updates() -> Callable[..., tuple[float, float, float]]:
     """(make, batch, scales) to the mean weight in bypass mode: reported, right, and with frozen weights."""
     return _weight_of_two_updates
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
+    """("sync", path) of each fsync and ("name", path) of each rename to it, in the order in which they came."""
+    events: list[tuple[str, Path]] = []
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def named(how: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def moved(path: Path, target: Path) -> Path:
+            events.append(("name", target))
+            return how(path, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "fsync", synced)
+    for how in ("rename", "replace"):
+        monkeypatch.setattr(Path, how, named(getattr(Path, how)))
+    return events

@@ -1,5 +1,7 @@
 import hashlib
 import os
+import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,9 @@ from fp8core.errors import UserError
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, RolloutShards
 from fp8core.store.durable import (
+    PRIVATE,
     append_durably,
+    ensure_copy,
     ensure_file,
     file_digest,
     folder_digest,
@@ -27,7 +31,10 @@ from fp8core.store.durable import (
     lines_backward,
     lines_forward,
     make_folder,
+    partial_folder,
     refuse_unwritable,
+    remove_folder,
+    sole_file,
     sweep,
     whole_end,
     write_file,
@@ -58,6 +65,90 @@ def test_ensure_file_writes_only_what_differs(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode
     ensure_file(path, b"two")
     assert path.read_bytes() == b"two"
+
+
+def test_content_is_durable_before_its_name_and_both_before_the_return(tmp_path: Path, stored: list) -> None:
+    make_folder(tmp_path)
+    stored.clear()
+    write_file(tmp_path / "a.json", b"one")
+    (what, temporary), *rest = stored
+    assert (what, temporary.parent, temporary.suffix) == ("sync", tmp_path, ".tmp")
+    assert rest == [("name", tmp_path / "a.json"), ("sync", tmp_path)]
+
+
+def test_a_file_whose_writer_was_killed_before_its_name_was_durable_gets_a_durable_one(
+    tmp_path: Path, stored: list
+) -> None:
+    (tmp_path / "source").write_bytes(b"one")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "a.json"
+    path.write_bytes(b"one")
+    for ensure in (
+        lambda: ensure_file(path, b"one"),
+        lambda: ensure_copy(path, tmp_path / "source", file_digest(path)),
+    ):
+        stored.clear()
+        ensure()
+        assert stored == [("sync", tmp_path / "folder")]
+
+
+def test_the_name_of_each_new_folder_is_durable_before_the_next_is_made(tmp_path: Path, stored: list) -> None:
+    make_folder(tmp_path)
+    stored.clear()
+    make_folder(tmp_path / "a" / "b")
+    assert stored == [("sync", tmp_path), ("sync", tmp_path / "a")]
+
+
+def test_a_folder_whose_maker_was_killed_before_its_name_was_durable_gets_a_durable_one(
+    tmp_path: Path, stored: list
+) -> None:
+    (tmp_path / "a").mkdir()
+    make_folder(tmp_path / "a")
+    assert stored == [("sync", tmp_path)]
+    make_folder(tmp_path / "a")
+    write_file(tmp_path / "a" / "file", b"one")
+    assert stored.count(("sync", tmp_path)) == 1, "once in a process"
+    shutil.rmtree(tmp_path / "a")
+    make_folder(tmp_path / "a")
+    assert stored.count(("sync", tmp_path)) == 2, "and again for one that is made anew"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_in_one_that_may_not_be_read_is_used(tmp_path: Path) -> None:
+    (tmp_path / "home" / "own").mkdir(parents=True)
+    (tmp_path / "home").chmod(0o311)
+    try:
+        write_file(tmp_path / "home" / "own" / "file", b"one")
+    finally:
+        (tmp_path / "home").chmod(0o700)
+
+
+def test_missing_parents_have_the_mode_of_the_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path / "a" / "b", PRIVATE)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a" / "b")} == {PRIVATE}
+
+
+def test_a_file_with_a_second_name_is_not_opened_for_changes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"one")
+    os.close(sole_file(tmp_path / "file", os.O_RDWR))
+    os.link(tmp_path / "file", tmp_path / "other")
+    with pytest.raises(OSError, match=r"the file has 2 names"):
+        sole_file(tmp_path / "file", os.O_RDWR)
+
+
+def test_a_folder_whose_removal_is_cut_short_is_gone_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "00002"
+    write_file(folder / "file", b"one")
+
+    def cut_short(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(folder)
+    assert list(tmp_path.iterdir()) == [partial_folder(folder)]
 
 
 def test_a_target_that_is_a_folder_is_one_line(tmp_path: Path) -> None:
@@ -209,6 +300,12 @@ def test_a_folder_is_digested_by_the_names_and_contents_of_its_files(tree: Path)
     assert sum(read) == 600_001
     (tree / "small").rename(tree / "other")
     assert folder_digest(tree) != expected
+
+
+def test_a_folder_with_a_link_to_another_has_no_digest(tree: Path) -> None:
+    (tree / "link").symlink_to(tree / "policy", target_is_directory=True)
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        folder_digest(tree)
 
 
 @io_timer()
