@@ -161,6 +161,14 @@ class _Index:
                 return f"a bound crossed by step {entry.step}, which was not done before"
         return None
 
+    def refuse_misplaced(self, entries: Iterable[Entry]) -> None:
+        """Asserts that entries keep the order, each after those before it."""
+        checked = _Index(self._reached)
+        for entry in entries:
+            reason = checked.misplaced(entry)
+            assert reason is None, reason
+            checked.add(entry)
+
     def add(self, entry: Entry) -> None:
         match entry:
             case TaskEntry():
@@ -424,8 +432,7 @@ class Ledger(LedgerView):
         """Append entries durably, in one write. Raises UserError (a full disk), and then appends nothing."""
         with self._lock:
             index = self._read.tail
-            for reason in map(index.misplaced, entries):
-                assert reason is None, reason
+            index.refuse_misplaced(entries)
             # Repeated with every checkpoint, so that the tail has the last process start and crossing.
             checkpoint = any(isinstance(entry, CheckpointEntry) for entry in entries)
             repeated = [*index.segments[-1:], *index.bounds[-1:]] if checkpoint else []

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import (
     BoundEntry,
@@ -152,6 +152,20 @@ def test_an_append_is_synced_before_it_returns(path: Path, monkeypatch: pytest.M
     assert synced == [path.read_bytes()]
 
 
+def test_the_name_and_the_cut_are_durable_before_a_ledger_is_open(
+    path: Path, stored: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ledger.open(path).append(step(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event"')
+    stored.clear()
+    fsync, synced = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(path.read_bytes()), fsync(descriptor)))
+    Ledger.open(path)
+    assert stored == [("sync", path.parent), ("sync", path)]
+    assert synced[-1] == whole
+
+
 def test_a_failing_append_of_one_thread_takes_nothing_from_the_others(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +198,19 @@ def test_a_ledger_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         LedgerView.read(tmp_path / "none")
 
 
+def test_the_last_step_of_a_range_can_be_the_gap(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.append(step(0), step(1))
+    ledger.refuse_gap(0, 1)
+    with pytest.raises(StoredFileError, match="step 2 is not"):
+        ledger.refuse_gap(0, 2)
+
+
+def test_a_checkpoint_lies_in_the_folder_of_its_step() -> None:
+    with pytest.raises(ValidationError, match="is not that of the step"):
+        CheckpointEntry(step=1, uri="checkpoints/00002", digest="d", weights_digest="w")
+
+
 def test_entries_are_frozen_and_finite() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         step(0).step = 1
@@ -212,6 +239,10 @@ def segment(pid: int) -> SegmentEntry:
 def redo(number: int, name: str, key: str) -> RedoEntry:
     ref = REF.model_copy(update={"kind": key})
     return RedoEntry(step=number, task=name, outputs={"out": ref}, code_version="c")
+
+
+def crossing(number: int) -> BoundEntry:
+    return BoundEntry(step=number, bound="b", action="warn", reason="r")
 
 
 @st.composite
@@ -246,6 +277,7 @@ QUESTIONS: dict[str, Callable[[LedgerView, int], object]] = {
     "redone": LedgerView.redone,
     "effective_outputs": LedgerView.effective_outputs,
     "step": LedgerView.step,
+    "begun": lambda view, _: view.begun(),
     "inexact_steps": lambda view, _: view.inexact_steps(),
     "steps": lambda view, _: view.steps(),
     "last_step": lambda view, _: view.last_step(),
@@ -334,7 +366,7 @@ def test_damage_at_the_tail_is_found_at_once_and_named_by_its_line(long_run: Pat
 
 
 def test_with_a_checkpoint_the_process_and_the_last_crossing_are_said_again_and_count_once(long_run: Path) -> None:
-    ledger, crossed = Ledger.open(long_run), BoundEntry(step=46, bound="b", action="warn", reason="r")
+    ledger, crossed = Ledger.open(long_run), crossing(46)
     for entry in (segment(3), step(46), crossed, checkpoint(46), *map(step, range(47, 67)), checkpoint(66)):
         ledger.append(entry)
     for view in (ledger, LedgerView.read(long_run)):
@@ -364,13 +396,63 @@ def test_opening_costs_what_the_tail_costs(path: Path) -> None:
     assert LedgerView.glance(path).last_step() == 22
 
 
-def test_a_step_that_goes_back_is_refused(path: Path) -> None:
+def test_a_glance_answers_for_its_moment(long_run: Path) -> None:
+    glance = LedgerView.glance(long_run)
+    Ledger.open(long_run).append(step(46))
+    assert glance.last_step() == 45
+    assert max(glance.steps()) == 45, "read later, and not further"
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_redo_after_the_last_checkpoint_counts_for_its_step(long_run: Path, question: str) -> None:
+    Ledger.open(long_run).append(redo(0, "train", "policy"), redo(10, "train", "policy"))
+    for number in (0, 10, 40, 46):
+        glance, whole = LedgerView.glance(long_run), LedgerView.read(long_run)
+        assert QUESTIONS[question](glance, number) == QUESTIONS[question](whole, number)
+    assert LedgerView.glance(long_run).inexact_steps() == [0, 10]
+
+
+def test_a_task_that_ran_anew_after_a_redo_is_not_redone(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.append(task(1, "train"))
+    ledger.append(redo(1, "train", "policy"))
+    assert list(ledger.redone(1)) == ["train"]
+    ledger.append(task(1, "train", "new"))
+    assert ledger.redone(1) == LedgerView.read(path).redone(1) == {}
+
+
+def test_what_an_append_refuses_is_what_reading_refuses(path: Path) -> None:
+    """Entries of one append follow one another as those of several do."""
+    ledger = Ledger.open(path)
+    ledger.append(task(0, "train"))
+    before = path.read_bytes()
+    for entries in ((step(3), task(2, "train")), (redo(1, "train", "k"), task(1, "train"))):
+        with pytest.raises(AssertionError, match=r"after step 3|not done before"):
+            ledger.append(*entries)
+    assert path.read_bytes() == before
+    assert ledger.last_step() is None, "what was refused is not in the index"
+    ledger.append(task(1, "train"), redo(1, "train", "k"), crossing(1))
+    assert list(LedgerView.read(path).redone(1)) == list(ledger.redone(1)) == ["train"]
+    assert LedgerView.read(path).bounds(1) == ledger.bounds(1) == [crossing(1)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (step(2), "an entry of step 2 after step 3"),
+        (redo(4, "train", "k"), "a redo of step 4, which was not done before"),
+        (
+            BoundEntry(step=4, bound="b", action="warn", reason="r"),
+            "a bound crossed by step 4, which was not done before",
+        ),
+    ],
+)
+def test_an_entry_out_of_the_order_of_the_steps_is_refused(path: Path, entry: Entry, reason: str) -> None:
     ledger = Ledger.open(path)
     ledger.append(task(3, "train"))
-    for entry in (task(2, "train"), step(2), redo(4, "train", "k")):
-        with pytest.raises(AssertionError, match=f"of step {entry.step}"):
-            ledger.append(entry)
+    with pytest.raises(AssertionError, match=f"^{reason}"):
+        ledger.append(entry)
     with path.open("a") as file:
-        file.write(step(2).model_dump_json() + "\n")
-    with pytest.raises(UserError, match=rf"^{path}:2: not in the order of the steps: an entry of step 2 after step 3$"):
+        file.write(entry.model_dump_json() + "\n")
+    with pytest.raises(UserError, match=rf"^{path}:2: not in the order of the steps: {reason}$"):
         LedgerView.read(path)
