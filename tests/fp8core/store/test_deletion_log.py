@@ -35,6 +35,11 @@ def test_a_line_torn_at_any_byte_does_not_count_and_is_cut_off(tmp_path: Path) -
         assert list(read_deletions(tmp_path)) == ["a" * 64, "c" * 64]
 
 
+def test_the_name_of_the_file_and_the_lines_are_durable(tmp_path: Path, stored: list[tuple[str, Path]]) -> None:
+    log_deletions(tmp_path, [deletion("a")])
+    assert stored == [("sync", tmp_path), ("sync", tmp_path / "tombstones.jsonl")]
+
+
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     log_deletions(tmp_path, [deletion("a"), deletion("b")])
     path = tmp_path / "tombstones.jsonl"
