@@ -4,8 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from fp8core.config.loss import is_function_path
-from fp8core.config.section import Section
+from fp8core.config.section import Section, check_name, name_pattern
 
 SHIPPED_ENVIRONMENTS = ("calculator", "guess", "python")
 PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
@@ -18,7 +17,7 @@ class EnvironmentConfig(Section):
     name: str = Field(
         description="calculator, guess, python, or a class of your own: `module:Class` or `path/to/file.py:Class` "
         "(docs/guides/environments.md).",
-        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_ENVIRONMENTS)}|.+:[A-Za-z_]\w*)$"},
+        json_schema_extra={"pattern": name_pattern(SHIPPED_ENVIRONMENTS)},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
     max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")
@@ -52,12 +51,7 @@ class EnvironmentConfig(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in SHIPPED_ENVIRONMENTS and not is_function_path(name):
-            raise ValueError(
-                f"{name} is none of {', '.join(SHIPPED_ENVIRONMENTS)}, and no class of your own "
-                "(module:Class or path/to/file.py:Class)"
-            )
-        return name
+        return check_name(name, SHIPPED_ENVIRONMENTS, "Class")
 
     def unmeant(self) -> dict[str, str]:
         """Limits of the python tool that those of its episode do not hold, by their keys."""

@@ -3,12 +3,11 @@
 Defaults of hyperparameters are their sources' (fp8core/rl/losses.py).
 """
 
-import re
 from typing import Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section
+from fp8core.config.section import Section, check_name, name_pattern
 
 
 class LossTraits(NamedTuple):
@@ -117,7 +116,7 @@ class LossConfig(Section):
         "clipped",
         description="Policy loss (docs/guides/losses.md): clipped (PPO, GRPO), gspo, cispo, reinforce, binary_tv, "
         "clip_cov, kl_cov, geo_mean, sapo, or a function of your own: `module:function` or `path/to/file.py:function`.",
-        json_schema_extra={"pattern": rf"^({'|'.join(SHIPPED_LOSSES)}|.+:[A-Za-z_]\w*)$"},
+        json_schema_extra={"pattern": name_pattern(SHIPPED_LOSSES)},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Hyperparameters of your function.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")
@@ -161,12 +160,7 @@ class LossConfig(Section):
     @field_validator("policy")
     @classmethod
     def _known(cls, policy: str) -> str:
-        if policy not in SHIPPED_LOSSES and not is_function_path(policy):
-            raise ValueError(
-                f"{policy} is none of {', '.join(SHIPPED_LOSSES)}, and no function of your own "
-                "(module:function or path/to/file.py:function)"
-            )
-        return policy
+        return check_name(policy, SHIPPED_LOSSES, "function")
 
     @model_validator(mode="after")
     def _settings_of_the_policy_loss(self) -> "LossConfig":
@@ -182,11 +176,6 @@ class LossConfig(Section):
                 "length_normaliser to null"
             )
         return self
-
-
-def is_function_path(policy: str) -> bool:
-    """True if a name is that of a user's own function: `module:function` or `path/to/file.py:function`."""
-    return re.fullmatch(r".+:[^\W\d]\w*", policy) is not None
 
 
 def unmeant_dual_clip(dual_clip: float | None, policy: str) -> dict[str, str]:

@@ -2,11 +2,10 @@
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.loss import is_function_path
-from fp8core.config.section import Section
+from fp8core.config.section import Section, check_name, name_pattern
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
-_VERIFIER = rf"^({'|'.join(SHIPPED_VERIFIERS)}|.+:[A-Za-z_]\w*)$"
+_VERIFIER = name_pattern(SHIPPED_VERIFIERS)
 _REWARD_METRICS = ("mean", "std", "groups_with_signal", "kept_share", "verdict", "length", "format")
 
 
@@ -92,12 +91,7 @@ class RewardConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known(cls, verifier: str) -> str:
-        if verifier not in SHIPPED_VERIFIERS and not is_function_path(verifier):
-            raise ValueError(
-                f"{verifier} is none of {', '.join(SHIPPED_VERIFIERS)}, and no function of your own "
-                "(module:function or path/to/file.py:function)"
-            )
-        return verifier
+        return check_name(verifier, SHIPPED_VERIFIERS, "function")
 
     @field_validator("others")
     @classmethod

@@ -3,7 +3,8 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
@@ -27,6 +28,22 @@ class Section(BaseModel):
 
     # An infinite number could not be read back from a run.json.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+_OWN = r".+:[^\W\d]\w*"
+
+
+def name_pattern(shipped: Iterable[str]) -> str:
+    """A regular expression of the names of what is shipped, and of import paths of the user's own."""
+    return f"^({'|'.join(shipped)}|{_OWN})$"
+
+
+def check_name(name: str, shipped: Collection[str], kind: str) -> str:
+    """The name; raises ValueError where it is neither shipped nor a path of the user's own `kind` of code."""
+    if name not in shipped and re.fullmatch(_OWN, name) is None:
+        own = f"(module:{kind} or path/to/file.py:{kind})"
+        raise ValueError(f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}")
+    return name
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

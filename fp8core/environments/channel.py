@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from fp8core.environments.protocol import Action, Ending, Outcome, Role, Said, Task, Tool, ToolCall, Turn
-from fp8core.environments.tool_calls import DEEPEST, is_too_deep
-from fp8core.rewards.scorer import MOST_REWARD
+from fp8core.environments.tool_calls import DEEPEST, MOST_CALLS, is_too_deep
+from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
 
-DETAIL_CHARACTERS = 200
-MOST_CALLS = 64
-"""Calls of an action that reach an environment; with more it gets none, and is told."""
 _ENDINGS = get_args(Ending)
 _ROLES = get_args(Role)
 _MOST_FAILED = 1_000_000

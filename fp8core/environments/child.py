@@ -28,20 +28,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from fp8core.environments.channel import (
-    DETAIL_CHARACTERS,
-    decode,
-    encode,
-    read_action,
-    read_reply,
-    read_task,
-    reply_message,
-)
+from fp8core.environments.channel import decode, encode, read_action, read_reply, read_task, reply_message
 from fp8core.environments.loading import LoadedEnvironment, load_environment
 from fp8core.environments.process_bound import ProcessBound, ask_before_processes
 from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
 from fp8core.errors import UserError, described_error
 from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.rewards.scorer import DETAIL_CHARACTERS
 from fp8core.rewards.supervisor import (
     become_subreaper,
     become_supervised,

@@ -21,12 +21,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8core.environments.channel import DETAIL_CHARACTERS, action_message, decode, encode, read_reply, task_message
+from fp8core.environments.channel import action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED
 from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.rewards.scorer import DETAIL_CHARACTERS
 from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _LOADED_BYTES = 1 << 20

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fp8core.environments.protocol import Tool, ToolCall
 
 MOST_CALLS = 64
+"""Of a turn; with more an environment gets none, and is told."""
 DEEPEST = 32
 
 

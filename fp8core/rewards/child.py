@@ -19,6 +19,7 @@ from typing import Any
 
 from fp8core.errors import UserError, described_error
 from fp8core.rewards.scorer import (
+    DETAIL_CHARACTERS,
     RIGHT,
     Answer,
     LoadedScorer,
@@ -34,7 +35,6 @@ from fp8core.rewards.supervisor import end_descendants, limit_memory
 CPU_SIGNAL = signal.SIGPROF
 _INTERRUPTED_AT = 0.8
 """Of a limit; what an interruption does not reach ends with its process at the limit."""
-DETAIL_CHARACTERS = 200
 
 
 def serve(channel: int) -> None:

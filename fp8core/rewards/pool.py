@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from fp8core.errors import UserError
-from fp8core.rewards.child import CPU_SIGNAL, DETAIL_CHARACTERS
-from fp8core.rewards.scorer import MOST_REWARD, OUTCOMES, Answer, Verdict, crashed, timed_out
+from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD, OUTCOMES, Answer, Verdict, crashed, timed_out
 from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _START_SECONDS = 120.0

@@ -53,6 +53,8 @@ class Verdict:
 
 
 RIGHT = Verdict(1.0, "right", "")
+DETAIL_CHARACTERS = 200
+"""Of what is kept of a verdict's detail, or of an outcome's."""
 MOST_REWARD = 1e9
 """The largest in absolute value: squares of advantages stay within FP32."""
 
