@@ -6,12 +6,13 @@ difference a prompt, or one delay, and intervals are over seeds (and prompts). I
 seeds, and over steps, which are correlated.
 """
 
-import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
+from operator import attrgetter
 from statistics import fmean, median, stdev
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.report.run_data import RunData
 from fp8core.rollout.registry import engine_entry
-from fp8core.store.artifacts import ArtifactError, read_checked
+from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
 from fp8core.store.metrics import ESS, GRAD_NORM, HELDOUT, K3, TMPE, series
 
@@ -119,6 +120,9 @@ def stress_settings(config: RunConfig) -> dict[str, Any]:
 
 WEIGHT, RATIO = "alignment/sampling_importance_ratio", "train/ratio_mean"
 LEAST_STEPS_OF_A_SLOPE = 20
+# Between a step's commit and the sample of memory that counts for it, at most.
+_FRESH_SECONDS = 5
+_time = attrgetter("time")
 
 
 @dataclass(frozen=True)
@@ -214,10 +218,11 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
 def learning_curve(run: RunData) -> LearningCurve | None:
     """Scores of all evaluations of a run; None when one of them is gone, or has no scores of the same prompts."""
     scores: dict[int, dict[str, float]] = {}
+    store = ArtifactStore(run.view.folder)
     for commit in run.view.steps.values():
         for ref in (ref for ref in commit.artifacts.values() if ref.kind == "evaluation"):
             try:
-                content = json.loads(read_checked(run.view.folder / ref.uri, ref.digest, ref.size))
+                content = store.get_json(ref)
             except ArtifactError:
                 return None
             if content:  # Steps between evaluations have an empty one.
@@ -261,12 +266,12 @@ def _speed(run: RunData) -> float | None:
 def _memory_of_steps(run: RunData, memory: Sequence[MemorySample]) -> list[tuple[float, float]]:
     """(step, MiB) at the commits of the second half, of the process that made the last of them."""
     points = []
-    steps = sorted(step for step in run.view.steps if step > START)
+    steps, in_order = sorted(step for step in run.view.steps if step > START), sorted(memory, key=_time)
     for step in steps[len(steps) // 2 :]:
         moment = run.view.steps[step].entry.committed_ms / 1000
-        before = [sample for sample in memory if moment - 5 <= sample.time <= moment]
-        if before:
-            points.append((float(step), before[-1]))
+        before = bisect_right(in_order, moment, key=_time)
+        if before and moment - in_order[before - 1].time <= _FRESH_SECONDS:
+            points.append((float(step), in_order[before - 1]))
     last = points[-1][1].process if points else None
     return [(step, sample.mebibytes) for step, sample in points if sample.process == last]
 
