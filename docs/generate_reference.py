@@ -58,7 +58,7 @@ _CLI = """# Command line
 | 2 | a user's mistake, before any work |
 | 3 | paused by a bound of `alignment.stop` |
 | 4 | not enough data (`parity`) |
-| 130, 143 | Ctrl-C; SIGTERM, after the step was committed |
+| 130, 141, 143 | Ctrl-C; closed pipe; SIGTERM, after the step |
 """
 _VERSION = StepManifest.model_fields["schema_version"].default
 _MANIFEST_MODELS: dict[str, type[BaseModel]] = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
 from flows.prefect_server import answers
-from flows.termination import keep_interrupt, leave
+from flows.termination import ExitCode, keep_interrupt, leave
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
 from fp8core.store.lock import is_held
@@ -25,8 +25,6 @@ from fp8core.user_files import Output
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
 
-PAUSED = 3
-"""Exit code of a training that a bound of `alignment.stop` paused."""
 # Longest silence of Prefect's server after the end of a training.
 _SILENCE_SECONDS = 4.0
 _POLL_SECONDS = 0.5
@@ -65,11 +63,11 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     api = prepare_prefect("flows.grpo", lambda: printable(reason("interrupted")))
     over = end_without_prefect(config.runs / str(config.run), api, summary)
     # An exception, so that the run is closed and Prefect's server stops with us.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped(reason("terminated"), 128 + number)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped(reason("terminated"), ExitCode.TERMINATED)))
     try:
         return _train(str(config.run), parameters, summary, resume)
     except KeyboardInterrupt:
-        return stopped(reason("interrupted"), 128 + signal.SIGINT)
+        return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
     finally:
         if answers(f"{api}/health", _SILENCE_SECONDS):
             # It heard of the end. A caller in this process may stop its server later.
@@ -162,8 +160,8 @@ def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
     """Print the end of a training that Prefect's server does not hear of; returns the exit code."""
     from fp8core.store.run_directory import SUMMARY
 
-    code = 0 if record.status == "FINISHED" else 1
-    if code == 0 and summary is not None:
+    code = ExitCode.DONE if record.status == "FINISHED" else ExitCode.FAILED
+    if code == ExitCode.DONE and summary is not None:
         summary.write((folder / SUMMARY).read_bytes())
     say(f"Prefect does not answer: its UI lacks the end of this run, which is {record.status}")
     return stopped(record.error or "failed", code) if code else code
@@ -178,13 +176,13 @@ def _train(name: str, parameters: Mapping[str, Any], summary: Output | None, res
         if not state.is_completed():
             interrupt.check()
     if state.is_paused():
-        return stopped(f"{state.message}; {resume} continues the run", PAUSED)
+        return stopped(f"{state.message}; {resume} continues the run", ExitCode.PAUSED)
     if not state.is_completed():
         explain(state)
-        return 1
+        return ExitCode.FAILED
     if summary is not None:
         summary.write_json(state.result())
-    return 0
+    return ExitCode.DONE
 
 
 def explain(state: Any) -> None:
@@ -194,4 +192,4 @@ def explain(state: Any) -> None:
     cause = state.result(raise_on_failure=False)
     if isinstance(cause, BaseException) and not isinstance(cause, FailedRun):
         say("".join(traceback.format_exception(cause)).rstrip("\n"), sys.stderr)
-    stopped(state.message.splitlines()[0], 1)
+    stopped(state.message.splitlines()[0], ExitCode.FAILED)

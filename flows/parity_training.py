@@ -32,6 +32,7 @@ from prefect.states import Crashed
 from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
 from flows.parity_plan import Training
+from flows.termination import ExitCode
 from fp8core.end_with_parent import TiedProcess, running
 from fp8core.parity.measure import MemorySample
 from fp8core.rollout.registry import engine_entry
@@ -98,7 +99,7 @@ def _stop_with_parent() -> None:
 def _train(flow_run: UUID, memory: Path) -> int:
     """The exit code; the flow run holds the details."""
     # An exception, so that the run is closed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
     leave_working_directory_out()
@@ -109,8 +110,8 @@ def _train(flow_run: UUID, memory: Path) -> int:
         with watch_memory(memory):
             state: Any = run_flow(grpo, found, return_type="state")
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0 if state.is_completed() else 1
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE if state.is_completed() else ExitCode.FAILED
 
 
 @contextmanager

@@ -6,8 +6,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import IntEnum
 from types import FrameType
 from typing import NoReturn
+
+
+class ExitCode(IntEnum):
+    """The exit codes of all commands (docs/reference/cli.md)."""
+
+    DONE = 0
+    FAILED = 1  # Or a stored file is damaged, or a comparison found a difference.
+    MISTAKE = 2  # The user's, found before any work.
+    PAUSED = 3  # By a bound of `alignment.stop`.
+    UNDECIDED = 4  # NOT ENOUGH DATA: neither a pass nor an error.
+    INTERRUPTED = 128 + signal.SIGINT
+    UNREAD = 128 + signal.SIGPIPE  # Nobody reads standard output any more.
+    TERMINATED = 128 + signal.SIGTERM
+
 
 Handler = Callable[[int, FrameType | None], object]
 """What Python calls for a signal."""
@@ -38,7 +53,7 @@ class StopRequest:
         """Stop now, through the previous handler of SIGTERM. Prefect raises, reports the flow run and passes it on."""
         signal.raise_signal(signal.SIGTERM)
         # The previous handler ignores it, but the request stands.
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(ExitCode.TERMINATED)
 
 
 class Interrupt:

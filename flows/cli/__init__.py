@@ -1,8 +1,6 @@
-"""The `fp8-grpo` command: one module a command, named as the command, and all of them in `flows.cli.commands`.
+"""The `fp8-grpo` command: a module for each command, and all of them in `flows.cli.commands`.
 
-Exit codes: 0 done; 1 the training failed, or a stored file is damaged; 2 the user's mistake, found before any work.
-A stop has one of its own: 3 paused by a bound of `alignment.stop`; 130 Ctrl-C, at once; 143 SIGTERM, after the current
-step.
+`dequantise` is in the module of `quantise`. Exit codes are those of `flows.termination.ExitCode`.
 """
 
 from collections.abc import Sequence

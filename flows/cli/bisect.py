@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import say
+from flows.termination import ExitCode
 from fp8core.config.run import own_code, public_dump, without_adapters
 from fp8core.errors import UserError
 from fp8core.user_files import PICTURE, json_output
@@ -86,7 +87,7 @@ def bisect_target(options: argparse.Namespace) -> int:
     )
     say(bisection_text(bisection))
     _write(bisection, options, title)
-    return 0
+    return ExitCode.DONE
 
 
 def reference_side(name: str, rule: Any, num_layers: int) -> "Formats":

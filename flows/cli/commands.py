@@ -4,7 +4,6 @@ import argparse
 import atexit
 import errno
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from gc import freeze
@@ -34,7 +33,7 @@ from flows.cli import (
 from flows.cli.arguments import refuse_other_files
 from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import stopped
-from flows.termination import keep_interrupt, leave_import
+from flows.termination import ExitCode, keep_interrupt, leave_import
 from fp8core.errors import StoredFileError, UserError
 
 # In the order of the help.
@@ -73,31 +72,31 @@ def call(arguments: Sequence[str] | None = None) -> int:
             refuse_other_files(options)
             code = int(options.command(options))
             sys.stdout.flush()
-            if code == 0:
+            if code == ExitCode.DONE:
                 interrupt.check()
             return code
     except StoredFileError as error:
-        return stopped(str(error), 1)
+        return stopped(str(error), ExitCode.FAILED)
     except UserError as error:
-        return stopped(str(error), 2)
+        return stopped(str(error), ExitCode.MISTAKE)
     except KeyboardInterrupt:
-        return stopped("interrupted", 128 + signal.SIGINT)
+        return stopped("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
         # The reader is gone (`| head`). Python flushes once more at exit, and needs an open file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return ExitCode.UNREAD
     except OSError as error:
         # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
         if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
             raise
-        return stopped(f"{error.filename}: {error.strerror}", 2)
+        return stopped(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
 
 
 class _Parser(argparse.ArgumentParser):
     """Parser whose errors are one line, as those of all user mistakes are."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(ExitCode.MISTAKE, f"{self.prog}: {message}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -109,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def show_help(options: argparse.Namespace) -> int:
         parser.print_help(sys.stderr)
-        return 2
+        return ExitCode.MISTAKE
 
     parser.set_defaults(command=show_help)
     return parser

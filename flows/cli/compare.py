@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
+from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.user_files import json_output
 
@@ -36,7 +37,7 @@ def compare_runs(options: argparse.Namespace) -> int:
     say(comparison_text(found))
     if options.json is not None:
         options.json.write_json({"equal": found.equal, **asdict(found)})
-    return 0 if found.equal else 1
+    return ExitCode.DONE if found.equal else ExitCode.FAILED
 
 
 def comparison_text(found: "Comparison") -> str:

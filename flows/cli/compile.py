@@ -8,6 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_config
 from flows.environment import kernel_folders, search_last, set_engine_variables
 from flows.launch import say
+from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
@@ -34,4 +35,4 @@ def compile_config(options: argparse.Namespace) -> int:
     if needs_kernels(config, model_shape(config)) and this_platform() != "cpu":
         set_engine_variables(config)
     say(compile_kernels(config, this_platform(), kernel_folders(), Console(sys.stdout, config.steps).compiling))
-    return 0
+    return ExitCode.DONE

@@ -8,6 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_config
 from flows.environment import search_last
 from flows.launch import say
+from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
@@ -31,4 +32,4 @@ def print_config(options: argparse.Namespace) -> int:
             say(f"{key} = {json.dumps(resolved[key])}  # default of the {bounds.contract} contract: {bounds.reason}")
         else:
             say(f"{key} = {json.dumps(values[key])}  # {origin}")
-    return 0
+    return ExitCode.DONE

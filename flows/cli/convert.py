@@ -6,6 +6,7 @@ from typing import Any
 
 from flows.cli.arguments import add_target
 from flows.launch import say
+from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
@@ -22,4 +23,4 @@ def convert(options: argparse.Namespace) -> int:
 
     arch, elements = convert_gguf(options.source, options.target)
     say(f"{options.target}: {arch.family}, {arch.num_layers} layers, {elements / 1e6:,.0f} million weights in BF16")
-    return 0
+    return ExitCode.DONE

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from flows.launch import say
+from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
@@ -19,7 +20,7 @@ def doctor(options: argparse.Namespace) -> int:
     from fp8core.report.doctor import examine
 
     say(examine(options.address))
-    return 0
+    return ExitCode.DONE
 
 
 def _address(text: str) -> str:

@@ -9,7 +9,7 @@ from flows.cli.arguments import add_force, add_output, add_overrides, add_trust,
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
-from flows.termination import keep_interrupt
+from flows.termination import ExitCode, keep_interrupt
 from fp8core.user_files import EVALUATION
 
 
@@ -87,6 +87,6 @@ def _run(parameters: dict[str, Any]) -> int:
         if not state.is_completed():
             interrupt.check()
     if state.is_completed():
-        return 0
+        return ExitCode.DONE
     explain(state)
-    return 1
+    return ExitCode.FAILED

@@ -11,6 +11,7 @@ from flows.cli.arguments import add_target, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
 from flows.run_lookup import admit_code, description_of, find_run
+from flows.termination import ExitCode
 
 if TYPE_CHECKING:
     from fp8core.run.export import Policy
@@ -65,11 +66,11 @@ def export_step(options: argparse.Namespace) -> int:
                 tracked(folder, options.step),
             )
     except (RedoError, *FAILURES) as error:
-        return stopped(f"the policy after step {options.step} cannot be restored: {error}", 1)
+        return stopped(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
     over = ", over the export of --step 0" if options.format == "peft" else ""
     say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
     say(link_export(folder, options.step, options.target))
-    return 0
+    return ExitCode.DONE
 
 
 def _writer(written: str, original: "RunSnapshot", step: int, policy: "Policy") -> Callable[[Path], None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_overrides
 from flows.launch import say
+from flows.termination import ExitCode
 from fp8core.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def collect(options: argparse.Namespace) -> int:
             say("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
     finally:
         lock.release()
-    return 0
+    return ExitCode.DONE
 
 
 def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from flows.cli.arguments import add_config
 from flows.environment import search_last
 from flows.launch import say
+from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
@@ -25,4 +26,4 @@ def graph(options: argparse.Namespace) -> int:
     search_last(Path.cwd())
     plan = pipeline_of(load_open_config(options.config, options.overrides))
     say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
-    return 0
+    return ExitCode.DONE

@@ -11,11 +11,8 @@ from typing import Any
 from flows.cli.arguments import at_least, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect, say, stopped
-from flows.termination import keep_interrupt
+from flows.termination import ExitCode, keep_interrupt
 from fp8core.config.run import RUN_NAME
-
-UNDECIDED = 4
-"""Exit code of NOT ENOUGH DATA: neither a pass nor an error."""
 
 
 def add_command(commands: Any) -> None:
@@ -60,7 +57,7 @@ def run_parity(options: argparse.Namespace) -> int:
     refuse(ParityRequest(**given), datetime.now(UTC).date().isoformat())
     prepare_prefect("flows.parity")
     # An exception, so that the training is closed and Prefect's server stops with us.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(stopped("terminated", 128 + number)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
     return _run(given)
 
 
@@ -75,9 +72,9 @@ def _run(parameters: dict[str, Any]) -> int:
             interrupt.check()
     if state.is_completed() or state.name == NOT_ENOUGH:
         say(f"fp8-grpo: {state.message}")
-        return 0 if state.is_completed() else UNDECIDED
+        return ExitCode.DONE if state.is_completed() else ExitCode.UNDECIDED
     explain(state)
-    return 1
+    return ExitCode.FAILED
 
 
 def _name(text: str) -> str:

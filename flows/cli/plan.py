@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_config, add_force, add_output, at_least
 from flows.environment import search_last
 from flows.launch import say
+from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.user_files import json_output
 
@@ -68,7 +69,7 @@ def plan_config(options: argparse.Namespace) -> int:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
     refuse_unfit(plan)
     say(verdict(plan))
-    return 0
+    return ExitCode.DONE
 
 
 def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":

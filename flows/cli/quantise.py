@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target, at_least
 from flows.launch import say
+from flows.termination import ExitCode
 
 if TYPE_CHECKING:
     from fp8core.models.quantised_checkpoint import Plan, Report
@@ -43,7 +44,7 @@ def quantise_folder(options: argparse.Namespace) -> int:
     seconds = write_with_bar(plan, options.target)
     say(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
     print_remarks(plan)
-    return 0
+    return ExitCode.DONE
 
 
 def dequantise_folder(options: argparse.Namespace) -> int:
@@ -53,7 +54,7 @@ def dequantise_folder(options: argparse.Namespace) -> int:
     plan = plan_dequantisation(options.source)
     say(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
     _print_names("not copied", [str(path) for path in plan.left_out])
-    return 0
+    return ExitCode.DONE
 
 
 def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:

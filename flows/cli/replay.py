@@ -12,6 +12,7 @@ from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
 from flows.run_lookup import admit_code, description_of, find_run
+from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.user_files import json_output
 
@@ -54,7 +55,7 @@ def replay_steps(options: argparse.Namespace) -> int:
     if options.json is not None:
         content = {"equal": equal, "steps": [asdict(verdict) for verdict in verdicts]}
         options.json.write_json(content)
-    return 0 if equal else 1
+    return ExitCode.DONE if equal else ExitCode.FAILED
 
 
 def verdict_lines(verdict: "Verdict") -> list[str]:

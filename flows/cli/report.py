@@ -7,6 +7,7 @@ from typing import Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
+from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import StoredFileError
 from fp8core.user_files import PAGE, PICTURE
@@ -40,8 +41,8 @@ def report_runs(options: argparse.Namespace) -> int:
     damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""
-        return stopped(f"{damaged[0]}{more}", 1)
-    return 0
+        return stopped(f"{damaged[0]}{more}", ExitCode.FAILED)
+    return ExitCode.DONE
 
 
 def _error(folder: Path) -> str | None:

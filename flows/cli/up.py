@@ -31,6 +31,7 @@ from flows.environment import (
 )
 from flows.launch import say, stopped
 from flows.prefect_server import answers
+from flows.termination import ExitCode
 from fp8core.end_with_parent import TiedProcess, installed, running
 from fp8core.errors import UserError, first_line
 from fp8core.store.durable import PRIVATE, make_folder
@@ -321,7 +322,7 @@ def up(options: argparse.Namespace) -> int:
                         say(_elsewhere(waiting, prefect, mlflow))
                     wait(services, unserved.tell)
         except ServiceError as error:
-            return stopped(str(error), 1)
+            return stopped(str(error), ExitCode.FAILED)
         except Stopped as stop:
             return 128 + int(stop.args[0])
 

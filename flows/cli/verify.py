@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output
 from flows.launch import say
 from flows.run_lookup import find_run
+from flows.termination import ExitCode
 from fp8core.errors import without_passwords
 from fp8core.user_files import json_output
 
@@ -108,7 +109,7 @@ def verify_run(options: argparse.Namespace) -> int:
             "counts": counts,
         }
         options.json.write_json(content)
-    return 1 if counts["errors"] else 0
+    return ExitCode.FAILED if counts["errors"] else ExitCode.DONE
 
 
 def _store(text: str) -> str:
