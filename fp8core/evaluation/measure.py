@@ -294,7 +294,7 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
     """The reason for which a run does not compare FP8 with BF16; None where it does.
 
     The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
-    start. The engines must be embedded ones, and no environment may answer.
+    start. The engine must compute exactly (`EngineEntry.arithmetic`), and no environment may answer.
     """
     rollout = config.precision.rollout
     if not config.evaluation.precision_gap:

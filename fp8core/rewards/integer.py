@@ -110,7 +110,7 @@ class Unreadable(Exception):
 
 
 class IntegerVerifier:
-    """Right when the completion's answer is the integer of the reference; see Verifier and the table above."""
+    """Right when the completion's answer is the integer of the reference; see `Scorer` and the policy above."""
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
         expected = reference_integer(reference, prompt)

@@ -148,7 +148,7 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write optimiser state and version, without the policy."""
+        """Write masters or adapters, optimiser states and counters (`saved_state`); the folder exists. No policy."""
         ...
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
