@@ -62,6 +62,7 @@ def keep_informative(rewards: pa.Table, groups: int | None, turns: pa.Table | No
     """A table of kind `rewards` that keeps groups with a signal (`rows_with_signal`), the first `groups` of them."""
     rows = rewards.to_pylist()
     signal = rows_with_signal(rewards, turns, torch.tensor([row["keep"] for row in rows])).tolist()
-    wanted = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})[:groups]
+    informative = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})
+    wanted = {*informative[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
     return pa.Table.from_pylist(chosen, schema=rewards.schema)

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +29,6 @@ from fp8core.run.episodes import (
     episode_means,
     messages_of,
     score,
-    turn_rows,
     turns_table,
 )
 from fp8core.run.player import EpisodePlayer
@@ -139,12 +140,12 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     store, found = run.directory.store, {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
     if not {"prompts", "rollouts", "rewards"} <= found.keys():
         return None
-    (written,) = store.get_table(found["rollouts"]).select(["group", "sample", "text"]).slice(0, 1).to_pylist()
-    prompts, rewards = (store.get_table(found[kind]).to_pylist() for kind in ("prompts", "rewards"))
-    place = written["group"], written["sample"]
-    prompt = next(row["text"] for row in prompts if row["group"] == written["group"])
-    reward = next(row["reward"] for row in rewards if (row["group"], row["sample"]) == place)
-    return prompt, written["text"], reward
+    (written,) = store.get_table(found["rollouts"], ["group", "sample", "text"]).slice(0, 1).to_pylist()
+    prompts = store.get_table(found["prompts"], ["group", "text"])
+    rewards = store.get_table(found["rewards"], ["group", "sample", "reward"])
+    prompt = prompts.filter(pc.field("group") == written["group"])["text"][0].as_py()
+    place = (pc.field("group") == written["group"]) & (pc.field("sample") == written["sample"])
+    return prompt, written["text"], rewards.filter(place)["reward"][0].as_py()
 
 
 def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
@@ -274,16 +275,17 @@ def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
     """`heldout_accuracy` of the run's engine and environment, and the turns that were played for it."""
     store = run.directory.store
     with environment_of(run, index, "heldout_turns") as pool:
-        content, episodes = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool)
+        content, turns = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool)
+    assert turns is not None, "an environment answered"
     return {
-        "heldout_turns": store.put_table("turns", turns_table(episodes, run.tokenizer)),
+        "heldout_turns": store.put_table("turns", turns),
         "evaluation": store.put_json("evaluation", content),
     }
 
 
 def heldout_accuracy(
     run: RunContext, engine: RolloutEngine, count: int, pool: Pool | None = None
-) -> tuple[dict[str, Any], list[Episode]]:
+) -> tuple[dict[str, Any], pa.Table | None]:
     """Of the first held-out prompts: accuracy, count, mean length, each one's score by its prompt_id, and a few texts.
 
     Lengths are of what the policy wrote, as those of rollouts are.
@@ -295,8 +297,8 @@ def heldout_accuracy(
         pool: as of `EpisodePlayer.play`.
 
     Returns:
-        The content of an artifact of kind `evaluation`, and the episodes in order of group. Comparisons of trainings
-        pair prompts by scores (docs/guides/parity.md).
+        The content of an artifact of kind `evaluation`, and the turns, a table of that kind in order of group; None
+        without an environment. Comparisons of trainings pair prompts by scores (docs/guides/parity.md).
     """
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
@@ -305,8 +307,9 @@ def heldout_accuracy(
     found = [one for batch in while_going(run, played) for one in batch]
     episodes = sorted(found, key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
-    if run.config.environment is not None:
-        tell_endings(run, "held-out prompts", turns_table(episodes, run.tokenizer))
+    turns = None if run.config.environment is None else turns_table(episodes, run.tokenizer)
+    if turns is not None:
+        tell_endings(run, "held-out prompts", turns)
     verdicts = [found.verdict for found in score(run.verifier.main, asked, endings)]
     tell_failures(run, "held-out prompts", verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
@@ -321,9 +324,10 @@ def heldout_accuracy(
         },
         "samples": _heldout_samples(run, asked[:HELDOUT_SAMPLES], completions, verdicts),
     }
-    if run.config.environment is not None:
-        content["episodes"] = episode_means([turn_rows(one, run.tokenizer) for one in episodes])
-    return content, episodes
+    if turns is not None:
+        by_episode = groupby(turns.to_pylist(), key=itemgetter("group"))
+        content["episodes"] = episode_means([[*rows] for _, rows in by_episode])
+    return content, turns
 
 
 def _heldout_samples(

@@ -16,6 +16,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -288,8 +289,9 @@ _SOURCES = {".py", ".cu", ".cuh"}
 _LIBRARIES = ("torch", "numpy", "pyarrow", "prefect", "mlflow")
 
 
+@cache
 def current_code() -> str:
-    """Digest of the sources that compute: fp8core and tasks."""
+    """Digest of the sources that compute, fp8core and tasks, as this process found them first."""
     return code_version(*PACKAGES)
 
 
