@@ -41,8 +41,8 @@ from benchmarks.small_hopper import step_ledger_row, timed_steps
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.report.run_data import read_run
+from fp8core.store.layout import LEDGER
 from fp8core.store.metrics import HELDOUT, series
-from fp8core.store.run_directory import LEDGER
 
 RESULT = "asynchronous_hopper"
 MODES = ("synchronous", "one_step_off", "asynchronous")

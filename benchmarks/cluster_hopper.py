@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.harness import ROOT, Row, provenance, table, training_command, write_rows
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER, SUMMARY
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER, SUMMARY
 
 RESULT = "cluster_hopper"
 _PARTS = ("rollout", "logprobs", "train", "sync")

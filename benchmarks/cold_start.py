@@ -32,8 +32,8 @@ from benchmarks.harness import ROOT, Row, provenance, table, training_command, w
 from benchmarks.large_ledger import architecture, make_model
 from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.run_directory import LEDGER
 
 RESULT = "cold_start"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")

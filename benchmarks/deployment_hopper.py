@@ -48,9 +48,9 @@ from fp8core.models.weights import rollout_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.report.run_data import RunData, read_run
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER, POLICY, checkpoint_place
 from fp8core.store.ledger import START
 from fp8core.store.metrics import REWARD, TMPE, series
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import inspect_manifest
 
 MODELS = ("llama", "qwen3", "qwen3-moe")
@@ -174,7 +174,7 @@ def _digests(run: RunData, last: int) -> Row:
 
 def _is_held(run: RunData, last: int, held: str) -> bool | None:
     """None where there is no checkpoint of the last step, or one that is narrower than what the engine holds."""
-    folder, config = run.view.folder / "checkpoints" / f"{last:05d}" / "policy", run.view.config
+    folder, config = run.view.folder / checkpoint_place(last) / POLICY, run.view.config
     if config is None or config.precision.rollout.linear == "fp32" or not folder.is_dir():
         return None
     checkpoint = load_checkpoint(folder)

@@ -46,10 +46,11 @@ from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step, train
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, LedgerView
 from fp8core.store.lock import RunLock
 from fp8core.store.manifest import current_code
-from fp8core.store.run_directory import LEDGER, RunDirectory
+from fp8core.store.run_directory import RunDirectory
 from fp8core.store.tables import ROLLOUTS
 
 BOUNDS = {"share": 0.05, "parquet_seconds": 0.5, "resume_seconds": 2.0}

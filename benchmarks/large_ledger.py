@@ -38,9 +38,9 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import layer_of
 from fp8core.report.run_data import RunData, read_run
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.metrics import TMPE, series
-from fp8core.store.run_directory import LEDGER
 
 VARIANTS = ("bf16", "fp8_end_to_end_kv")
 SOURCES = ("pass", "training", "rollout")

@@ -31,8 +31,8 @@ from ray.cluster_utils import Cluster
 from benchmarks.harness import Row, provenance, start, training_command, write_rows
 from benchmarks.tables import recovery_table
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.run_directory import LEDGER
 
 RESULT = "recovery"
 LOST = ("engine", "rank", "node")

@@ -37,9 +37,9 @@ from fp8core.report.run_data import RunData, read_run
 from fp8core.report.summary import union_seconds
 from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart
 from fp8core.store.artifacts import read_checked
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, SegmentEntry, StepEntry
 from fp8core.store.metrics import HELDOUT, K3, REWARD, TMPE, series
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, RunView, inspect_manifest
 
 NAMES = {

@@ -19,8 +19,8 @@ from matplotlib.patches import Patch
 
 from fp8core.report.chart import colour
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 IMAGE = Path(__file__).parent / "images" / "versions.svg"
 GAP = 1.5

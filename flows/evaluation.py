@@ -35,6 +35,7 @@ from fp8core.run.build import (
 from fp8core.run.episodes import check_openings
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.replay import RunSnapshot
+from fp8core.store.layout import POLICY, checkpoint_place
 
 _UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")
 """Settings of a training that say nothing of a policy, or of how it answers."""
@@ -134,7 +135,7 @@ def _model(asked: EvaluationRequest) -> FoundModel:
     else:
         run = _original(asked.target)
         try:
-            checkpoint = find_checkpoint(run.folder / "checkpoints" / f"{_step(run, asked.step):05d}" / "policy")
+            checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, asked.step)) / POLICY)
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
             return find_base(reload_own(description_of(run.folder), {}))
     return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)

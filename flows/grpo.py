@@ -58,10 +58,10 @@ from fp8core.run.policy import SyncError
 from fp8core.run.precision_gap import gap_line
 from fp8core.run.resume import RedoError, history
 from fp8core.run.rollouts import written_sample
+from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
 from fp8core.store.metrics import Interval
-from fp8core.store.run_directory import SUMMARY
 from fp8core.store.run_view import RunView
 from fp8core.training.trainer import UpdateError
 

@@ -148,7 +148,7 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threa
 
 def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
     """The record of a training that this process finished or failed, and left."""
-    from fp8core.store.run_directory import LOCK
+    from fp8core.store.layout import LOCK
 
     record = read_record(folder)
     if record is None or record.status not in ("FINISHED", "FAILED") or is_held(folder / LOCK):
@@ -158,7 +158,7 @@ def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
 
 def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
     """Print the end of a training that Prefect's server does not hear of; returns the exit code."""
-    from fp8core.store.run_directory import SUMMARY
+    from fp8core.store.layout import SUMMARY
 
     code = ExitCode.DONE if record.status == "FINISHED" else ExitCode.FAILED
     if code == ExitCode.DONE and summary is not None:

@@ -64,8 +64,8 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
 def _steps_asked(folder: Path) -> int | None:
     """The step that the last process was to come to; None: no process began."""
     from fp8core.store.artifacts import ArtifactStore
+    from fp8core.store.layout import LEDGER
     from fp8core.store.ledger import LedgerView
-    from fp8core.store.run_directory import LEDGER
     from fp8core.store.step_manifests import read_manifest  # Imports torch.
 
     if not (folder / LEDGER).exists():

@@ -33,8 +33,9 @@ from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.run_directory import read_description
 
 # Cases that several folders share say what they found, as tests do.
 pytest.register_assert_rewrite("episode_cases", "generation_cases")

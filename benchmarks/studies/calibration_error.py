@@ -39,8 +39,8 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_trainer
 from fp8core.run.scoring import token_batch
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER, checkpoint_place
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 from fp8core.training.exact import ExactTrainer
 
 POWERS = range(-4, 5)
@@ -207,7 +207,7 @@ def trained_material(folder: Path, steps: int, settings: Sequence[str] = ()) -> 
 
     def policy(version: int) -> dict[str, Tensor]:
         trainer = build_trainer(config, base.arch, base.tensors)
-        trainer.load(run / "checkpoints" / f"{version:05}")
+        trainer.load(run / checkpoint_place(version))
         return {name: tensor.detach() for name, tensor in trainer.masters.items()}
 
     store, ledger = ArtifactStore(run), LedgerView.read(run / LEDGER)

@@ -18,6 +18,7 @@ from flows.launch import say
 from flows.termination import ExitCode
 from fp8core.config.run import own_code, public_dump, without_adapters
 from fp8core.errors import UserError
+from fp8core.store.layout import DESCRIPTION, POLICY
 from fp8core.user_files import PICTURE, json_output
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _subject(options: argparse.Namespace) -> Subject:
         config = load_config(options.config, [*own, *options.overrides])
         _prepare(config)
         return _checkpoint(config, options.prompts)
-    if not (folder / "run.json").is_file():
+    if not (folder / DESCRIPTION).is_file():
         folder = load_config(options.config, options.overrides).runs / options.target
     described = read_description(folder)
     if described is None:
@@ -150,15 +151,15 @@ def _run(config: "RunConfig", folder: Path, prompts: int) -> Subject:
     from fp8core.numerics.kv_scales import LayerScales
     from fp8core.run.build import build_local_trainer
     from fp8core.store.artifacts import ArtifactStore
+    from fp8core.store.layout import LEDGER
     from fp8core.store.ledger import LedgerView
-    from fp8core.store.run_directory import LEDGER
 
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     kept = [entry for entry in ledger.checkpoints() if (folder / entry.uri).is_dir()]
     if not kept:
         raise UserError(f"{folder}: the run has no checkpoint yet (checkpoint.every={config.checkpoint.every})")
     last = max(kept, key=lambda entry: entry.step)
-    policy = load_checkpoint(folder / last.uri / "policy")
+    policy = load_checkpoint(folder / last.uri / POLICY)
     refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
     rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
     found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]

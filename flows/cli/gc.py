@@ -36,9 +36,9 @@ def collect(options: argparse.Namespace) -> int:
     from fp8core.config.load import reload_config
     from fp8core.store.gc import plan_removal, remove
     from fp8core.store.kinds import refuse_wrong_kinds
+    from fp8core.store.layout import LEDGER, LOCK
     from fp8core.store.ledger import LedgerView
     from fp8core.store.lock import RunLock
-    from fp8core.store.run_directory import LEDGER, LOCK
 
     folder = find_run(options.run)
     for setting in options.overrides:

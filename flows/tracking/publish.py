@@ -43,9 +43,9 @@ from fp8core.report.summary import CURVES, REPORT
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
+from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
-from fp8core.store.run_directory import SUMMARY
 
 COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
 BOUND_CROSSED = "bound_crossed"
@@ -101,7 +101,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
         quick[COMPILED] = entry.compiled
     head = {CHAIN_HEAD: str(Head.of(manifest))}
     tracker.log_step(index, {**shown_metrics({**metrics, **shares}), **timings, **quick}, committed, head)
-    tracker.log_text(manifest.model_dump_json(indent=2) + "\n", f"manifests/{index:05d}.json")
+    tracker.log_text(manifest.model_dump_json(indent=2) + "\n", manifest_place(index))
     if tables_due(run, index):
         tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}
         if samples_due(run, index):
@@ -242,7 +242,7 @@ def _tags(run: RunContext, entry: CheckpointEntry) -> dict[str, str]:
         "run": run.directory.path.name,
         "step": str(entry.step),
         "weights_digest": entry.weights_digest,
-        "checkpoint": str(run.directory.path / entry.uri / "policy"),
+        "checkpoint": str(run.directory.path / entry.uri / POLICY),
         "code_version": run.code_version,
     }
 

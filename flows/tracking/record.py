@@ -26,12 +26,11 @@ from flows.environment import bound_mlflow_requests, naming_store
 from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.store import durable
+from fp8core.store.layout import LEDGER, LOCK
 from fp8core.store.lock import FolderIdentity, is_held, original_of
 
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 RECORD = "tracking.json"
-_LOCK = "lock"
-_LEDGER = "ledger.jsonl"
 _WAIT = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -215,7 +214,7 @@ def mark_killed_siblings(folder: Path, uri: str) -> None:
 def needs_marking(folder: Path) -> bool:
     """True if a training is dead and MLflow may not show it; reads the disk only."""
     record = read_record(folder)
-    return record is not None and not is_settled(record) and not is_held(folder / _LOCK)
+    return record is not None and not is_settled(record) and not is_held(folder / LOCK)
 
 
 def tell(folder: Path, store: str | None = None) -> bool:
@@ -224,7 +223,7 @@ def tell(folder: Path, store: str | None = None) -> bool:
 
     with record_lock(folder):
         record = read_record(folder)
-        if record is None or is_settled(record) or is_held(folder / _LOCK):
+        if record is None or is_settled(record) or is_held(folder / LOCK):
             return False
         if record.place is not None and original_of(record.place, folder) is not None:
             return False  # The MLflow run is that of the folder that this one was copied from.
@@ -247,7 +246,7 @@ def _outcome(record: TrackingRecord, folder: Path) -> TrackingRecord:
     """The end of the training; it was alive when it last wrote to its ledger."""
     if record.status != "RUNNING":
         return record
-    return record.ended("KILLED", None, (folder / _LEDGER).stat().st_mtime_ns // 1_000_000)
+    return record.ended("KILLED", None, (folder / LEDGER).stat().st_mtime_ns // 1_000_000)
 
 
 class Guardian:

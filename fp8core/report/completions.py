@@ -18,6 +18,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.tokens import Unread, was_removed
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.durable import refuse_link
+from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
 from fp8core.store.schemas import HeldoutSample
@@ -388,7 +389,7 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
 def _decoder(view: RunView, missing: list[str]) -> Decode | None:
     """The tokenizer of the newest checkpoint that is in the run's folder; None without one that can be read."""
     entries = [entry for _, entry in view.entries if isinstance(entry, CheckpointEntry)]
-    folders = [view.folder / entry.uri / "policy" for entry in reversed(entries)]
+    folders = [view.folder / entry.uri / POLICY for entry in reversed(entries)]
     path = next((folder / "tokenizer.json" for folder in folders if folder.is_dir()), None)
     if path is None:
         return None

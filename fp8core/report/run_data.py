@@ -16,10 +16,10 @@ from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Provenance, RunView, spans
 from fp8core.store.start_tasks import START_TASKS
 from fp8core.store.step_manifests import read_manifest

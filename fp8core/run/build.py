@@ -37,8 +37,9 @@ from fp8core.rl.objective import refuse_unmeant_dual_clip
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_observation, check_openings, tool_calls_of, trial
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer

@@ -11,6 +11,7 @@ from fp8core.run.policy import initial_trainer
 from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
 from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
 from fp8core.store.gc import kept_steps, metric_values
+from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_directory import checkpoint_folders
 from fp8core.training.saved_state import check_checkpoint
@@ -54,7 +55,7 @@ def save_state(run: RunContext, index: int) -> None:
     The folder holds the trainer's state, and in `policy/` the BF16 policy in the Hugging Face layout.
     """
     began = time.perf_counter()
-    uri = f"checkpoints/{index:05d}"
+    uri = checkpoint_place(index)
     folder = run.directory.path / uri
     trainer = run.ready_trainer()
     partial = partial_folder(folder)
@@ -66,7 +67,7 @@ def save_state(run: RunContext, index: int) -> None:
                 shutil.rmtree(stale)
         partial.mkdir()
         trainer.save(partial)
-        trainer.save_policy(partial / "policy", run.tokenizer)
+        trainer.save_policy(partial / POLICY, run.tokenizer)
         for path in partial.rglob("*"):
             sync_path(path)
         sync_path(partial)

@@ -9,6 +9,7 @@ from fp8core.run.execute import carried
 from fp8core.run.rollouts import shards_of
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.layout import manifest_place
 from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import (
     Content,
@@ -22,7 +23,7 @@ from fp8core.store.manifest import (
     write_signature,
 )
 from fp8core.store.metrics import OF_START, start_metrics
-from fp8core.store.step_manifests import manifest_place, mend_manifest
+from fp8core.store.step_manifests import mend_manifest
 
 
 def commit_step(run: RunContext, index: int) -> None:

@@ -22,6 +22,7 @@ from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
 from fp8core.store.checkpoints import is_intact
 from fp8core.store.durable import make_folder, read_stored, sync_path, write_file
 from fp8core.store.json_text import StepNumber, parse_model
+from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.training.saved_state import MASTERS, check_checkpoint, check_weights, read_tensors
 
@@ -95,7 +96,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         folder = original.folder / checkpoint.uri
         check_checkpoint(folder, step, checkpoint.weights_digest, original.config(step).training)
         check_weights(folder, checkpoint.weights_digest)
-        yield Policy(folder / "policy", checkpoint.weights_digest, folder)
+        yield Policy(folder / POLICY, checkpoint.weights_digest, folder)
         return
     config = original.config(step)
     original.refuse_removed(config, step)
@@ -110,13 +111,13 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
             whole = step == START
             digest = masters_digest(run.initial_policy(), torch.device("cpu")) if whole else trainer.digest()
             _refuse_other_weights(original, step, digest)
-            trainer.save_policy(folder / "policy", run.tokenizer)
+            trainer.save_policy(folder / POLICY, run.tokenizer)
             state = folder / "state"
             state.mkdir()
             if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.
                 trainer.save(state)
         # The caller may need the places of its processes.
-        yield Policy(folder / "policy", digest, state)
+        yield Policy(folder / POLICY, digest, state)
 
 
 def export(

@@ -47,9 +47,10 @@ from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of, trial
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import refuse_unwritable
+from fp8core.store.layout import LEDGER, shards_of_steps
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
-from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory, read_description, refuse_in_use
+from fp8core.store.run_directory import RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.store.start_tasks import CARRIED_KINDS
 from fp8core.store.step_manifests import read_manifest
 from fp8core.training.lora import frozen_line
@@ -380,7 +381,7 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
             raise UserError(f"{directory.path}: run.json is missing: restore it, or start another run")
         elif new_code and _other_code(described, directory.ledger.last_segment()) is not None:
             # A step is made by one code version: the groups that other code finished of it are not continued.
-            for folder in (directory.path / "shards").glob("[0-9]*"):
+            for folder in shards_of_steps(directory.path):
                 RolloutShards(folder).clear()
         yield directory
 

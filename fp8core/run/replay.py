@@ -35,11 +35,12 @@ from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
 from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.layout import LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
-from fp8core.store.run_directory import LEDGER, RunDescription, RunDirectory
+from fp8core.store.run_directory import RunDescription, RunDirectory
 from fp8core.store.run_view import RunView, inspect_manifest
-from fp8core.store.step_manifests import manifest_place, mend_manifest, read_manifest
+from fp8core.store.step_manifests import mend_manifest, read_manifest
 from fp8core.training.trainer import UpdateError
 
 
@@ -131,7 +132,7 @@ def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[P
         raise UserError(f"{place or 'the folder of temporary files'}: cannot be written: {error.strerror}") from error
     with made as temporary:
         folder = Path(temporary) / original.name
-        (folder / "manifests").mkdir(parents=True)
+        (folder / MANIFESTS).mkdir(parents=True)
         (folder / LEDGER).write_text("".join(f"{line}\n" for line in _lines_before(original, step)))
         for index in range(step):
             # One that is missing or damaged is reported by whoever needs it.

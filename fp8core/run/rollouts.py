@@ -33,6 +33,7 @@ from fp8core.run.episodes import (
 )
 from fp8core.run.player import EpisodePlayer
 from fp8core.store.artifacts import Ref, RolloutShards
+from fp8core.store.layout import shards_place
 from fp8core.store.ledger import START
 from fp8core.store.schemas import HELDOUT_SAMPLES, SAMPLE_CHARACTERS
 from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MESSAGES, ROLLOUTS
@@ -73,7 +74,7 @@ def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutSha
     """
     environment = run.environment_description
     made_by = run.directory.store.digest_json({**environment}) if environment else ""
-    return RolloutShards(run.directory.path / "shards" / f"{index:05d}", kind, made_by)
+    return RolloutShards(run.directory.path / shards_place(index), kind, made_by)
 
 
 def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | None = None) -> list[PromptGroup]:

@@ -29,9 +29,9 @@ from fp8core.store import durable, schemas
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.durable import io_timer
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
+from fp8core.store.layout import ARTIFACTS
 from fp8core.store.manifest import StepManifest
 
-_FOLDER = "artifacts"
 _MAKER = "made_by"
 # Empty: safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
 _METADATA = {"fp8_grpo": "{}"}
@@ -231,7 +231,7 @@ class ArtifactStore:
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
         digest = hashlib.sha256(data).hexdigest()
-        ref = Ref(kind=kind, digest=digest, uri=f"{_FOLDER}/{digest[:2]}/{digest}.{extension}", size=len(data))
+        ref = Ref(kind=kind, digest=digest, uri=f"{ARTIFACTS}/{digest[:2]}/{digest}.{extension}", size=len(data))
         durable.ensure_file(self._root / ref.uri, data)
         return ref
 

@@ -18,9 +18,9 @@ from fp8core.config.steps import with_mode
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import Difference, shown, value_differences
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Content, Contents, StepRecord
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, RunView, inspect_manifest
 from fp8core.store.start_tasks import START_TASKS
 

@@ -20,9 +20,9 @@ from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.checkpoints import held_policy, is_intact, last_written
 from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import refuse_link, remove_folder
+from fp8core.store.layout import ARTIFACTS, CHECKPOINTS, LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView
 from fp8core.store.manifest import StepManifest
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.step_manifests import read_manifest
 
 _STAYS = frozenset({"metrics", "policy"})
@@ -88,10 +88,10 @@ def plan_removal(
         for _, ref in ledger.outputs(step)
     }
     staying = _staying(folder, ledger, store, kept)
-    deletions = [_partial_deletion(folder, path, when) for path in sorted((folder / "checkpoints").glob(".*.partial"))]
+    deletions = [_partial_deletion(folder, path, when) for path in sorted((folder / CHECKPOINTS).glob(".*.partial"))]
     deletions += [
         going.get(path.stem) or _orphan(path, when)
-        for path in sorted((folder / "artifacts").glob("??/*"))
+        for path in sorted((folder / ARTIFACTS).glob("??/*"))
         if _CONTENT.fullmatch(path.name) and path.stem not in staying and not path.is_dir()
     ]
     checkpoints = {entry.uri: entry for entry in ledger.checkpoints() if entry.step in dropped}

@@ -36,6 +36,7 @@ from fp8core.store.durable import (
     whole_end,
 )
 from fp8core.store.json_text import MOST_STEPS, Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
+from fp8core.store.layout import checkpoint_place
 
 START = 0
 """The step that precedes the first iteration."""
@@ -87,7 +88,7 @@ class CheckpointEntry(_Entry):
 
     @model_validator(mode="after")
     def _named_by_its_step(self) -> Self:
-        if self.uri != f"checkpoints/{self.step:05d}":
+        if self.uri != checkpoint_place(self.step):
             raise ValueError("uri: is not that of the step")
         return self
 

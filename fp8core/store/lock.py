@@ -19,10 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.durable import NotOwnFileError, read_stored, sole_file, stored_file, unwritable
+from fp8core.store.layout import ARTIFACTS, DESCRIPTION, LEDGER
 
 _PROBE_SECONDS = 0.1  # Longer than `is_held` ever holds the lock.
-_DESCRIPTION = "run.json"
-_LEDGER = "ledger.jsonl"
 
 
 class RunLock:
@@ -123,7 +122,7 @@ class FolderIdentity(BaseModel):
             host=socket.gethostname(),
             path=str(path),
             folder=path.stat().st_ino,
-            ledger=(path / _LEDGER).stat().st_ino,
+            ledger=(path / LEDGER).stat().st_ino,
         )
 
     def is_same_folder(self, other: "FolderIdentity") -> bool:
@@ -162,8 +161,8 @@ def enclosing_run(path: Path) -> Path | None:
     """The folder of the run that a path is in, or is; None: of no run. The path need not exist."""
     place = path.resolve()
     for folder in (place, *place.parents):
-        begun = os.path.lexists(folder / _DESCRIPTION) and (folder / "artifacts").is_dir()
-        if begun or os.path.lexists(folder / _LEDGER):
+        begun = os.path.lexists(folder / DESCRIPTION) and (folder / ARTIFACTS).is_dir()
+        if begun or os.path.lexists(folder / LEDGER):
             return folder
     return None
 
@@ -171,7 +170,7 @@ def enclosing_run(path: Path) -> Path | None:
 def lies_at(path: Path, folder: Path) -> bool:
     """True if `path` is another folder with the run of `folder`: copies have equal run.json files."""
     try:
-        equal = read_stored(path / _DESCRIPTION) == read_stored(folder / _DESCRIPTION)
+        equal = read_stored(path / DESCRIPTION) == read_stored(folder / DESCRIPTION)
         return equal and not path.samefile(folder)
     except OSError:
         return False

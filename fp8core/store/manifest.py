@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from fp8core.errors import UserError
 from fp8core.store import durable
 from fp8core.store.json_text import MOST_STEPS, Bytes, Seconds, StepNumber, canonical_json
+from fp8core.store.layout import signature_place
 
 ReplayLevel = Literal["exact", "deterministic", "tolerant"]
 PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("fp8core", "tasks"))
@@ -214,7 +215,7 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 def signature_file(folder: Path, step: int) -> Path:
     """Where the signature of a step lies in a run's folder."""
-    return folder / "manifests" / f"{step:05d}.signature.json"
+    return folder / signature_place(step)
 
 
 def write_signature(folder: Path, signature: Signature) -> None:

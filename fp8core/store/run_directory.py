@@ -25,14 +25,9 @@ from fp8core.errors import StoredFileError, UserError, not_unicode
 from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.json_text import parse_model
+from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, FOLDERS, LEDGER, LOCK, shards_of_steps
 from fp8core.store.ledger import START, CheckpointEntry, Ledger
 from fp8core.store.lock import RunLock
-
-LEDGER = "ledger.jsonl"
-LOCK = "lock"
-SUMMARY = "summary.json"
-_DESCRIPTION = "run.json"
-_FOLDERS = ("artifacts", "manifests", "shards", "checkpoints")
 
 
 class RunDescription(BaseModel):
@@ -85,7 +80,7 @@ class RunDirectory:
         durable.make_folder(path, durable.PRIVATE)
         lock = RunLock.acquire(path / LOCK)
         try:
-            for name in _FOLDERS:
+            for name in FOLDERS:
                 durable.refuse_link(path / name)
                 durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
@@ -112,16 +107,14 @@ class RunDirectory:
             begun_in=begun_in,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        self.write_text(_DESCRIPTION, description.model_dump_json(indent=2) + "\n")
+        self.write_text(DESCRIPTION, description.model_dump_json(indent=2) + "\n")
         return description
 
     def description(self) -> RunDescription | None:
         """run.json, or None for a run that has none yet. Raises UserError: malformed, or gone from a run with work."""
         described = read_description(self.path)
         if described is None and self.ledger.tasks(START):
-            raise StoredFileError(
-                f"{self.path / _DESCRIPTION}: the file is missing, but the run has begun; put it back"
-            )
+            raise StoredFileError(f"{self.path / DESCRIPTION}: the file is missing, but the run has begun; put it back")
         return described
 
     def checkpoint(self, entry: CheckpointEntry) -> Path:
@@ -151,7 +144,7 @@ class RunDirectory:
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
     """The checkpoints of a run by their steps, ascending."""
-    found = (run / "checkpoints").glob("[0-9]*")
+    found = (run / CHECKPOINTS).glob("[0-9]*")
     folders = (path for path in found if path.name.isdecimal() and path.is_dir() and not path.is_symlink())
     return dict(sorted((int(folder.name), folder) for folder in folders))
 
@@ -161,11 +154,10 @@ def _sweep(path: Path, ledger: Ledger) -> list[Path]:
 
     A checkpoint without a line is never loaded, and would count as one of those that are kept.
     """
-    shards = sorted((path / "shards").glob("[0-9]*"))
-    committed = [folder for folder in shards if ledger.step(int(folder.name)) is not None]
+    committed = [folder for folder in shards_of_steps(path) if ledger.step(int(folder.name)) is not None]
     for folder in committed:
         RolloutShards(folder).clear()
-    partial = sorted((path / "checkpoints").glob(durable.partial_folder(Path("*")).name))
+    partial = sorted((path / CHECKPOINTS).glob(durable.partial_folder(Path("*")).name))
     newest = next((entry.step for entry in ledger.newest_checkpoints()), START)
     last = ledger.last_step() or START
     # Of a later step than the last one, the end of the ledger was cut off: all of that is left to the user.
@@ -185,7 +177,7 @@ def refuse_in_use(folder: Path) -> None:
 
 def read_description(folder: Path) -> RunDescription | None:
     """The run.json of a run's folder, without its lock; None when there is none. Raises UserError when malformed."""
-    path = folder / _DESCRIPTION
+    path = folder / DESCRIPTION
     try:
         data = durable.read_stored(path)
     except OSError as error:

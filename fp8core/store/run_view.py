@@ -19,9 +19,10 @@ from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, Ref, read_checked
-from fp8core.store.deletion_log import DELETION_LOG, Deletion, read_deletions
+from fp8core.store.deletion_log import Deletion, read_deletions
 from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import mistake, parse_model
+from fp8core.store.layout import CHECKPOINTS, DELETION_LOG, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import (
     ENTRY,
     START,
@@ -33,8 +34,8 @@ from fp8core.store.ledger import (
     TaskEntry,
 )
 from fp8core.store.manifest import StepManifest, record_digest
-from fp8core.store.run_directory import LEDGER, RunDescription, read_description
-from fp8core.store.step_manifests import manifest_place, read_second_copy
+from fp8core.store.run_directory import RunDescription, read_description
+from fp8core.store.step_manifests import read_second_copy
 
 _SHOWN_DIGITS = 12
 _STEP = re.compile(r"([0-9]{5,8})(?:\.|$)")
@@ -177,7 +178,7 @@ class RunView:
         later = defaultdict(list)
         for place, step in self.written.items():
             if step > last and not (
-                step == last + 1 and place.startswith("manifests/") and _is_finished(self, step, begun)
+                step == last + 1 and place.startswith(f"{MANIFESTS}/") and _is_finished(self, step, begun)
             ):
                 later[step].append(place)
         if later:
@@ -234,7 +235,7 @@ def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
 
 def _written(folder: Path) -> dict[str, int]:
     """Paths, relative to a run's folder, whose names begin with the number of their step."""
-    places = [*folder.glob("manifests/*"), *folder.glob("checkpoints/*")]
+    places = [place for name in (MANIFESTS, CHECKPOINTS) for place in folder.glob(f"{name}/*")]
     found = {path.relative_to(folder).as_posix(): _STEP.match(path.name) for path in sorted(places)}
     return {place: int(number[1]) for place, number in found.items() if number is not None}
 
@@ -243,7 +244,7 @@ def _config(description: RunDescription, problems: list[Finding]) -> RunConfig |
     try:
         return reload_config(description.config)
     except UserError as error:
-        problems.append(Finding("error", "run.json", f"this version cannot read the configuration: {error}"))
+        problems.append(Finding("error", DESCRIPTION, f"this version cannot read the configuration: {error}"))
         return None
 
 

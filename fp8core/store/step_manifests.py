@@ -11,6 +11,7 @@ from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import canonical_json, parse_json, parse_model, value_differences
+from fp8core.store.layout import manifest_place
 from fp8core.store.ledger import StepEntry
 from fp8core.store.manifest import StepManifest
 
@@ -20,11 +21,6 @@ class FoundManifest(NamedTuple):
 
     manifest: StepManifest
     damage: ArtifactError | None
-
-
-def manifest_place(step: int) -> str:
-    """Path of the second copy, relative to the run directory."""
-    return f"manifests/{step:05d}.json"
 
 
 def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepManifest:

@@ -29,6 +29,7 @@ from fp8core.store.diff import content_differences
 from fp8core.store.durable import Report, file_digest, folder_digest
 from fp8core.store.json_text import shown, value_differences
 from fp8core.store.kinds import wrong_kinds
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView, RedoEntry, SegmentEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import (
     Content,
@@ -40,7 +41,6 @@ from fp8core.store.manifest import (
     record_digest,
     signature_file,
 )
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Commit, Finding, RunView, inspect_manifest, spans
 from fp8core.store.schemas import check_file, read_table
 from fp8core.store.tables import TABLES, refuse_other_rows, refuse_other_turns

@@ -32,6 +32,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
+from fp8core.store.layout import POLICY
 from fp8core.store.schemas import tensor_header
 from fp8core.training.lora import adapter_shapes
 from fp8core.training.registry import trainer_of
@@ -127,7 +128,7 @@ def check_checkpoint(folder: Path, step: int, weights_digest: str, training: Tra
         raise StoredFileError(f"{folder / STATE}: version: {state.version}, but the checkpoint is of step {step}")
     if state.digest != weights_digest:
         raise StoredFileError(f"{folder / STATE}: digest: {state.digest}, but the step's weights have {weights_digest}")
-    shapes = _policy_shapes(folder / "policy")
+    shapes = _policy_shapes(folder / POLICY)
     trainer = trainer_of(training)
     if trainer.saves_shards:
         if state.grid is None:
@@ -157,7 +158,7 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     state = read_state(folder)
     if state.grid is not None:
         return
-    masters, policy = tensor_header(folder / MASTERS), read_folder(folder / "policy")
+    masters, policy = tensor_header(folder / MASTERS), read_folder(folder / POLICY)
     found: dict[str, tuple[str, tuple[int, ...], str]] = {}
     if state.base is not None:
         found = {name: ("bfloat16", each.spec.shape, fingerprint(_values(each))) for name, each in policy.items()}

@@ -29,7 +29,7 @@ from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.report.run_data import read_run
 from fp8core.rollout.sglang import requirements as sglang
 from fp8core.rollout.vllm import requirements as vllm
-from fp8core.store.run_directory import LEDGER, SUMMARY
+from fp8core.store.layout import LEDGER, SUMMARY
 from fp8core.training.registry import trainer_grid, trainer_of
 
 FORMATS = {

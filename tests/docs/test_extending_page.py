@@ -15,8 +15,8 @@ from fp8core.rollout.registry import ENGINES
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()

@@ -33,9 +33,9 @@ from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import folder_digest
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest
-from fp8core.store.run_directory import LEDGER
 
 SETTINGS: dict[str, Any] = {
     "steps": 5,

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, StepEntry
-from fp8core.store.run_directory import LEDGER
 
 DAMAGES = ["truncated", "bit-flipped", "deleted", "swapped"]
 

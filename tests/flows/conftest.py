@@ -19,8 +19,8 @@ from prefect.context import refresh_global_settings_context
 from flows.grpo import grpo
 from flows.prefect_server import PrefectServer
 from flows.tracking.store import default_tracking_uri
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from prefect.settings import PREFECT_API_URL
 from flows.tracking.metric_names import TIMED
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 pytestmark = pytest.mark.slow
 

@@ -35,8 +35,8 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
 
 from flows import pools
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

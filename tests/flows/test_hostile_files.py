@@ -26,7 +26,7 @@ from fp8core.report.drawing import figure_html
 from fp8core.run.resume import RedoError
 from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 from fp8core.store.schemas import EXTENSIONS
 
 DEEP = b"[" * 200_000 + b"]" * 200_000

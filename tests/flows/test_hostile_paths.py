@@ -12,7 +12,7 @@ import pytest
 from flows.cli import main
 from flows.tracking.record import RECORD
 from fp8core.errors import StoredFileError
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 
 NARROW = ["--set", "artifacts.keep={last: 1, every: null}"]
 DECOY = b"what somebody else wrote\n"

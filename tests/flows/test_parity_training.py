@@ -18,8 +18,8 @@ from prefect.settings import PREFECT_API_URL
 from flows.parity import parity
 from flows.parity_training import read_memory, train_apart
 from flows.tracking.record import read_record
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from flows.cli import main
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, current_code, record_digest
-from fp8core.store.run_directory import LEDGER, RunDirectory
+from fp8core.store.run_directory import RunDirectory
 from fp8core.store.run_view import RunView
 
 Command = Callable[..., tuple[int, str, str]]

@@ -20,8 +20,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from flows import cli
 from flows.termination import TOLD, keep_interrupt, stop_on_sigterm
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 # ---- the request ----
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks.harness import run_till, training_command
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 pytestmark = [
     pytest.mark.gpu,

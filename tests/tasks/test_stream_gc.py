@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from flows.cli import main
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 

@@ -10,8 +10,8 @@ import pytest
 from conftest import CONTRACT, ON_GPU
 
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -24,8 +24,9 @@ from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import open_directory, open_run, plan_of, signing_key
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.manifest import Head, StepManifest, read_signature, signature_file
-from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.run_directory import read_description
 
 
 def publish(copy: Any) -> list[str]:

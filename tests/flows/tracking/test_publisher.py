@@ -19,8 +19,9 @@ from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import ENTRY, LedgerView, RedoEntry
-from fp8core.store.run_directory import LEDGER, RunDirectory
+from fp8core.store.run_directory import RunDirectory
 from fp8core.store.run_view import Provenance
 
 AWAY = "MLflow does not answer; metrics stay in the ledger and follow\n"

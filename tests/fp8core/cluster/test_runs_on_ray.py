@@ -44,7 +44,7 @@ from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
 from fp8core.run.sft import train_on_demonstrations
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 from fp8core.training.trainer import NotFiniteError

@@ -22,8 +22,8 @@ from fp8core.rollout.registry import ENGINES, continuation_of, find_entry, longe
 from fp8core.run.build import check_engine, check_inputs, members_node
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 TOY = '''
 from fp8core.models.weights import rollout_formats

@@ -7,7 +7,7 @@ import pytest
 from fp8core.report.run_data import read_run
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import BoundError, TrainingPaused
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 
 # Trains in BF16 what was sampled in FP8: no step has an error of exactly 1.
 MISMATCHED = {"precision.training.linear": "bf16", "alignment.stop.error": 1.0, "alignment.stop.patience": 2}

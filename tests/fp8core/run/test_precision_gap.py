@@ -7,8 +7,8 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.evaluation.measure import compared_prompts, gap_unmeasured
 from fp8core.run import precision_gap
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START
-from fp8core.store.run_directory import LEDGER
 
 BF16 = {"linear": "bf16", "kv_cache": "bf16"}
 

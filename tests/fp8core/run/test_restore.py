@@ -16,8 +16,9 @@ from fp8core.run.loop import Execution, begin, train
 from fp8core.run.replay import RunSnapshot
 from fp8core.run.resume import RedoError, ensure, history
 from fp8core.store.artifacts import RolloutShards
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry
-from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
 # Every artifact of an iteration, and a way to damage it.

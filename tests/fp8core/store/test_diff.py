@@ -26,9 +26,9 @@ from fp8core.store.diff import (
     value_difference,
 )
 from fp8core.store.json_text import Difference, value_differences
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import Content, StepRecord
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import RunView
 
 # Not the order of the alphabet.

@@ -15,9 +15,10 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import log_deletions, read_deletions
 from fp8core.store.durable import folder_digest
 from fp8core.store.gc import Removal, kept_steps, plan_removal, remove
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import CheckpointEntry, LedgerView, RedoEntry, StepEntry, TaskEntry
 from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
-from fp8core.store.run_directory import LEDGER, RunDirectory
+from fp8core.store.run_directory import RunDirectory
 
 STEPS, EVERY = 12, 4
 NOW = "2026-01-02T03:04:05+00:00"

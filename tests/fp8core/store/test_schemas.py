@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import LEDGER
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 Change = Callable[[bytes], bytes]

@@ -21,9 +21,9 @@ from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.durable import folder_digest
 from fp8core.store.json_text import canonical_json
 from fp8core.store.kinds import refuse_wrong_kinds
+from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
 from fp8core.store.manifest import Head, StepManifest
-from fp8core.store.run_directory import LEDGER
 from fp8core.store.run_view import Finding, RunView, spans
 from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8core.config.run import KeepConfig
 from fp8core.store.gc import plan_removal, remove
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 

@@ -1,0 +1,44 @@
+"""Names of the files and folders in a run's folder. Waiting processes import this module: it imports no torch."""
+
+from pathlib import Path
+from typing import Final
+
+LEDGER: Final = "ledger.jsonl"
+DESCRIPTION: Final = "run.json"
+LOCK: Final = "lock"
+SUMMARY: Final = "summary.json"
+DELETION_LOG: Final = "tombstones.jsonl"
+
+ARTIFACTS: Final = "artifacts"
+MANIFESTS: Final = "manifests"
+SHARDS: Final = "shards"
+CHECKPOINTS: Final = "checkpoints"
+FOLDERS: Final = (ARTIFACTS, MANIFESTS, SHARDS, CHECKPOINTS)
+
+POLICY: Final = "policy"
+"""Folder within a checkpoint: the policy in the layout of Hugging Face."""
+
+
+def manifest_place(step: int) -> str:
+    """Path of the manifest of a step for people to read, relative to the run directory."""
+    return f"{MANIFESTS}/{step:05d}.json"
+
+
+def signature_place(step: int) -> str:
+    """Path of the signature of a step, relative to the run directory."""
+    return f"{MANIFESTS}/{step:05d}.signature.json"
+
+
+def checkpoint_place(step: int) -> str:
+    """Path of the checkpoint of a step, relative to the run directory."""
+    return f"{CHECKPOINTS}/{step:05d}"
+
+
+def shards_of_steps(run: Path) -> list[Path]:
+    """The folders of shards in a run's folder, each named by its step, ascending."""
+    return sorted((run / SHARDS).glob("[0-9]*"))
+
+
+def shards_place(step: int) -> str:
+    """Path of the shards of a step, relative to the run directory."""
+    return f"{SHARDS}/{step:05d}"
