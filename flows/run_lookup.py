@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
 
 
-def find_run(text: str) -> Path:
-    """The absolute folder of a run: a path, or a name below ./runs.
+def find_run(text: str, runs: Path | None = None) -> Path:
+    """The absolute folder of a run: a path, or a name below a folder of runs; None: ./runs.
 
     Raises:
         UserError: neither holds a run.
@@ -30,7 +30,7 @@ def find_run(text: str) -> Path:
 
     if not_unicode(text) is not None:
         raise UserError(f"RUN {text!a}: the name is not valid text")
-    places = [Path(text), Path(RunConfig.model_fields["runs"].default, text)]
+    places = [Path(text), Path(runs or RunConfig.model_fields["runs"].default, text)]
     for folder in places:
         if read_description(folder) is not None:
             return folder.absolute()

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.bisect import _checkpoint, add_command, sequences_of
+from flows.cli.bisect import add_command
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint
+from fp8core.run.bisection import checkpoint_subject, sequences_of
 
 
 def bisect(*arguments: object) -> int:
@@ -80,7 +81,7 @@ def test_a_checkpoint_completes_as_its_run_would(small_checkpoint):
         config = load_config(
             "tiny", {"model": str(small_checkpoint), "architecture": None, "warm_start": None} | settings
         )
-        return _checkpoint(config, 4).task.sequences
+        return checkpoint_subject(config, 4).task.sequences
 
     greedy = sequences({"rollout.temperature": 1e-6})
     assert sequences({"rollout.top_p": 1e-9}).tokens.equal(greedy.tokens)
@@ -90,7 +91,7 @@ def test_a_checkpoint_completes_as_its_run_would(small_checkpoint):
 
 
 def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):
-    with pytest.raises(UserError, match=r"nothing: neither a checkpoint .* nor a run"):
+    with pytest.raises(UserError, match=r"nothing: no run \(no run.json in "):
         bisect("nothing", "--set", f"runs={whole_run.folder.parent}")
     with pytest.raises(UserError, match=r"--png .*absent/b\.png: cannot be written"):
         bisect(small_checkpoint, "--png", tmp_path / "absent" / "b.png")

@@ -1,0 +1,147 @@
+"""Subjects of a bisection (`alignment.bisect`): the policy of a run, or that of a checkpoint, with tokens to score."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8core.alignment.bisect import Bisection, Granularity, Side, Task, bisect, units_of
+from fp8core.config.precision import PrecisionContract, SidePrecision
+from fp8core.config.run import RunConfig, without_adapters
+from fp8core.data.prompt import encode_prompt
+from fp8core.data.source import build_source
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.checkpoint import load_checkpoint
+from fp8core.models.weights import Formats, Shipped, reference_formats, rollout_formats
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rl.batch import TokenBatch
+from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
+from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
+from fp8core.run.open import refuse_truncation
+from fp8core.run.player import EpisodePlayer
+from fp8core.run.scales import covered, scales_of
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER, POLICY
+from fp8core.store.ledger import LedgerView
+
+Against = Literal["bf16", "fp8_block", "fp32"]
+_SIDES = {"bf16": SidePrecision(linear="bf16", kv_cache="bf16"), "fp8_block": SidePrecision()}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy, its configuration, and the tokens it scores."""
+
+    config: RunConfig
+    arch: Architecture
+    masters: Mapping[str, Tensor]
+    task: Task
+
+    def passes(self, by: Granularity) -> int:
+        """The number of times that a bisection scores the tokens."""
+        return 2 * len(units_of(self.arch, by)) + 2
+
+    def bisected(self, against: Against, by: Granularity) -> Bisection:
+        """`precision.rollout` of the configuration as the suspect, with another precision for the reference."""
+        contract, layers = self.config.precision, self.arch.num_layers
+        return bisect(
+            self.arch,
+            reference=Side.of(_reference_side(against, contract, layers), self.masters),
+            suspect=Side.of(rollout_formats(contract, layers), self.masters),
+            task=self.task,
+            units=units_of(self.arch, by),
+        )
+
+
+def _reference_side(against: Against, contract: PrecisionContract, num_layers: int) -> Formats:
+    """Linears and cache in one precision, whatever layers the run keeps in BF16."""
+    if against == "fp32":
+        return reference_formats(num_layers)
+    return rollout_formats(PrecisionContract(rollout=_SIDES[against], scale_rule=contract.scale_rule), num_layers)
+
+
+def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
+    """The policy of a run's last checkpoint on the rollouts of its step, with the scales that its next step would use.
+
+    Args:
+        config: of the run; it may be scored in another precision than it was trained in.
+        folder: of the run.
+        prompts: of the step, from the first on.
+
+    Raises:
+        UserError: the run has no checkpoint.
+        StoredFileError: the checkpoint or an artifact is damaged.
+    """
+    ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
+    kept = [entry for entry in ledger.checkpoints() if (folder / entry.uri).is_dir()]
+    if not kept:
+        raise UserError(f"{folder}: the run has no checkpoint yet (checkpoint.every={config.checkpoint.every})")
+    last = max(kept, key=lambda entry: entry.step)
+    policy = load_checkpoint(folder / last.uri / POLICY)
+    refs = [ref for task in ledger.tasks(last.step).values() for ref in task.outputs.values()]
+    rollouts = store.get_table(next(ref for ref in refs if ref.kind == "rollouts")).to_pylist()
+    found = [store.get_json(ref) for ref in refs if ref.kind == "scales"]
+    sequences = sequences_of([row for row in rollouts if row["group"] < prompts])
+    with closing(build_local_trainer(_alone(config), policy.architecture, policy.tensors)) as trainer:
+        # Adapters are merged in the policy already; other masters are wider than it.
+        if config.training.lora is None:
+            trainer.load(folder / last.uri)
+        scales = next(content["layers"] for content in found if content["version"] == last.step)
+        task = Task(sequences, config.rollout.temperature, [LayerScales(**layer) for layer in scales])
+        return Subject(config, trainer.arch, trainer.masters, task)
+
+
+def checkpoint_subject(config: RunConfig, prompts: int) -> Subject:
+    """The policy of `config.model` on completions of its own, one a prompt, in the suspect's precision.
+
+    Scales are calibrated on the prompts. Completions are sampled from the distribution of a run. They are scored under
+    whole distributions: those of the other side might leave out what was sampled.
+
+    Raises:
+        UserError: the model or its prompts cannot be used, or engine and trainer might truncate differently.
+    """
+    refuse_truncation(config)
+    source, base = build_source(config.data, config.evaluation), build_base(config)
+    problems = source.training(0, prompts, config.seed)
+    tokens = [encode_prompt(problem, config, base.tokenizer, base.arch.max_positions)[1] for problem in problems]
+    with closing(build_local_trainer(_alone(config), base.arch, base.tensors)) as trainer:
+        statistics = trainer.statistics(TokenBatch.of_prompts(tokens))
+        scales = scales_of(config, covered(config, statistics.histograms()))
+        completions = _completions(config, base, trainer.export(), scales, tokens)
+        task = Task(TokenBatch.of(tokens, completions), config.rollout.temperature, scales)
+        return Subject(config, base.arch, trainer.masters, task)
+
+
+def sequences_of(rollouts: Sequence[Mapping[str, Any]]) -> TokenBatch:
+    """Rows of kind `rollouts` as tokens; what the policy did not write is context."""
+    batch = TokenBatch.of([row["prompt_tokens"] for row in rollouts], [row["tokens"] for row in rollouts])
+    written = torch.tensor([flag for row in rollouts for flag in row["written"]])
+    return replace(batch, completion=batch.completion.masked_scatter(batch.completion, written))
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    """The configuration for a whole policy in this process, whatever grid shared it, which is scored as it is."""
+    sizes = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
+    training = without_adapters(config).training
+    megatron = training.megatron.model_copy(update=sizes)
+    return config.model_copy(update={"training": training.model_copy(update={"megatron": megatron})})
+
+
+def _completions(
+    config: RunConfig, base: BaseModel, stored: Shipped, scales: Sequence[LayerScales], prompts: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """One sampled completion of each prompt."""
+    groups = [
+        PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
+        for i, tokens in enumerate(prompts)
+    ]
+    sampling = EpisodePlayer.of(config, base.tokenizer, base.arch).sampling()
+    with closing(build_engine(config, base.arch)) as engine:
+        engine.update(stored, PolicyScales(0, tuple(scales)), 0)
+        done = {row.group: row.tokens for finished in engine.generate(groups, sampling) for row in finished}
+    return [done[i] for i in range(len(prompts))]
