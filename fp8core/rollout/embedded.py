@@ -25,12 +25,9 @@ from fp8core.rollout.engine import (
     check_scales,
     finish_of,
 )
-from fp8core.rollout.kv_cache import KvCache, StoredRow
+from fp8core.rollout.kv_cache import KeptRows, Key, KvCache, OpenRows, StoredRow, TurnRows
 from fp8core.rollout.registry import EngineEntry
 from fp8core.training.memory import EMULATED, emulated_bytes
-
-_Key = tuple[int, tuple[int, ...]]
-"""Seed of a completion, and all its tokens with those of its prompt."""
 
 
 @dataclass
@@ -40,7 +37,7 @@ class _Sequence:
     `begun` is its key when it began.
     """
 
-    begun: _Key
+    begun: Key
     group: int
     sample: int
     before: int
@@ -56,6 +53,12 @@ class _Sequence:
         before = len(group.begun_of(i))
         last = before + group.room_of(i, longest)
         return cls((group.seeds[i], group.context(i)), group.group, group.samples[i], before, last)
+
+    @property
+    def key(self) -> Key:
+        """Its key with all that was written."""
+        seed, context = self.begun
+        return seed, (*context, *self.tokens)
 
     @property
     def room(self) -> int:
@@ -84,7 +87,7 @@ class EmbeddedEngine:
         """`keeps_cache`: what older weights have written into the cache of an open completion stays at an update."""
         self._decoder = Decoder(arch, formats)
         self._max_batch, self._keeps_cache = max_batch, keeps_cache
-        self._open: dict[_Key, StoredRow] = {}
+        self._open: dict[Key, StoredRow] = {}
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -99,7 +102,7 @@ class EmbeddedEngine:
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 
-    def _rescaled(self, scales: PolicyScales) -> dict[_Key, StoredRow]:
+    def _rescaled(self, scales: PolicyScales) -> dict[Key, StoredRow]:
         """The caches that the policy before has gone on with, in the scales of a newer one."""
         held = self._scales
         found = {
@@ -139,23 +142,26 @@ class EmbeddedEngine:
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Generate wave by wave; each yield holds all completions of the groups that finished together."""
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        held: dict[int, list[Completion]] = {}
-        sizes = {group.group: len(group.seeds) for group in groups}
         going_on = [group for group in groups if group.begun and all(key in self._open for key in _keys(group))]
         others = [group for group in groups if group not in going_on]
+        # In the order of the waves.
+        held: dict[int, dict[int, Completion]] = {g.group: {} for g in (*going_on, *others) if g.samples}
+        samples = {group.group: group.samples for group in groups}
         for wave in [*_waves(going_on, self._max_batch), *_waves(others, self._max_batch)]:
-            for part in self._wave(wave, sampling):
-                for completion in part:
-                    held.setdefault(completion.group, []).append(completion)
-                whole = [group for group, completions in held.items() if len(completions) == sizes[group]]
+            for ended in self._wave(wave, sampling):
+                for completion in ended:
+                    held[completion.group][completion.sample] = completion
+                whole = [group for group, completions in held.items() if len(completions) == len(samples[group])]
                 if whole:
-                    yield [completion for group in whole for completion in held.pop(group)]
+                    yield [completion for group in whole for completion in _in_order(held.pop(group), samples[group])]
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
         """Decode requests together that come at any time, each token as `generate` draws it."""
         assert self._weights is not None, "update() comes before open_session()"
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        return EmbeddedSession(self, sampling, self._max_batch)
+        # Of no more than two batches.
+        kept = None if sampling.report_experts else TurnRows(2 * self._max_batch)
+        return EmbeddedSession(self, sampling, self._max_batch, kept)
 
     @torch.no_grad()
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
@@ -167,41 +173,14 @@ class EmbeddedEngine:
         return [logprobs.gather(-1, targets[:, None]).squeeze(-1).float().tolist()]
 
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Decode together; yields groups, or parts of groups, as they finish."""
-        batch = _Batch.of(groups, sampling.max_new_tokens)
-        record = RecordedRouting() if sampling.report_experts else None
-        contexts, owners = _contexts(groups)
-        keys = [key for group in groups for key in _keys(group)]
-        if all(key in self._open for key in keys):
-            cache = KvCache.going_on([self._open.pop(key) for key in keys], sampling.max_new_tokens)
-            cache.begin(1)
-            last = torch.tensor([context[-1:] for _, context in keys])
-            hidden = self._hidden(last, (batch.lengths - 1)[:, None], cache, record)
-        else:
-            hidden, cache = self._prefill(contexts, sampling.max_new_tokens, record)
-            if record is not None:
-                batch.note_experts(record.recorded(len(contexts))[owners])
-            cache.select(owners)
-            hidden = hidden[owners]
+        """Decode together; yields after each token what ended with it."""
         assert self._scales is not None, "update() comes before generate()"
-        version = self._scales.version
-        for position in range(sampling.max_new_tokens):
-            tokens = self._choose(batch, hidden, position, sampling)
-            for i, key in batch.opened(position):
-                self._open[key] = cache.stored(i, version)
-            yield from batch.finished_groups()
-            live = batch.live()
-            if not live.numel():
-                return
-            # Dead rows cost as much as live ones; copying the cache costs about one decoding step.
-            if live.numel() <= 0.75 * len(batch.rows):
-                batch.select(live)
-                cache.select(live)
-                tokens = tokens[live]
-            cache.begin(1)
-            hidden = self._hidden(tokens[:, None], (batch.lengths + position)[:, None], cache, record)
-            if record is not None:
-                batch.note_experts(record.recorded(len(batch.rows)))
+        keys = [key for group in groups for key in _keys(group)]
+        kept = None if sampling.report_experts else OpenRows(self._open, self._scales.version, keys)
+        session = EmbeddedSession(self, sampling, len(keys), kept)
+        session.add(groups)
+        while session.busy:
+            yield session.step()
 
     def _prefill(
         self, contexts: Sequence[Sequence[int]], room: int, record: RecordedRouting | None
@@ -222,12 +201,6 @@ class EmbeddedEngine:
         assert self._scales is not None, "update() comes before generate()"
         scales = self._scales.layers or None
         return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
-
-    def _choose(self, batch: "_Batch", hidden: Tensor, position: int, sampling: Sampling) -> Tensor:
-        """Pick the next token of every row and note it; int64 [B]."""
-        tokens, chosen = self._draw(hidden, batch.seeds, batch.before + position, sampling)
-        batch.note(tokens, chosen, sampling)
-        return tokens
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """The next token of every row and its log-prob, int64 and FP32 [B].
@@ -256,18 +229,17 @@ class EmbeddedSession:
 
     A token depends on its row alone, so rows enter and leave at any time. When rows enter, the cache is copied. That
     costs about a decoding step, so they wait until they are a quarter of those in progress. Of a row that goes on from
-    one that ended here, by its seed and tokens, only new tokens are computed.
+    one that was kept, only new tokens are computed.
     """
 
-    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int) -> None:
-        self._engine, self._sampling, self._max_batch = engine, sampling, max_batch
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, kept: KeptRows | None) -> None:
+        """`kept`: None where every row is computed from its beginning, as where its experts are recorded."""
+        self._engine, self._sampling, self._max_batch, self._kept = engine, sampling, max_batch, kept
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: KvCache | None = None
         self._hidden = torch.empty(0)
         self._record = RecordedRouting() if sampling.report_experts else None
-        # By seed: all tokens, and what the cache had of them when they were complete.
-        self._kept: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
 
     @property
     def busy(self) -> bool:
@@ -296,7 +268,9 @@ class EmbeddedSession:
             row.note(token, logprob, self._sampling)
         ended = [i for i in going if rows[i].finish]
         done = [_completion(rows[i]) for i in ended]
-        self._keep(ended, cache)
+        if self._kept is not None:
+            for i, ending in zip(ended, done, strict=True):
+                self._kept.keep(rows[i].key, ending.finish, cache, i)
         keep = [i for i, row in enumerate(rows) if not row.finish]
         if not keep:
             self._rows, self._cache = [], None
@@ -314,30 +288,19 @@ class EmbeddedSession:
 
     def close(self) -> None:
         """Drop what is in flight."""
-        self._waiting, self._rows, self._cache, self._kept = [], [], None, {}
-
-    def _keep(self, ended: Sequence[int], cache: KvCache) -> None:
-        """Keep the cache of rows that the next turn of their episodes goes on from; of no more than two batches."""
-        if self._record is not None:
-            return
-        for i in ended:
-            row = self._rows[i]
-            if row.finish != "length":
-                self._kept[row.begun[0]] = (*row.begun[1], *row.tokens), cache.stored(i, 0)
-        while len(self._kept) > 2 * self._max_batch:
-            del self._kept[next(iter(self._kept))]
+        self._waiting, self._rows, self._cache, self._kept = [], [], None, None
 
     def _admit(self, most: int) -> None:
         """Let waiting rows in, beside those in progress."""
         entering, self._waiting = self._waiting[:most], self._waiting[most:]
-        parts = [self._going_on([row for row in entering if self._is_kept(row)])]
-        parts += [self._prefilled([row for row in entering if not self._is_kept(row)])]
+        taken = [None if self._kept is None else self._kept.take(row.begun) for row in entering]
+        going_on = [(row, stored) for row, stored in zip(entering, taken, strict=True) if stored is not None]
+        parts = [self._going_on(going_on)]
+        parts += [self._prefilled([row for row, stored in zip(entering, taken, strict=True) if stored is None])]
         if self._cache is not None:
             live = [i for i, row in enumerate(self._rows) if not row.finish]
             parts.append(([self._rows[i] for i in live], self._hidden[live], self._cache, live))
         parts = [part for part in parts if part[0]]
-        for row in entering:
-            self._kept.pop(row.begun[0], None)
         (self._rows, self._hidden, self._cache, _), *others = parts
         if others:
             self._rows = [row for rows, _, _, _ in parts for row in rows]
@@ -357,17 +320,12 @@ class EmbeddedSession:
         cache.select(owners)
         return rows, hidden[owners], cache, [*range(len(rows))]
 
-    def _is_kept(self, row: _Sequence) -> bool:
-        """True if it goes on from a row that ended here."""
-        kept = self._kept.get(row.begun[0])
-        return kept is not None and row.begun[1][: len(kept[0])] == kept[0]
-
-    def _going_on(self, rows: list[_Sequence]) -> _Part:
-        """Rows whose contexts begin with what is kept: the rest is computed, padded on its left."""
+    def _going_on(self, taken: Sequence[tuple[_Sequence, StoredRow]]) -> _Part:
+        """Rows whose contexts begin with what was kept: the rest is computed, padded on its left."""
+        rows, kept = [row for row, _ in taken], [stored for _, stored in taken]
         if not rows:
             return rows, torch.empty(0), KvCache(torch.empty(0, 0), 0, 0), []
-        kept = [self._kept[row.begun[0]][1] for row in rows]
-        rests = [row.begun[1][stored.keys[0].shape[1] :] for row, stored in zip(rows, kept, strict=True)]
+        rests = [row.begun[1][stored.keys[0].shape[1] :] for row, stored in taken]
         longest = max(map(len, rests))
         cache = KvCache.going_on(kept, longest + max(row.room for row in rows))
         tokens = torch.tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
@@ -383,60 +341,6 @@ class EmbeddedSession:
         for row, positions in zip(rows, chosen.to(torch.int16), strict=True):
             if not row.finish:
                 row.experts.append(positions[-row.length :])
-
-
-class _Batch:
-    """Rows that are decoded together, and which of them are done."""
-
-    def __init__(self, rows: list[_Sequence], seeds: Tensor, lengths: Tensor) -> None:
-        self.rows, self.seeds, self.lengths = rows, seeds, lengths
-        self.before = torch.tensor([row.before for row in rows])
-        self._open: dict[int, list[_Sequence]] = {}
-        for row in rows:
-            self._open.setdefault(row.group, []).append(row)
-
-    @classmethod
-    def of(cls, groups: Sequence[PromptGroup], longest: int) -> "_Batch":
-        """Completions have at most `longest` tokens, those that were begun included."""
-        rows = [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
-        seeds = torch.tensor([seed for group in groups for seed in group.seeds], dtype=torch.int64)
-        return cls(rows, seeds, torch.tensor([row.length for row in rows]))
-
-    def note(self, tokens: Tensor, logprobs: Tensor, sampling: Sampling) -> None:
-        """Append a token to every row that is not done."""
-        for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.note(token, logprob, sampling)
-
-    def note_experts(self, chosen: Tensor) -> None:
-        """Append the experts of the newest positions, [B, T, sparse layers, k], to every row that is not done.
-
-        A prompt's positions come at once, after padding on its left; those of the completion one by one.
-        """
-        for row, positions, length in zip(self.rows, chosen.to(torch.int16), self.lengths.tolist(), strict=True):
-            if not row.finish:
-                row.experts.append(positions[-length:])
-
-    def opened(self, position: int) -> Iterator[tuple[int, _Key]]:
-        """The rows whose room ended with the newest token, and what they are found by."""
-        for i, row in enumerate(self.rows):
-            if row.finish == "open" and len(row.tokens) == position + 1:
-                seed, context = row.begun
-                yield i, (seed, (*context, *row.tokens))
-
-    def live(self) -> Tensor:
-        """Indices of the rows that are not done."""
-        return torch.tensor([i for i, row in enumerate(self.rows) if not row.finish], dtype=torch.int64)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows only."""
-        self.rows = [self.rows[i] for i in rows.tolist()]
-        self.seeds, self.lengths, self.before = self.seeds[rows], self.lengths[rows], self.before[rows]
-
-    def finished_groups(self) -> Iterator[list[Completion]]:
-        """The completions of newly finished groups, if any."""
-        done = [group for group, rows in self._open.items() if all(row.finish for row in rows)]
-        if done:
-            yield [_completion(row) for group in done for row in self._open.pop(group)]
 
 
 def _waves(groups: Sequence[PromptGroup], size: int) -> Iterator[list[PromptGroup]]:
@@ -459,22 +363,13 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
         )
 
 
-def _keys(group: PromptGroup) -> list[_Key]:
+def _keys(group: PromptGroup) -> list[Key]:
     """Of each completion, as it is before it goes on."""
     return [(seed, group.context(i)) for i, seed in enumerate(group.seeds)]
 
 
-def _contexts(groups: Sequence[PromptGroup]) -> tuple[list[tuple[int, ...]], Tensor]:
-    """The different contexts of completions, and which of them each has: int64 [completions]."""
-    contexts, owners = list[tuple[int, ...]](), list[int]()
-    for group in groups:
-        if not group.begun:
-            contexts.append(group.prompt)
-        for i in range(len(group.seeds)):
-            if group.begun:
-                contexts.append((*group.prompt, *group.begun[i]))
-            owners.append(len(contexts) - 1)
-    return contexts, torch.tensor(owners)
+def _in_order(completions: dict[int, Completion], samples: Sequence[int]) -> list[Completion]:
+    return [completions[sample] for sample in samples]
 
 
 def _completion(row: _Sequence) -> Completion:

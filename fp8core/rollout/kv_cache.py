@@ -1,10 +1,15 @@
 """Stored keys and values of completions that the embedded engine decodes together."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from fp8core.rollout.engine import Finish
+
+Key = tuple[int, tuple[int, ...]]
+"""Seed of a completion, and all its tokens with those of its prompt."""
 
 
 class StoredRow(NamedTuple):
@@ -93,3 +98,52 @@ def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
     for row, part in zip(whole, parts, strict=True):
         row[:, longest - part.shape[1] : longest] = part
     return whole
+
+
+class KeptRows(Protocol):
+    """Keys and values of completions that ended, for others that go on from them."""
+
+    def take(self, key: Key) -> StoredRow | None:
+        """The row that the completion of this key goes on from, handed out once; None where none is kept."""
+        ...
+
+    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
+        """A row of a cache has ended with this key."""
+        ...
+
+
+class TurnRows:
+    """Of a session, by seed: the next turn of an episode goes on from its last one. The newest `most` are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # All tokens, and what the cache had of them when they were complete.
+        self._kept: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
+
+    def take(self, key: Key) -> StoredRow | None:
+        seed, tokens = key
+        kept = self._kept.pop(seed, None)
+        return kept[1] if kept is not None and tokens[: len(kept[0])] == kept[0] else None
+
+    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
+        if finish == "length":
+            return
+        self._kept[key[0]] = key[1], cache.stored(row, 0)
+        while len(self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+
+
+class OpenRows:
+    """Of an engine, by key: completions whose room ended under a policy `version`, in the mapping `rows`."""
+
+    def __init__(self, rows: dict[Key, StoredRow], version: int, asked: Sequence[Key]) -> None:
+        """All that are `asked` for together go on from held rows, or none of them."""
+        self._rows, self._version = rows, version
+        self._all_held = all(key in rows for key in asked)
+
+    def take(self, key: Key) -> StoredRow | None:
+        return self._rows.pop(key) if self._all_held else None
+
+    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
+        if finish == "open":
+            self._rows[key] = cache.stored(row, self._version)
