@@ -28,6 +28,7 @@ from fp8core.run.scales import covered, scales_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER, POLICY
 from fp8core.store.ledger import LedgerView
+from fp8core.training.registry import trainer_of
 
 Against = Literal["bf16", "fp8_block", "fp32"]
 _SIDES = {"bf16": SidePrecision(linear="bf16", kv_cache="bf16"), "fp8_block": SidePrecision()}
@@ -126,10 +127,8 @@ def sequences_of(rollouts: Sequence[Mapping[str, Any]]) -> TokenBatch:
 
 def _alone(config: RunConfig) -> RunConfig:
     """The configuration for a whole policy in this process, whatever grid shared it, which is scored as it is."""
-    sizes = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1, "sequence_parallel": False}
     training = without_adapters(config).training
-    megatron = training.megatron.model_copy(update=sizes)
-    return config.model_copy(update={"training": training.model_copy(update={"megatron": megatron})})
+    return config.model_copy(update={"training": trainer_of(training).alone(training)})
 
 
 def _completions(
