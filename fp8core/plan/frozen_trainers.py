@@ -14,7 +14,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
 from fp8core.plan.memory import Need
 from fp8core.training.memory import Parallel, host_scorer
-from fp8core.training.registry import trainer_of
+from fp8core.training.registry import gpu_memory, trainer_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _with(
     if parallel is None:
         need = Need(name, host_scorer(config, arch), f"masters, and weights made ready{note}")
         return replace(others, on_host=(*others.on_host, need))
-    memory = trainer_of(config.training).memory(config.training)
+    memory = gpu_memory(config.training)
     held, ready = memory.held_to_score(config, arch, parallel), memory.made_ready(config, arch, parallel)
     items = " and ".join(need.item for need in held)
     stays = Need(name, sum(need.bytes for need in held), f"{items}{note}")

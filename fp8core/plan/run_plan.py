@@ -31,8 +31,8 @@ from fp8core.plan.memory import (
 from fp8core.plan.step_time import StepTime, step_time
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import RECEIVED_BYTES
-from fp8core.training.memory import Parallel, host_needs, most_activations
-from fp8core.training.registry import trainer_of
+from fp8core.training.memory import Parallel, host_needs, host_state, most_activations
+from fp8core.training.registry import gpu_memory, trainer_of
 
 _BF16 = 2
 # Token, log-prob and version.
@@ -163,7 +163,7 @@ def _with_warm_start(
     trainer = trainer_of(settings.training)
     if config.warm_start is None or gpu is None or trainer.build_sft is None or trainer.grid(settings) is None:
         return devices
-    memory, alone = trainer.memory(settings.training), Parallel()
+    memory, alone = gpu_memory(settings.training), Parallel()
     needs = (*memory.state(settings, arch, alone), *memory.step(settings, arch, alone))
     phase = Phase("warm start", needs, gpu.memory, _lower_warm_start(settings.training))
     if devices[0].device != gpu or devices[0].count > 1:
@@ -196,7 +196,8 @@ def _with_policies(devices: tuple[DevicePlan, ...], host: Device | None, ahead: 
 
 def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:
     """Masters and moments, however many GPUs share them, and the policy in BF16."""
-    state = trainer_of(config.training).memory(config.training).state(config, arch, Parallel())
+    memory = trainer_of(config.training).memory(config.training)
+    state = host_state(config, arch) if memory is None else memory.state(config, arch, Parallel())
     saved = sum(need.bytes for need in state if need.item in _SAVED)
     size = saved + count_parameters(arch).total * _BF16
     return CheckpointSpace(size, config.checkpoint.every, config.checkpoint.keep + 1)
@@ -329,7 +330,7 @@ def _scoring(
 ) -> tuple[Need, ...]:
     """The needs of a GPU while others than the trainer score, whose weights are ready too; nothing is kept for a
     backward pass."""
-    step = trainer_of(config.training).memory(config.training).step(config, arch, parallel)
+    step = gpu_memory(config.training).step(config, arch, parallel)
     kept = ("gradients", "activations")
     return *beside, *(need for need in step if need.item not in kept), *scoring.in_passes
 
@@ -356,8 +357,7 @@ def _training(
     scoring: FrozenTrainers,
 ) -> tuple[Phase, ...]:
     """Phases of GPUs that only train."""
-    trainer = trainer_of(config.training)
-    memory, advice = trainer.memory(config.training), trainer.advice(config)
+    memory, advice = gpu_memory(config.training), trainer_of(config.training).advice(config)
     state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, sync)
     phases = (
@@ -420,8 +420,7 @@ def _in_turn(
     scoring: FrozenTrainers,
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
-    trainer = trainer_of(config.training)
-    memory, lower = trainer.memory(config.training), trainer.advice(config)
+    memory, lower = gpu_memory(config.training), trainer_of(config.training).advice(config)
     state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, sync)
     keeping = _keeping(config, arch, sent)

@@ -28,7 +28,6 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals
-from fp8core.training.memory import SHARDED
 from fp8core.training.micro_batch import MicroBatchTrainer, Scored
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -267,6 +266,4 @@ TRAINER = TrainerEntry(
     device=lambda _: "cpu",
     requirements=lambda: "exact FP8 emulation on this CPU",
     check_model=lambda config, arch: adapter_refusals(arch, config.training.lora),
-    memory=lambda _: SHARDED,
-    advice=lambda _: "train on more GPUs, or lower training.micro_batch",
 )

@@ -1,15 +1,13 @@
-"""Memory of a trainer: on GPUs, sharded (`SHARDED`); and of one that computes on the host.
+"""Memory of a trainer: what those on GPUs have in common, and that of one that computes on the host.
 
-On GPUs: mixed precision with FP32 masters, gradients and AdamW moments. Weights and gradients are held whole but for
-tensor, pipeline and expert parallelism. Masters and moments are shared out among all GPUs (a distributed optimiser,
-ZeRO stage 1). Layers are recomputed in the backward pass, log-probs never hold all logits.
+Masters and AdamW moments are FP32 and shared out among all GPUs (a distributed optimiser, ZeRO stage 1). The
+`requirements` of a trainer on GPUs have the rest of its memory.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import FILTER, is_shipped
 from fp8core.errors import UserError
@@ -24,7 +22,6 @@ from fp8core.plan.memory import (
     StoredBytes,
     count,
     count_parameters,
-    held,
     is_expert,
     longest_sequence,
     stages,
@@ -136,23 +133,6 @@ def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
     return Need("gradients", (max(fused.values()) + learnt) * _FP32, "FP32, of adapters and of one linear at a time")
 
 
-def _sharded_state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    return gpu_state(arch, parallel) if config.training.lora is None else adapted_state(config, arch, 1, _FP32)
-
-
-def _sharded_weights(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    return _weights(heaviest(arch, parallel), config.precision, arch.num_layers)
-
-
-def _sharded_step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    return (
-        *_sharded_weights(config, arch, parallel),
-        Need("gradients", held(heaviest(arch, parallel)) * _FP32, "FP32"),
-        Need("activations", _activations(config, arch) // parallel.tensor, "layers recomputed; estimate"),
-        Need("workspace", WORKSPACE, "estimate"),
-    )
-
-
 def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Need, ...]:
     """The policy in the engine's formats, and beside an engine that is awake what it is made from."""
     sent = Need("weights to send", sync.total, "the whole policy in the engine's formats")
@@ -162,16 +142,6 @@ def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Nee
 def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
     """As `exported`, where the stored tensors are copied into one buffer."""
     return exported(config, sync, Need("what they are made from", sync.total, "the same, not yet in one piece"))
-
-
-SHARDED = TrainerMemory(
-    state=_sharded_state,
-    step=_sharded_step,
-    exported=exported_in_one_piece,
-    at_rest=AT_REST,
-    made_ready=_sharded_weights,
-)
-"""Of any trainer that shares its optimiser states out, as `fp8-grpo plan --gpus` assumes."""
 
 
 def heaviest(arch: Architecture, parallel: Parallel) -> Part:
@@ -190,32 +160,11 @@ def _cut(shapes: Shapes, parallel: Parallel) -> Part:
     return [(kind, parts) for parts, kind in kinds.items()]
 
 
-def _weights(part: Part, contract: PrecisionContract, num_layers: int) -> tuple[Need, ...]:
-    formats = training_formats(contract, num_layers).stored_names()
-    stored = [(stored_bytes(shapes, formats), parts) for shapes, parts in part]
-    weights = sum(math.ceil(each.total / parts) for each, parts in stored)
-    copies = sum(math.ceil(each.codes / parts) for each, parts in stored)
-    held = Need("weights", weights, "FP8 codes and scales, the rest in BF16" if copies else "as they are multiplied")
-    if contract.training.backward_format != "fp8_block":
-        return (held,)
-    return held, Need("quantised copies", copies, "transposed FP8 codes for dgrad")
-
-
-def _activations(config: RunConfig, arch: Architecture) -> int:
-    """The inputs of all layers, and everything of one layer that is recomputed, in BF16 with its gradients.
-
-    One layer holds two norms, Q, K, V, what attention and the block give, and three of the width of its MLP. FP8
-    linears also hold the codes of their inputs, by rows and by columns.
-    """
-    tokens = config.training.micro_batch * longest_sequence(config, arch)
-    hidden, q_size, kv_size = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    width = arch.intermediate_size
-    if (experts := arch.experts) is not None:
-        routed = experts.per_token * (experts.intermediate_size + hidden)
-        width = routed if len(arch.sparse_layers) == arch.num_layers else max(routed, width)
-    inner = 5 * hidden + 2 * q_size + 2 * kv_size + 3 * width
-    codes = 2 * (2 * hidden + q_size + width) if config.precision.training.linear == "fp8_block" else 0
-    return tokens * (_BF16 * hidden * arch.num_layers + 2 * _BF16 * inner + codes)
+def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
+    """Masters and optimiser states of a trainer that computes on the host; its checkpoints hold them."""
+    if config.training.lora is not None:
+        return adapted_state(config, arch, 1, _FP32)
+    return state_of(count_parameters(arch).total)
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
@@ -226,10 +175,9 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """
     counts = count_parameters(arch)
     total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
-    state: tuple[Need, ...] = state_of(total)
+    state = host_state(config, arch)
     if config.training.lora is not None:
-        merged = Need("merged weights", total * _FP32, "FP32, until adapters change")
-        state = *adapted_state(config, arch, 1, _FP32), merged
+        state = *state, Need("merged weights", total * _FP32, "FP32, until adapters change")
     initial = Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read")
     return (
         *(() if config.cluster.ranks > 1 else (initial,)),

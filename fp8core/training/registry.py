@@ -63,8 +63,8 @@ class TrainerEntry:
         alone: its settings for a whole policy in one process, whatever grid shared it.
         saves_shards: whether each process of a grid saves its part (`saved_state.SHARDS`); else one process saves all.
         needs_gpu: whether a machine without a GPU cannot run the configuration.
-        memory: what it holds on each GPU of a grid.
-        advice: what to change where its memory does not fit.
+        memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
+        advice: what to change where the memory of a GPU does not fit.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
@@ -76,8 +76,6 @@ class TrainerEntry:
     scores_updates: bool
     device: Callable[["TrainingConfig"], str]
     requirements: Callable[[], str]
-    memory: Callable[["TrainingConfig"], "TrainerMemory"]
-    advice: Callable[["RunConfig"], str]
     build_sft: Callable[["RunConfig", "Architecture", "Mapping[str, Tensor]"], "SftTrainer"] | None = None
     check: Callable[["RunConfig", "Node"], Iterable[str]] = no_refusals
     check_model: Callable[["RunConfig", "Architecture"], Iterable[str]] = no_refusals
@@ -86,6 +84,8 @@ class TrainerEntry:
     alone: Callable[["TrainingConfig"], "TrainingConfig"] = lambda training: training
     saves_shards: bool = False
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
+    memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
+    advice: Callable[["RunConfig"], str] = lambda _: ""
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
@@ -111,3 +111,10 @@ def trainer_of(training: "TrainingConfig") -> TrainerEntry:
 def trainer_grid(config: "RunConfig", machine: "Machine") -> "Parallel | None":
     """The GPUs of a machine that the configuration trains on; None where training computes on the host."""
     return None if machine.gpu is None else trainer_of(config.training).grid(config)
+
+
+def gpu_memory(training: "TrainingConfig") -> "TrainerMemory":
+    """The memory that the chosen trainer holds on each GPU of its grid, which it has."""
+    memory = trainer_of(training).memory(training)
+    assert memory is not None, "a trainer without a grid computes on the host"
+    return memory

@@ -14,7 +14,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_refusals
-from fp8core.training.memory import SHARDED, Parallel
+from fp8core.training.memory import Parallel
 from fp8core.training.packed.requirements import (
     MEMORY,
     advice,
@@ -83,7 +83,7 @@ TRAINER = TrainerEntry(
     environment=lambda config: Environment(required_environment(config.training)),
     grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
     needs_gpu=lambda config: _on_gpu(config.training),
-    memory=lambda training: MEMORY if _on_gpu(training) else SHARDED,
+    memory=lambda training: MEMORY if _on_gpu(training) else None,
     advice=advice,
     products=products,
     packs=packs,

@@ -18,6 +18,8 @@ _NAMES = {
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
 }
 
+_ON_GPUS = {"training__device": "cuda", "precision__rounding_points": "kernels"}
+
 
 def _configured(model: str, precision: str = "fp8_linear_kv", **settings: Any) -> RunConfig:
     linear = "bf16" if precision == "bf16" else "fp8_block"
@@ -39,6 +41,12 @@ def configured() -> Callable[..., RunConfig]:
 
 
 @pytest.fixture(scope="session")
+def on_gpus() -> dict[str, str]:
+    """Settings for `configured` with which the packed trainer has a grid, as `planned` takes with `parallel`."""
+    return _ON_GPUS
+
+
+@pytest.fixture(scope="session")
 def planned() -> Callable[..., RunPlan]:
     """planned("qwen3-8b", "bf16", gpu="h100", parallel=Parallel(8), rollout__vllm__sleep=True)"""
 
@@ -49,6 +57,8 @@ def planned() -> Callable[..., RunPlan]:
         parallel: Parallel | None = None,
         **settings: Any,
     ) -> RunPlan:
+        if parallel is not None and "training__trainer" not in settings:
+            settings = {**_ON_GPUS, **settings}
         config = _configured(model, precision, **settings)
         device = gpu if isinstance(gpu, Device) else GPUS[gpu]
         return plan_run(config, model_shape(config), Machine(device, None), parallel)

@@ -18,7 +18,8 @@ from fp8core.plan.run_plan import plan_run
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_trainer
 from fp8core.run.scales import covered, scales_of
-from fp8core.training.memory import SHARDED, Parallel, emulated_bytes, gpu_state, host_needs, most_activations
+from fp8core.training.megatron import requirements as megatron
+from fp8core.training.memory import Parallel, emulated_bytes, gpu_state, host_needs, most_activations
 from fp8core.training.packed.requirements import MEMORY, _activations
 from fp8core.training.registry import trainer_grid
 
@@ -29,33 +30,21 @@ def by_item(needs):
     return {need.item: need.bytes for need in needs}
 
 
-def test_qwen3_8b_on_one_gpu(configured):
-    config = configured("qwen3-8b", training__micro_batch=4)
-    arch, total, linears = model_shape(config), 8_190_735_360, 6_945_767_424
-    assert by_item(gpu_state(arch, Parallel())) == {"master weights": 4 * total, "optimiser states": 8 * total}
-    step = by_item(SHARDED.step(config, arch, Parallel()))
-    assert step["gradients"] == 4 * total
-    assert step["weights"] == linears + 4 * (linears // 128**2) + 2 * (total - linears)
-    assert step["quantised copies"] == linears
-    tokens = 4 * (512 + 128)
-    layer = 5 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 12_288
-    codes = 2 * (2 * 4096 + 4096 + 12_288)
-    assert step["activations"] == tokens * (36 * 2 * 4096 + 4 * layer + codes)
+def on_megatron(configured, model, **settings):
+    return configured(model, training__trainer="megatron", **settings)
 
 
-def test_bf16_training_has_bf16_weights_and_no_copies(configured):
-    config = configured("qwen3-8b", "bf16")
-    step = by_item(SHARDED.step(config, model_shape(config), Parallel()))
-    assert step["weights"] == 2 * 8_190_735_360
-    assert "quantised copies" not in step
+def test_masters_and_moments_are_fp32(configured):
+    total = 8_190_735_360
+    state = gpu_state(model_shape(configured("qwen3-8b")), Parallel())
+    assert by_item(state) == {"master weights": 4 * total, "optimiser states": 8 * total}
 
 
 def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
-    config = configured("qwen3-30b-a3b")
-    arch, parallel = model_shape(config), Parallel(gpus=8, expert=8)
-    step = by_item(SHARDED.step(config, arch, parallel))
-    assert step["gradients"] == 4 * (DENSE + EXPERTS // 8)
-    assert by_item(gpu_state(arch, parallel))["optimiser states"] == DENSE + EXPERTS
+    config = on_megatron(configured, "qwen3-30b-a3b")
+    state = by_item(megatron.MEMORY.state(config, model_shape(config), Parallel(gpus=8, expert=8)))
+    assert state["gradients"] == 4 * (DENSE + EXPERTS // 8)
+    assert state["optimiser states"] == DENSE + EXPERTS
 
 
 def test_gradients_that_are_reduced_in_each_pass_are_shared_out(configured):
@@ -70,28 +59,28 @@ def test_gradients_that_are_reduced_in_each_pass_are_shared_out(configured):
 
 
 def test_tensor_parallelism_leaves_norms_and_routers_whole_and_cuts_biases(configured):
-    config, parallel = configured("qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
+    config, parallel = on_megatron(configured, "qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
     arch = model_shape(config)
-    step, biased = (by_item(SHARDED.step(config, a, parallel)) for a in (arch, replace(arch, qkv_bias=True)))
-    assert biased["gradients"] - step["gradients"] == 4 * 48 * (32 + 2 * 4) * 128 // 4
+    plain, biased = (by_item(megatron.MEMORY.state(config, a, parallel)) for a in (arch, replace(arch, qkv_bias=True)))
+    assert biased["gradients"] - plain["gradients"] == 4 * 48 * (32 + 2 * 4) * 128 // 4
     whole = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
-    assert step["gradients"] == 4 * (whole + (DENSE - whole) // 4 + EXPERTS // 4)
+    assert plain["gradients"] == 4 * (whole + (DENSE - whole) // 4 + EXPERTS // 4)
 
 
 def test_the_first_and_last_pipeline_stage_hold_embedding_and_head(configured):
-    config = configured("qwen3-8b")
-    step = by_item(SHARDED.step(config, model_shape(config), Parallel(gpus=2, pipeline=2)))
+    config = on_megatron(configured, "qwen3-8b")
+    state = by_item(megatron.MEMORY.state(config, model_shape(config), Parallel(gpus=2, pipeline=2)))
     layers = 18 * (192_937_984 + 2 * 4096 + 2 * 128)
-    assert step["gradients"] == 4 * (layers + 622_329_856 + 4096)
+    assert state["gradients"] == 4 * (layers + 622_329_856 + 4096)
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b"])
 def test_more_gpus_never_need_more_of_each(configured, model):
-    config = configured(model)
-    arch = replace(model_shape(config), num_layers=4)
+    config = on_megatron(configured, model)
+    arch, memory = replace(model_shape(config), num_layers=4), megatron.MEMORY
 
     def needed(parallel):
-        return sum(need.bytes for need in (*gpu_state(arch, parallel), *SHARDED.step(config, arch, parallel)))
+        return sum(need.bytes for part in (memory.state, memory.step) for need in part(config, arch, parallel))
 
     experts = (1, 2, 4) if arch.experts else (1,)
     for tensor, pipeline, expert in itertools.product((1, 2, 4), (1, 2, 4), experts):
