@@ -14,6 +14,7 @@ from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import (
     STORE_ERRORS,
     Outage,
+    cause_line,
     client_of_existing_store,
     get_or_create_experiment,
     prepare_store,
@@ -23,7 +24,7 @@ from flows.tracking.store import (
     store_of_folder,
 )
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, first_line, printable_lines, without_passwords
+from fp8core.errors import UserError, printable_lines, without_passwords
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
@@ -59,7 +60,7 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
     except UserError as error:
         return f"the export is not linked: {error}"
     except STORE_ERRORS as error:
-        return f"the export is not linked: {tracking.uri}: {first_line(error)}"
+        return f"the export is not linked: {tracking.uri}: {cause_line(error)}"
 
 
 def _client(folder: Path, record: TrackingRecord) -> MlflowClient:
@@ -139,7 +140,7 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
         dataset: the problems, as a dataset of MLflow.
     """
     try:
-        with store_errors(config.tracking.uri or "of the run"):
+        with store_errors(_store_of(folder, config, result)):
             if result.step is None:
                 place: Destination | None = place_of_folder(folder, config)
             else:
@@ -151,6 +152,14 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
         return f"the evaluation is not logged: {error}"
     linked = "" if place.model_id is None else f", linked to the model {place.model_id}"
     return f"logged as MLflow run {run_id} in {without_passwords(place.uri)}{linked}"
+
+
+def _store_of(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
+    """The name of the store of an evaluation for people; empty where a run has none."""
+    if result.step is None:
+        return resolve_tracking_uri(config.tracking.uri, config.runs)
+    record = read_record(folder)
+    return config.tracking.uri or ("" if record is None else record.uri)
 
 
 def _log(place: Destination, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:

@@ -25,7 +25,7 @@ from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.utils.file_utils import local_file_uri_to_path
 from requests import HTTPError
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from flows.tracking.metric_names import ACCURACY, ERROR, K3, MEAN_REWARD
 from fp8core.errors import UserError, first_line, without_passwords
@@ -386,7 +386,20 @@ def store_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except STORE_ERRORS as error:
-        raise _kind(error)(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
+        raise _kind(error)(without_passwords(f"tracking.uri {uri}: {cause_line(error)}")) from error
+
+
+def cause_line(error: Exception) -> str:
+    """The first line of an error, or of the database's own behind it.
+
+    SQLAlchemy may put a line about its flush before it, and MLflow repeats that.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, DBAPIError) and behind.orig is not None:
+            return first_line(behind.orig)
+        behind = behind.__cause__ or behind.__context__
+    return first_line(error)
 
 
 def _kind(error: Exception) -> type[Outage | Refusal]:

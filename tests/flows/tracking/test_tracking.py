@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
-from flows.tracking.store import default_tracking_uri, store_errors
+from flows.tracking.store import Outage, default_tracking_uri, store_errors
 from flows.tracking.tracker import TRAINING, Tracker
 from fp8core.errors import UserError
 
@@ -194,6 +195,16 @@ def test_what_cannot_be_opened_is_one_line_that_names_it(runs: Path, tracker: Tr
     (tmp_path / "a_file").touch()
     with pytest.raises(UserError, match="a_file: File exists"):
         Tracker.open(default_tracking_uri(tmp_path / "a_file"), "exp", "tiny", runs, "training")
+
+
+def test_a_read_only_database_is_named_with_the_cause(runs: Path, tracker: Tracker) -> None:
+    """SQLAlchemy begins with a line about its flush, and MLflow repeats it."""
+    uri = f"sqlite:///file:{runs / 'mlflow.db'}?mode=ro&uri=true"
+    with (
+        pytest.raises(Outage, match=r"^tracking\.uri sqlite:.*: attempt to write a readonly database$"),
+        store_errors(uri),
+    ):
+        MlflowClient(tracking_uri=uri).create_run(tracker.experiment_id)
 
 
 def test_the_page_is_that_of_the_run(tracker: Tracker) -> None:
