@@ -31,7 +31,7 @@ from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, FileT
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.store.durable import make_folder, sync_path
+from fp8core.store.durable import make_folder, sync_path, why_not_written
 from fp8core.user_files import read_json_object
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -181,7 +181,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         partial.replace(target)
         sync_path(target.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{target}: the checkpoint cannot be written: {error}") from error
+        raise UserError(f"{target}: the checkpoint cannot be written: {why_not_written(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

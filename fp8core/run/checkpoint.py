@@ -9,7 +9,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, thawed_heap
 from fp8core.run.policy import initial_trainer
 from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
-from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path
+from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
@@ -74,7 +74,7 @@ def save_state(run: RunContext, index: int) -> None:
         partial.rename(folder)
         sync_path(folder.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}: the checkpoint cannot be written: {error}") from error
+        raise UserError(f"{folder}: the checkpoint cannot be written: {why_not_written(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     digests = {"digest": folder_digest(folder), "weights_digest": trainer.digest()}

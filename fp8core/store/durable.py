@@ -101,8 +101,18 @@ def unwritable(path: Path, error: OSError) -> UserError:
         return StoredFileError(f"cannot write {path}: {error.strerror}")
     if isinstance(error, IsADirectoryError):
         return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
-    hint = "; free space there, then go on" if error.errno == errno.ENOSPC else ""
-    return UserError(f"cannot write {path}: {error.strerror}{hint}")
+    return UserError(f"cannot write {path}: {why_not_written(error)}")
+
+
+def why_not_written(error: Exception) -> str:
+    """The reason of a failed write without its path, and what helps; safetensors has the number in its text alone."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if isinstance(error, OSError):
+        number, reason = error.errno, error.strerror or str(error)
+    else:
+        number = None if found is None else int(found[1])
+        reason = str(error) if number is None else os.strerror(number)
+    return f"{reason}; free space there, then go on" if number == errno.ENOSPC else reason
 
 
 def sync_path(path: Path) -> None:

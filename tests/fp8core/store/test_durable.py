@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from fp8core.errors import UserError
 from fp8core.store import durable
@@ -37,6 +39,7 @@ from fp8core.store.durable import (
     sole_file,
     sweep,
     whole_end,
+    why_not_written,
     write_file,
 )
 
@@ -345,3 +348,20 @@ def test_what_a_store_does_counts_also_when_it_fails(tmp_path):
     RolloutShards(tmp_path / "shards").append(pa.table({"tokens": [1]}))
     readings.append(io_seconds())
     assert readings == sorted(set(readings))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/a/path"), "No space left on device; free space there"),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "No space left"),
+        (OSError(errno.EROFS, "Read-only file system", "/a/path"), "Read-only file system"),
+        (SafetensorError("a tensor has two names"), "a tensor has two names"),
+    ],
+)
+def test_the_reason_of_a_failed_write_has_no_path_and_says_what_helps(error, said):
+    reason = why_not_written(error)
+    assert reason.startswith(said)
+    assert "/a/path" not in reason
+    assert "os error" not in reason
+    assert reason.endswith("; free space there, then go on") == ("No space" in said)
