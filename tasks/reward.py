@@ -25,7 +25,7 @@ def reward(
     With `turns` it is the environment's, unless that leaves the last turn to the verifier.
     """
     store = run.directory.store
-    completions = store.get_table(rollouts, ["group", "sample", "text", "finish"])
+    completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
     table = reward_table(run, store.get_table(prompts), completions, played)
     return {"rewards": store.put_table("rewards", table)}

@@ -20,7 +20,16 @@ from fp8core.run.rollouts import (
     while_going,
 )
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import ORDER, ROLLOUTS, ROUTED_ROLLOUTS, SHARD_TURNS, TURN_ORDER, nested_turns, unnested_turns
+from fp8core.store.tables import (
+    ORDER,
+    ROLLOUTS,
+    ROUTED_ROLLOUTS,
+    SHARD_TURNS,
+    TURN_ORDER,
+    keys_of,
+    nested_turns,
+    unnested_turns,
+)
 from tasks.step import step
 
 
@@ -69,8 +78,8 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
         run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()
     finished = defaultdict[int, set[int]](set)
-    for row in [] if done is None else done.select(["group", "sample"]).to_pylist():
-        finished[row["group"]].add(row["sample"])
+    for group, sample in [] if done is None else keys_of(done):
+        finished[group].add(sample)
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
     sampling = replace(player.sampling(), report_experts=run.config.rollout.router_replay)
     schema = ROUTED_ROLLOUTS if sampling.report_experts else ROLLOUTS

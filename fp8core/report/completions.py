@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby, repeat, zip_longest
 from typing import Any
 
+from fp8core.environments.protocol import Key
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.tokens import Unread, was_removed
@@ -22,13 +23,14 @@ from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView
 from fp8core.store.schemas import HeldoutSample
+from fp8core.store.tables import COMPLETION_KEY, key_of, keys_of
 
 PROMPTS, SAMPLES, SEARCHED, HELDOUT_PROMPTS = 3, 2, 5, 4
 MOST_TOKENS, MOST_CHARACTERS = 160, 800
 THRESHOLDS = (1e-3, 1e-2, 1e-1)
 """Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
-_COLUMNS = ("group", "sample", "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
+_COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
 
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
@@ -249,18 +251,18 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread)
     rollouts, scored = (commit.artifacts[name] for name in names)
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
-        table = store.get_table(scored, ["group", "sample", "logprobs"]).to_pylist()
+        table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
         turns = played_turns(store, commit, rollouts)
         rewards = {
-            (row["group"], row["sample"]): row["reward"]
+            key_of(row): row["reward"]
             for ref in commit.artifacts.values()
             if ref.kind == "rewards" and not was_removed(view, ref)
-            for row in store.get_table(ref, ["group", "sample", "reward"]).to_pylist()
+            for row in store.get_table(ref, [*COMPLETION_KEY, "reward"]).to_pylist()
         }
-        trained: list[Sequence[float] | None] = [row["logprobs"] for row in table]
+        trained: list[Sequence[float] | None] = table["logprobs"].to_pylist()
         if scored.kind == "behaviour":
-            by_place = {(row["group"], row["sample"]): row["logprobs"] for row in table}
-            trained = [by_place.get((row["group"], row["sample"])) for row in rows]
+            by_key = dict(zip(keys_of(table), trained, strict=True))
+            trained = [by_key.get(key_of(row)) for row in rows]
         lengths = [None if values is None else len(values) for values in trained]
         if len(lengths) != len(rows) or any(
             length not in (None, len(row["logprobs"])) for row, length in zip(rows, lengths, strict=True)
@@ -271,25 +273,25 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread)
         return {}
     found: dict[str, list[Row]] = defaultdict(list)
     for row, values in zip(rows, trained, strict=True):
-        place = row["group"], row["sample"]
-        more = {"step": commit.step, "trained": values, "reward": rewards.get(place), "turns": turns.get(place, [])}
+        key = key_of(row)
+        more = {"step": commit.step, "trained": values, "reward": rewards.get(key), "turns": turns.get(key, [])}
         found[row["prompt_id"]].append({**row, **more})
     return found
 
 
-def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[tuple[int, int], list[Row]]:
-    """The turns of each episode of a step, by group and sample; none without an environment, or where gc was.
+def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Key, list[Row]]:
+    """The turns of each episode of a step; none without an environment, or where gc was.
 
     Raises:
         ArtifactError: they cannot be read.
     """
-    found: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    found: dict[Key, list[Row]] = defaultdict(list)
     for task in commit.tasks.values():
         refs = [ref for ref in task.outputs.values() if ref.kind == "turns" and rollouts in task.outputs.values()]
         for ref in refs:
             if store.path(ref).exists():
                 for row in store.get_table(ref).to_pylist():
-                    found[row["group"], row["sample"]].append(row)
+                    found[key_of(row)].append(row)
     return found
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.run_view import RunView, spans
+from fp8core.store.tables import COMPLETION_KEY, keys_of
 
 ENOUGH_TOKENS = 20_000
 MOST_STEPS = 10
@@ -103,15 +104,14 @@ class Unread:
 
 def _table(view: RunView, ref: Ref) -> pa.Table:
     """The columns that say which token it is; a run with routed experts has a column that is a hundred times larger."""
-    columns = ["group", "sample", "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
+    columns = [*COMPLETION_KEY, "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
     return ArtifactStore(view.folder).get_table(ref, columns)
 
 
 def _scored_rows(rollouts: pa.Table, scored: pa.Table) -> pa.Table:
     """The completions of a share that was scored."""
-    places = [zip(table["group"].to_pylist(), table["sample"].to_pylist(), strict=True) for table in (rollouts, scored)]
-    chosen = {*places[1]}
-    return rollouts.take([i for i, place in enumerate(places[0]) if place in chosen])
+    chosen = {*keys_of(scored)}
+    return rollouts.take([row for row, key in enumerate(keys_of(rollouts)) if key in chosen])
 
 
 def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> TokenSample:

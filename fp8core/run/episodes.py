@@ -36,7 +36,7 @@ from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Completion, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
-from fp8core.store.tables import TURNS, text_digest
+from fp8core.store.tables import COMPLETION_KEY, TURNS, key_of, text_digest
 
 UNCHECKED_OUTCOMES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 """Outcomes by which nothing was checked, in words."""
@@ -232,9 +232,9 @@ class RecordedPool:
         self._recorded: dict[Key, list[Turn | EnvironmentOutcome]] = {}
         bounded = set[Key]()
         for row in turns.to_pylist():
-            self._recorded.setdefault((row["group"], row["sample"]), []).append(_reply(row))
+            self._recorded.setdefault(key_of(row), []).append(_reply(row))
             if row["detail"].startswith(AT_LEAST):
-                bounded.add((row["group"], row["sample"]))
+                bounded.add(key_of(row))
         self.counted = frozenset(self._recorded.keys() - bounded)
         self._next: dict[Key, Iterator[Turn | EnvironmentOutcome]] = {}
         self._replies = list[Reply]()
@@ -315,15 +315,15 @@ def ending_of(episode: Episode, config: RunConfig, tokenizer: Tokenizer) -> Endi
 
 def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
     """The ends of stored episodes, in the order of the rollouts (`group`, `sample`, `text`, `finish`)."""
-    rows = rollouts.select(["group", "sample", "text", "finish"]).to_pylist()
+    rows = rollouts.select([*COMPLETION_KEY, "text", "finish"]).to_pylist()
     if turns is None:
         return [Ending(row["group"], JUDGE, 0.0, "", row["text"], row["finish"]) for row in rows]
-    played: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for turn in turns.select(["group", "sample", "text", "reward", "outcome", "detail"]).to_pylist():
-        played.setdefault((turn["group"], turn["sample"]), []).append(turn)
+    played: dict[Key, list[dict[str, Any]]] = {}
+    for turn in turns.select([*COMPLETION_KEY, "text", "reward", "outcome", "detail"]).to_pylist():
+        played.setdefault(key_of(turn), []).append(turn)
 
     def ending(row: Mapping[str, Any]) -> Ending:
-        said = played[row["group"], row["sample"]]
+        said = played[key_of(row)]
         total, last = sum(turn["reward"] for turn in said), said[-1]
         return Ending(row["group"], last["outcome"], total, last["detail"], last["text"], row["finish"])
 

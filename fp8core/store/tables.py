@@ -395,7 +395,7 @@ def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> No
         StoredFileError: `place: column: problem`.
     """
     found: dict[Key, list[bool]] = {}
-    for row in turns.select(["group", "sample", "turn", "begin", "end", "observation_end"]).to_pylist():
+    for row in turns.select([*COMPLETION_KEY, "turn", "begin", "end", "observation_end"]).to_pylist():
         marks = found.setdefault(key_of(row), [])
         marks += [True] * (row["end"] - row["begin"]) + [False] * (row["observation_end"] - row["end"])
     written = dict(zip(keys_of(rollouts), rollouts["written"].to_pylist(), strict=True))

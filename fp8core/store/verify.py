@@ -43,7 +43,7 @@ from fp8core.store.manifest import (
 )
 from fp8core.store.run_view import Commit, Finding, RunView, inspect_manifest, spans
 from fp8core.store.schemas import check_file, read_table
-from fp8core.store.tables import TABLES, refuse_other_rows, refuse_other_turns
+from fp8core.store.tables import COMPLETION_KEY, TABLES, refuse_other_rows, refuse_other_turns
 from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
@@ -346,7 +346,7 @@ def _turns(view: RunView, commit: Commit) -> Iterator[Finding]:
         by_kind = {ref.kind: ref for ref in task.outputs.values()}
         if {"rollouts", "turns"} <= by_kind.keys():
             try:
-                rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "written"])
+                rollouts = store.get_table(by_kind["rollouts"], [*COMPLETION_KEY, "written"])
                 turns = store.get_table(by_kind["turns"])
             except ArtifactError:
                 continue  # `_artifacts` reports it.
@@ -379,7 +379,7 @@ def _completions(folder: Path, ref: Ref) -> pa.Table | None:
     schema = TABLES.get(ref.kind)
     if schema is None or not schema.whole or "sample" not in schema.columns.names:
         return None
-    columns = [name for name in ("group", "sample", "logprobs") if name in schema.columns.names]
+    columns = [name for name in (*COMPLETION_KEY, "logprobs") if name in schema.columns.names]
     try:
         return read_table(folder / ref.uri, ref.kind, folder / ref.uri, columns)
     except StoredFileError:
