@@ -20,6 +20,7 @@ from fp8core.rl.losses import (
     Denominator,
     LossInputs,
     geo_mean,
+    reference_penalty,
     sapo,
     sequence_mean_token_mean,
     token_mean,
@@ -192,6 +193,38 @@ def test_without_weight_the_penalty_is_reported_and_not_learnt():
     (with_reference,) = torch.autograd.grad(terms.loss, current)
     without = objective("none", 0.0)(current, replace(batch, reference_logprobs=None), counts(batch))
     assert torch.equal(with_reference, torch.autograd.grad(without.loss, current)[0])
+
+
+@pytest.mark.parametrize("name", ["estimate", "unbiased", "importance"])
+def test_the_penalty_has_the_gradient_that_is_configured(name):
+    batch, current = random_batch(seed=16)
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    built = Objective(LossConfig(reference_kl=1.0, reference_kl_gradient=name), CorrectionConfig(method="none"))
+    corrected, _ = built.corrected(batch)
+    behaviour = {"estimate": None, "unbiased": current, "importance": batch.rollout_logprobs}[name]
+    expected = reference_penalty(current, batch.reference_logprobs, corrected.mask, counts(batch), behaviour=behaviour)
+    gradients = [
+        torch.autograd.grad(loss, current)[0] for loss in (built(current, corrected, counts(batch)).loss, expected)
+    ]
+    assert gradients[1].any()
+    torch.testing.assert_close(*gradients)
+
+
+def test_each_update_of_a_step_draws_tokens_of_its_own():
+    batch, _ = random_batch(seed=17, rows=32, columns=16)
+    batch = replace(batch, keep=torch.ones_like(batch.keep), draw=(0, 1))
+    choice = {"share": 0.05, "low": -99.0, "high": 99.0}
+    built = Objective(LossConfig(policy="clip_cov", clip_cov=choice), CorrectionConfig(method="none"))
+    corrected, _ = built.corrected(batch)
+
+    def drawn(rows, update):
+        return built.selected(rows, batch.old_logprobs, update).selected
+
+    first = drawn(corrected, 0)
+    assert first.any()
+    assert torch.equal(drawn(corrected, 0), first)
+    assert not torch.equal(drawn(corrected, 1), first)
+    assert not torch.equal(drawn(replace(corrected, draw=(0, 2)), 0), first)
 
 
 @pytest.mark.parametrize("settings", [*({"aggregation": name} for name in AGGREGATIONS), {"length_normaliser": 64}])
