@@ -147,6 +147,13 @@ def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():
     assert kept(table) == [True, True, False]
 
 
+@pytest.mark.parametrize("drop_cut_off", [True, False])
+def test_shape_takes_nothing_back_that_a_filter_left_out(drop_cut_off):
+    rollouts = rollouts_table(*(([5] * 2, [-1.0] * 2, [True] * 2, "stop") for _ in range(2)))
+    options = ShapeOptions(max_length=8, buffer=4, drop_cut_off=drop_cut_off)
+    assert kept(shaped(rollouts, rewards_table((0, 1.0, True), (0, 1.0, False)), options)) == [True, False]
+
+
 def test_shape_measures_what_the_policy_wrote():
     written = [True, True, False, False, False, False, False, True]
     rollouts = rollouts_table(([5] * 8, [-1.0] * 8, written, "stop"), ([5] * 8, [-1.0] * 8, [True] * 8, "stop"))
