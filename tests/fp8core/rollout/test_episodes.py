@@ -242,6 +242,8 @@ def chatty(episode, turn, action):
     [
         (TurnBudget(3, 5), 150, "turns", 3, "after 3 turns"),
         (TurnBudget(99, 5), 46, "length", None, "leaves no room"),
+        # An observation that takes all that is left.
+        (TurnBudget(99, 5), 26, "length", 2, "leaves no room, 8 are left"),
         (TurnBudget(99, 5), 40, "length", None, "the episode has its 40 tokens"),
         (TurnBudget(99, 5, observation_tokens=7), 150, "observation", 1, "8 tokens, 7 are allowed"),
         (TurnBudget(99), 8, "length", 1, ""),
