@@ -13,6 +13,7 @@ from fp8core.rl.advantages import (
     TurnReward,
     group_advantages,
     informative,
+    informative_turns,
     kl_penalties,
     leave_one_out_advantages,
     mean_advantages,
@@ -289,6 +290,41 @@ def test_a_rejected_nan_reward_does_not_leak():
         result = estimator(rewards, groups, keep)
         assert result[0] == 0
         assert result.isfinite().all()
+
+
+def test_a_rejected_row_is_not_normalised_with_the_others():
+    scores = Scores(
+        rewards=torch.tensor([0.0, 1.0, 50.0], dtype=torch.float64),
+        groups=torch.zeros(3, dtype=torch.int64),
+        keep=torch.tensor([True, True, False]),
+        mask=torch.ones(3, 2, dtype=torch.bool),
+    )
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        found = CONFIGURED[name](scores, 0.0)
+        assert found.tolist() == pytest.approx([found[0].item(), -found[0].item(), 0.0]), name
+        assert found[0] < 0
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_of_one_turn_each_advantages_are_those_of_the_rows(name):
+    """Also where tokens within a turn do not count."""
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, False, True], [False, True, True]])
+    rewards = torch.tensor([0.0, 1.0, 0.5, 3.0], dtype=torch.float64)
+    scores = Scores(
+        rewards=rewards, groups=torch.zeros(4, dtype=torch.int64), keep=torch.ones(4, dtype=torch.bool), mask=mask
+    )
+    turns = [TurnReward(row, 1, 0, 3, reward) for row, reward in enumerate(rewards.tolist())]
+    found = turn_advantages(scores, turns, CONFIGURED[name], EPSILON)
+    expected = CONFIGURED[name](scores, EPSILON)
+    assert expected.any()
+    assert found.tolist() == expected[:, None].expand(4, 3).tolist()
+
+
+def test_a_turn_of_a_rejected_row_is_no_signal():
+    rewards, groups = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0, 0])
+    turns = [TurnReward(row, 1, 0, 1, 0.0) for row in range(2)]
+    assert informative_turns(rewards, groups, turns).tolist() == [True, True]
+    assert informative_turns(rewards, groups, turns, torch.tensor([True, False])).tolist() == [False, False]
 
 
 def test_dtype_follows_the_rewards_and_inputs_stay_untouched():
