@@ -136,6 +136,16 @@ def test_losses_without_a_choice(seed, spread, kept):
     assert_same(inputs, sapo(inputs, 3.0, 0.5).loss, slow_sapo(inputs, 3.0, 0.5))
 
 
+def test_a_weight_of_zero_leaves_a_row_a_part():
+    """As in verl: the geometric mean has 1e-10 in its place."""
+    inputs = make_inputs(1)
+    weights = inputs.weights.clone()
+    weights[:, 0] = 0.0
+    inputs = replace(inputs, weights=weights)
+    assert slow_geo_mean(inputs).item() != 0
+    assert_same(inputs, geo_mean(inputs, CLIP).loss, slow_geo_mean(inputs), within=1e-9)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kept", [None, 0.6])
 def test_kl_cov_holds_the_tokens_of_the_largest_covariance(seed, kept):
@@ -194,9 +204,12 @@ def test_golden_vectors():
     generator = torch.Generator().manual_seed(0)
     selected = clip_cov_selection(inputs, CLIP, 0.5, 0.1, 1.0, generator)
     assert selected.tolist() == [[True, False], [False, False]]
-    assert clip_cov(replace(inputs, selected=selected), CLIP).loss.item() == pytest.approx(
-        (-1.28 + math.exp(-0.1) + 0.8) / 4, rel=1e-12
-    )
+    found = clip_cov(replace(inputs, selected=selected), CLIP)
+    assert found.loss.item() == pytest.approx((-1.28 + math.exp(-0.1) + 0.8) / 4, rel=1e-12)
+    assert (found.clip_fraction.item(), found.ratio_clipped.item()) == (3 / 4, 2 / 4)
+    # GMPO with advantages by token: A = 0 leaves no ratio, so the first row is -e^0.05 / 2.
+    by_token = replace(inputs, advantages=torch.tensor([[1.0, 0.0], [-1.0, -1.0]], dtype=torch.float64))
+    assert geo_mean(by_token, CLIP).loss.item() == pytest.approx((-math.exp(0.05) / 2 + math.exp(-0.15)) / 2, rel=1e-12)
 
 
 def test_nothing_to_choose_from():
