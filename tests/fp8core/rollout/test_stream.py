@@ -179,6 +179,32 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
         rows = live.rows
 
 
+def test_a_chunk_is_recorded_as_it_was_given_and_one_without_a_limit_by_its_ticks() -> None:
+    """The last one may be longer than what is left to write: a call with the record makes the same ones."""
+    longest = max(length(row.seed) for group in range(2) for row in enter(1, group))
+    for chunks, written in (([5, 50, 50], [5, 50]), ([None], [longest])):
+        assert run_ahead(Stream([], Pace(2, 0, None), 0), 0, chunks, generate, enter) == written
+
+
+def test_a_prompt_that_enters_next_is_yet_to_begin() -> None:
+    stream = Stream([], Pace(2, 0, 1), 0)
+    stream.admit(0, enter)
+    assert stream.in_flight() == [(1, 0)]
+    stream.write(0, [(1, 0)], 1, generate)
+    begun, next_, later = [(1, 0, 0), (1, 0, 1)], [(1, 1, 0)], [(2, 0, 0)]
+    assert not stream.has_unbegun(begun)
+    assert stream.has_unbegun(next_)
+    assert stream.has_unbegun(later)
+    assert stream.has_unbegun([*begun, *next_])
+
+
+def test_a_prompt_is_complete_with_the_last_of_its_completions() -> None:
+    rows = [*enter(1, 0), *enter(1, 1)]
+    for row, ended in zip(rows, (1, 9, 5, 5), strict=True):
+        row.finish, row.ended = "stop", ended
+    assert DroppingStream(rows, Pace(2, 0, None), 0).complete() == [(1, 1), (1, 0)]
+
+
 @pytest.mark.parametrize("kind", [Stream, DroppingStream])
 def test_what_has_not_begun_waits_for_the_next_policy(kind: type[Stream]) -> None:
     """A prompt that enters when the last chunk has ended is not begun to be ended before the update."""
