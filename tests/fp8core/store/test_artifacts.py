@@ -304,6 +304,29 @@ def test_a_damaged_shard_is_named_and_discarded_and_the_others_stay(shards_folde
     assert table["group"].to_pylist() == [2, 2, 3, 3, 7, 7]
 
 
+def test_a_later_writer_appends_after_shards_of_which_one_was_discarded(shards_folder: Path, group: Group) -> None:
+    for number in range(3):
+        RolloutShards(shards_folder).append(group(number))
+    sorted(shards_folder.iterdir())[0].unlink()
+    for number in range(3, 9):
+        RolloutShards(shards_folder).append(group(number))
+    table = RolloutShards(shards_folder).read()
+    assert table is not None
+    assert table["group"].to_pylist() == [number for number in range(1, 9) for _ in range(2)]
+
+
+def test_shards_name_their_maker_before_the_first_is_there(
+    shards_folder: Path, group: Group, stored: list[tuple[str, Path]]
+) -> None:
+    """A kill in between must not leave a shard that nobody has made."""
+    RolloutShards(shards_folder, made_by="one").append(group(0))
+    named = [path for what, path in stored if what == "name"]
+    (shard,) = shards_folder.glob("*.parquet")
+    assert named[-1] == shard
+    assert len(named) == 2
+    assert named[0].read_text() == "one"
+
+
 def test_clear_removes_all_and_a_new_step_starts_empty(shards_folder: Path, group: Group) -> None:
     shards = RolloutShards(shards_folder)
     shards.clear()
