@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.run import BestConfig, KeepConfig
-from fp8core.errors import UserError
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import log_deletions, read_deletions
 from fp8core.store.durable import folder_digest
@@ -285,6 +285,18 @@ def test_nothing_goes_when_a_manifest_that_must_be_asked_is_damaged(folder: Path
     entry = LedgerView.read(folder / LEDGER).steps()[12]
     (folder / entry.manifest.uri).write_text("{}")
     with pytest.raises(UserError, match="truncated"):
+        plan_removal(folder, LAST, NOW)
+
+
+@pytest.mark.parametrize("linked", ["artifacts", "the folder of a file", "checkpoints"])
+def test_nothing_goes_that_lies_behind_a_link(folder: Path, linked: str) -> None:
+    orphan = folder / "artifacts" / "ab" / f"{'ab' * 32}.json"
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_text("x")
+    place = orphan.parent if linked == "the folder of a file" else folder / linked
+    place.rename(folder.parent / "elsewhere")
+    place.symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(StoredFileError, match=rf"^{place}: it is a symbolic link"):
         plan_removal(folder, LAST, NOW)
 
 
