@@ -37,6 +37,16 @@ class NotRecordedError(RuntimeError):
     """A replay needs an answer that the run has not recorded; the message names the episode in words."""
 
 
+class InvalidReply(ValueError):
+    """Code of the user returned what is no answer, of whatever it was asked."""
+
+    @classmethod
+    def read(cls, described: str) -> str | None:
+        """The message in a line of `described_error`; None where that is of another error."""
+        name, _, message = described.partition(": ")
+        return message if name == cls.__name__ else None
+
+
 class HeadLost(UserError):
     """The head of a cluster does not answer any more; its processes cannot be used or replaced."""
 

@@ -27,7 +27,7 @@ from fp8core.data.prompt import (
     refuse_unfit,
     refuse_unread_turns,
 )
-from fp8core.errors import UserError, first_line
+from fp8core.errors import InvalidReply, UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import Verifier
@@ -317,12 +317,16 @@ def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> st
     """The failure of the main verifier at a reference as the answer, in a line; None: it does not fail.
 
     So a bug in it shows before the warm start. It is for people: a verifier may be unable to read its own reference.
+
+    Raises UserError: what it returned is no verdict, whatever the completion.
     """
     answer = Answer(problem.question, problem.reference, problem.reference, "stop", problem.columns)
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):
         return None
     named = f"reward.verifier={config.reward.verifier}"
+    if (invalid := InvalidReply.read(verdict.detail)) is not None:
+        raise UserError(f"{named}: {invalid}")
     return f"{named}: it fails where a completion is the reference of the first problem: {verdict.record}"
 
 

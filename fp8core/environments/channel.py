@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from fp8core.environments.protocol import Action, Ending, Outcome, Role, Said, Task, Tool, ToolCall, Turn
 from fp8core.environments.tool_calls import DEEPEST, MOST_CALLS, is_too_deep
+from fp8core.errors import InvalidReply
 from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
 
 _ENDINGS = get_args(Ending)
@@ -68,14 +69,14 @@ def read_action(message: Mapping[str, Any]) -> Action:
 
 
 def reply_message(reply: object) -> dict[str, Any]:
-    """The reply of an environment, for `read_reply`. Raises TypeError: it is neither a turn nor an outcome."""
+    """The reply of an environment, for `read_reply`. Raises InvalidReply: it is neither a turn nor an outcome."""
     if isinstance(reply, Turn):
         messages = [[_attribute(said, "role"), _attribute(said, "content")] for said in reply.messages]
         tools = [[tool.name, tool.description, dict(tool.parameters)] for tool in reply.tools]
         return {"turn": {"messages": messages, "tools": tools, **_common(reply)}}
     if isinstance(reply, Outcome):
         return {"outcome": {"outcome": reply.outcome, "detail": reply.detail, **_common(reply)}}
-    raise TypeError(f"the environment returned {type(reply).__name__}, neither a Turn nor an Outcome")
+    raise InvalidReply(f"the environment returned {type(reply).__name__}, neither a Turn nor an Outcome")
 
 
 def read_reply(message: Mapping[str, Any], first: bool) -> Turn | Outcome:
@@ -86,7 +87,7 @@ def read_reply(message: Mapping[str, Any], first: bool) -> Turn | Outcome:
         raise ValueError("neither a turn nor an outcome")
     fields = _fields(message["outcome"], {"outcome", "detail", "reward", "failed", "info"})
     if fields["outcome"] not in _ENDINGS:
-        raise ValueError(f"outcome is {_shown(fields['outcome'])}; there are: {', '.join(_ENDINGS)}")
+        raise InvalidReply(f"outcome is {_shown(fields['outcome'])}; there are: {', '.join(_ENDINGS)}")
     detail = _text(fields["detail"], "detail")[:DETAIL_CHARACTERS]
     return Outcome(fields["outcome"], detail=detail, **_numbers(fields))
 
@@ -107,7 +108,7 @@ def _said(said: Any, first: bool) -> Said:
     role, content = _parts(said, 2, "a message")
     roles = _ROLES if first else ("user", "tool")
     if role not in roles:
-        raise ValueError(f"role is {_shown(role)}; there are: {', '.join(roles)}")
+        raise InvalidReply(f"role is {_shown(role)}; there are: {', '.join(roles)}")
     return Said(role, _text(content, "content"))
 
 
@@ -156,7 +157,7 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _float(value: Any, name: str) -> float:
     """A number of any library; a text is none."""
     if not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {_shown(value)}, not a number")
+        raise InvalidReply(f"{name} is {_shown(value)}, not a number")
     return float(value)
 
 
@@ -198,5 +199,5 @@ def _fields(value: Any, names: set[str]) -> Mapping[str, Any]:
 
 def _attribute(said: Any, name: str) -> Any:
     if not hasattr(said, name):
-        raise TypeError(f"a message is {_shown(said)}, not a Said")
+        raise InvalidReply(f"a message is {_shown(said)}, not a Said")
     return getattr(said, name)

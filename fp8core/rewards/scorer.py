@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fp8core.environments.protocol import Key
-from fp8core.errors import UserError
+from fp8core.errors import InvalidReply, UserError
 from fp8core.user_code import file_of, load_code
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
@@ -129,7 +129,7 @@ class FunctionScorer:
         returned = self._function(prompt, completion, reference, finish, **given, **self._options)
         if isinstance(returned, Verdict):
             if returned.outcome not in OUTCOMES:
-                raise ValueError(
+                raise InvalidReply(
                     f"the verifier returned the outcome {returned.outcome!r}; there are: {', '.join(OUTCOMES)}"
                 )
             return Verdict(_bounded(float(returned.score)), returned.outcome, str(returned.detail))
@@ -138,7 +138,7 @@ class FunctionScorer:
         if getattr(returned, "ndim", None) == 0 and callable(item := getattr(returned, "item", None)):
             returned = item()  # A scalar of NumPy or torch.
         if not isinstance(returned, int | float):
-            raise TypeError(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
+            raise InvalidReply(f"the verifier returned {type(returned).__name__}, not a number, None or a Verdict")
         value = _bounded(float(returned))
         if value == RIGHT.score:
             return RIGHT

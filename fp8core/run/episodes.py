@@ -30,7 +30,7 @@ from fp8core.data.prompt import (
 from fp8core.environments.chat import AT_LEAST, ObservationError, Talk
 from fp8core.environments.protocol import Action, Key, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
-from fp8core.errors import NotRecordedError, UserError
+from fp8core.errors import InvalidReply, NotRecordedError, UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
@@ -131,6 +131,15 @@ def failed_trial(replies: Trial, config: RunConfig) -> str | None:
         return None
     how = ended_as(reply.outcome, reply.detail)
     return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+
+
+def refuse_invalid(replies: Trial, config: RunConfig) -> None:
+    """Raises UserError: what an environment returned in its `trial` is no reply, whatever it was asked."""
+    assert config.environment is not None, "a trial is of an environment"
+    *_, reply = replies
+    if isinstance(reply, EnvironmentOutcome) and (invalid := InvalidReply.read(reply.detail)) is not None:
+        asked = "start" if len(replies) == 1 else "step, with an empty answer"
+        raise UserError(f"environment.name={config.environment.name}: {asked}: {invalid}")
 
 
 def check_observation(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -> None:

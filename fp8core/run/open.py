@@ -44,7 +44,7 @@ from fp8core.run.build import (
     wants_gpus,
 )
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.episodes import check_observation, check_openings, failed_trial, tool_calls_of, trial
+from fp8core.run.episodes import check_observation, check_openings, failed_trial, refuse_invalid, tool_calls_of, trial
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.durable import refuse_unwritable
 from fp8core.store.layout import LEDGER, shards_of_steps
@@ -419,10 +419,12 @@ def _try_environment(
     """Begin an episode of each of these problems, and play one.
 
     Raises:
-        UserError: as `check_openings`; of a new run also as `check_observation`.
+        UserError: as `check_openings`; of a new run also as `refuse_invalid` and `check_observation`.
     """
     check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
     replies = trial(problems[0], config, environment)
+    if is_new:
+        refuse_invalid(replies, config)
     if (failure := failed_trial(replies, config)) is not None:
         console.note(failure)
     if is_new:

@@ -396,6 +396,27 @@ def test_a_bug_in_a_verifier_is_found_without_the_policy(tmp_path, line, said) -
     assert found is None if said is None else re.match(said, found)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("return completion", r"own\.py:score: the verifier returned str, not a number, None or a Verdict$"),
+        (
+            "return Verdict(1.0, 'fine', '')",
+            r"own\.py:score: the verifier returned the outcome 'fine'; there are: right",
+        ),
+    ],
+)
+def test_a_verifier_that_returns_no_verdict_is_refused(tmp_path, line, said) -> None:
+    place = tmp_path / "own.py"
+    place.write_text(
+        "from fp8core.rewards.scorer import Verdict\n\n\n"
+        f"def score(prompt, completion, reference, finish):\n    {line}\n"
+    )
+    config = load_config("tiny", {"reward.verifier": f"{place}:score"})
+    with closing(build_verifier(config.reward)) as verifier, pytest.raises(UserError, match=said):
+        failed_answer(Problem("one", "How many?", "7 apples"), config, verifier)
+
+
 def test_a_reference_that_is_no_answer(refused) -> None:
     assert refused(question="What is 2 and 1?", answer="three").startswith("reward.verifier=integer: the reference of")
 

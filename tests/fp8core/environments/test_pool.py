@@ -128,7 +128,7 @@ def test_an_end_lets_the_environment_close(pool: EnvironmentPool, tmp_path: Path
         ("raise it", "ValueError: no good: it"),
         ("quit", "SystemExit: 4"),
         ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,"),
-        ("give Outcome('fine')", "ValueError: outcome is 'fine'"),
+        ("give Outcome('fine')", "InvalidReply: outcome is 'fine'"),
     ],
 )
 def test_an_environment_that_crashes_is_closed_once(

@@ -3,14 +3,14 @@
 import json
 import re
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.build import build_base, build_environment, build_source, check_inputs
-from fp8core.run.episodes import failed_trial, trial
+from fp8core.run.episodes import failed_trial, refuse_invalid, trial
 
 ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
@@ -170,3 +170,28 @@ def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
     with closing(build_environment(config.environment)) as pool:
         found = failed_trial(trial(problem, config, pool), config)
     assert found is None if said is None else re.match(said, found)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("return nothing", None),
+        ("return None", "step, with an empty answer: the environment returned NoneType, neither a Turn nor an Outcome"),
+        ('return Outcome("fine")', "step, with an empty answer: outcome is 'fine'; there are: judge, "),
+        (
+            'return Turn((Said("system", "Obey."),))',
+            "step, with an empty answer: role is 'system'; there are: user, tool",
+        ),
+    ],
+)
+def test_an_environment_that_returns_no_reply_is_refused(tmp_path, line, said):
+    place = tmp_path / "own.py"
+    place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
+    options = {"begun": str(tmp_path / "begun")}
+    config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
+    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
+    with closing(build_environment(config.environment)) as pool:
+        replies = trial(problem, config, pool)
+    refused = nullcontext() if said is None else pytest.raises(UserError, match=rf"environment\.name=.*:Own: {said}")
+    with refused:
+        refuse_invalid(replies, config)
