@@ -21,10 +21,8 @@ from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, ST
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
-LEGEND = (
-    "tmpe 1: both policies give equal probabilities; differ: tokens where they do not",
-    "held-out in brackets: of an earlier step, as this one was not evaluated",
-)
+LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
+BRACKETS_LEGEND = "held-out in brackets: of an earlier step, as this one was not evaluated"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
 # Steps without a signal that are warned of, in a run of that many steps.
@@ -57,6 +55,7 @@ class Console:
         self._steps = steps
         self._lines = 0
         self._heldout: float | None = None
+        self._bracketed = False
         self._without_signal = 0
         self._seconds = list[float]()
         self._warm_start: float | None = None
@@ -121,12 +120,13 @@ class Console:
             task_seconds: task -> seconds; the one with the largest share is named.
         """
         if self._lines == 0:
-            legend: tuple[str, ...] = LEGEND
+            self._whole_line(Text(LEGEND, style="dim"))
             if STALENESS in metrics:
                 self._widths |= _AGE
-                legend = (*LEGEND, AGE_LEGEND)
-            for line in legend:
-                self._whole_line(Text(line, style="dim"))
+                self._whole_line(Text(AGE_LEGEND, style="dim"))
+        if HELDOUT not in metrics and self._heldout is not None and not self._bracketed:
+            self._bracketed = True
+            self._whole_line(Text(BRACKETS_LEGEND, style="dim"))
         if self._lines % HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1

@@ -81,7 +81,7 @@ def test_a_step_shows_what_was_measured_and_a_dash_for_most_of_the_rest() -> Non
     console = Console(file, 80)
     console.step(METRICS, 1.234, {"rollout": 0.2, "train": 0.617})
     console.step({"step": 3}, 1.0, {})
-    measured, empty = (line.split() for line in file.getvalue().splitlines()[3:])
+    measured, empty = (line.split() for line in file.getvalue().splitlines()[2::2])
     # 79 steps of 1.234 s are left, then 77 of the mean of 1.234 and 1.0 s.
     assert measured == ["1/80", "0.512", "0.430", "5.1", "1", "exactly", "0", "1.23", "1:37", "train", "50%"]
     assert empty == ["3/80", "-", "(0.430)", "-", "-", "-", "1.00", "1:26", "-"]
@@ -92,7 +92,7 @@ def test_steps_without_a_signal_are_counted() -> None:
     console = Console(file, 80)
     for step, share in enumerate((0.0, 0.25, 0.0), start=1):
         console.step(METRICS | {"step": step, "reward/groups_with_signal": share}, 1.0, {"rollout": 0.5})
-    lines = file.getvalue().splitlines()[3:]
+    lines = file.getvalue().splitlines()[2:]
     assert ["no signal (1);" in lines[0], "no signal" in lines[1], "no signal (2);" in lines[2]] == [True, False, True]
 
 
@@ -113,7 +113,7 @@ def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monk
     console = Console(out, 80)
     console.step(METRICS | {"rollout/tokens": 4936.0}, 1.234, {"a_step_with_quite_a_long_name" * 3: 0.2})
     console.sample("What is\n2 + 3?", "5 " * 200, 1.0)
-    header, step, sample = out.getvalue().splitlines()[2:]
+    header, step, sample = out.getvalue().splitlines()[1:]
     assert "tokens/s" in header
     assert "4,000" in step
     shown = re.sub(r"\x1b\[[0-9;]*m", "", sample)
@@ -128,11 +128,15 @@ def test_completions_are_shown_early_and_late(steps, shown):
 
 
 def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
-    plain = steps_printed(6, io.StringIO(), 80)
-    assert plain[1] == "held-out in brackets: of an earlier step, as this one was not evaluated"
-    assert [plain[step + 2].split()[2] for step in (4, 5, 6)] == ["-", "0.050", "(0.050)"]
-    coloured = steps_printed(6, Terminal(), 80)
-    assert [("\x1b[2m" in coloured[step + 2]) for step in (4, 5, 6)] == [False, False, True]
+    plain = steps_printed(7, io.StringIO(), 80)[5:]
+    assert plain[2] == "held-out in brackets: of an earlier step, as this one was not evaluated"
+    assert [plain[place].split()[2] for place in (0, 1, 3, 4)] == ["-", "0.050", "(0.050)", "(0.050)"]
+    coloured = steps_printed(7, Terminal(), 80)[5:]
+    assert [("\x1b[2m" in coloured[place]) for place in (0, 1, 3, 4)] == [False, False, True, True]
+
+
+def test_brackets_are_explained_only_where_there_are_some() -> None:
+    assert not any("brackets" in line for line in steps_printed(5, io.StringIO(), 80))
 
 
 def test_the_age_of_tokens_is_shown_where_a_run_generates_ahead() -> None:
@@ -141,7 +145,7 @@ def test_the_age_of_tokens_is_shown_where_a_run_generates_ahead() -> None:
     console.step(METRICS | {"rollout/staleness_mean": 1.25}, 1.0, {"train": 0.5})
     *_, header, step = file.getvalue().splitlines()
     assert step.split()[header.split().index("age") + 1] == "1.25", "the error takes two words"
-    assert "age" not in steps_printed(1, io.StringIO(), 80)[2]
+    assert "age" not in steps_printed(1, io.StringIO(), 80)[1]
 
 
 @pytest.mark.parametrize("total", [9, 80, 1000, 10_000_000])
