@@ -13,7 +13,9 @@ from flows.termination import ExitCode
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
-    parser = commands.add_parser("config", help="print a configuration with the origin of each value")
+    text = "print a configuration with the origin of each value"
+    checks = "Names, types and bounds of settings are checked here; files, data, model and machine by run."
+    parser = commands.add_parser("config", help=text, description=f"{text.capitalize()}. {checks}")
     add_config(parser)
     parser.set_defaults(command=print_config)
 

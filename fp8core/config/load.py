@@ -329,6 +329,10 @@ def _override_layers(overrides: Overrides) -> list[Block]:
         layers = [_nested(str(key), value, "overrides") for key, value in overrides.items()]
     else:
         layers = [_parse_override(text) for text in overrides]
+    for layer in layers:
+        if "base" in layer:
+            place = layer.places["base"]
+            raise UserError(f"base: it belongs in a configuration file, whose lowest layer it names ({place})")
     for key, value, place in (node for layer in layers for node in _nodes(layer)):
         if key == "tracking.uri" and isinstance(value, str) and without_passwords(value) != value:
             raise UserError(

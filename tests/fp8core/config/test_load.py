@@ -559,3 +559,9 @@ def test_a_file_may_name_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("base: tiny\nruns: ~/runs\nwarm_start: {demonstrations: ~/a.jsonl}\n")
     config = load_config(str(tmp_path / "c.yaml"))
     assert (config.runs, config.warm_start.demonstrations) == (Path("/somebody/runs"), "/somebody/a.jsonl")
+
+
+@pytest.mark.parametrize("overrides", [["base=tiny"], {"base": "tiny"}])
+def test_a_base_is_for_files(overrides):
+    with pytest.raises(UserError, match=r"^base: it belongs in a configuration file, .* \((--set|overrides)\)$"):
+        load_config("tiny", overrides)
