@@ -43,7 +43,7 @@ def test_expressions_have_the_values_that_python_gives_them() -> None:
 
 def expression(draw: random.Random, depth: int) -> str:
     if depth == 0 or draw.random() < 0.2:
-        return f"{draw.choice(['', '', '-'])}{draw.randrange(100)}"
+        return f"{draw.choice(['', '', '-', '--', '-+-', '- -'])}{draw.randrange(100)}"
     parts = [expression(draw, depth - 1) for _ in range(draw.randrange(1, 4))]
     text = draw.choice("+-*").join(parts) if draw.random() < 0.5 else draw.choice([" + ", "*", "-"]).join(parts)
     return f"({text})" if draw.random() < 0.5 else text
@@ -54,9 +54,14 @@ def value(node: ast.expr) -> int:
         apply = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}[type(node.op)]
         return apply(value(node.left), value(node.right))
     if isinstance(node, ast.UnaryOp):
-        return -value(node.operand)
+        return -value(node.operand) if isinstance(node.op, ast.USub) else value(node.operand)
     assert isinstance(node, ast.Constant)
     return node.value
+
+
+def test_only_parentheses_within_each_other_are_counted() -> None:
+    assert evaluate("(" * 50 + "1" + ")" * 50, None, False) == 1
+    assert evaluate("+".join(["((1))"] * 60), None, False) == 60
 
 
 @pytest.mark.parametrize("question", ["2*7*6+0+9=", "1-9*3=", "07*45-03=", "999*999-001+500=", "5="])
@@ -141,6 +146,12 @@ def test_a_number_is_found_and_the_reward_falls_with_every_guess() -> None:
     again, another = played(Guess(), Task("", "", 5)), played(Guess(), Task("", "", 6))
     assert again.step(Action(str(middle))) == Outcome("right", 1.0, info={"guesses": 1})
     assert isinstance(another.step(Action(str(middle))), Turn)
+
+
+def test_every_number_up_to_the_highest_is_drawn() -> None:
+    for number in "123":
+        games = [played(Guess(highest=3, guesses=1), Task("", "", seed)) for seed in range(40)]
+        assert any(game.step(Action(number)).outcome == "right" for game in games), number
 
 
 def test_a_game_that_is_lost() -> None:
