@@ -107,6 +107,19 @@ def test_agreement_weighs_exactly_one(level, action):
     assert weigh(weighting, [0.0, 0.0, 0.0], [True, False, True]) == ([1.0, 0.0, 1.0], [True, False, True])
 
 
+@pytest.mark.parametrize(
+    ("action", "weights", "kept"), [("mask", None, [0, 1, 1, 1, 0]), ("band", [0, 1, 1, 1, 0], None)]
+)
+def test_bounds_lie_within_the_band(action, weights, kept):
+    """A weight of 1 is agreement, also where 1 is a bound."""
+    w, mask = torch.tensor([[0.4999, 0.5, 1.0, 2.0, 2.0001]]), torch.ones(1, 5, dtype=torch.bool)
+    found, left = ACTIONS[action](w, mask, 0.5, 2.0)
+    assert torch.equal(found, w if weights is None else w * torch.tensor(weights))
+    assert torch.equal(left, mask if kept is None else torch.tensor([kept], dtype=torch.bool))
+    found, left = ACTIONS[action](w, mask, 1.0, 1.0)
+    assert (found[0, 2], left[0, 2]) == (1.0, True)
+
+
 def test_log_ratio_hides_masked_junk_and_carries_no_gradient():
     training = torch.tensor([[1.0, math.nan, -1.0]], requires_grad=True)
     d = log_ratio(training, torch.tensor([[0.5, math.inf, -1.0]]), torch.tensor([[True, False, True]]))
