@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -130,6 +132,16 @@ def test_a_column_is_what_was_padded(rows):
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     found = column(pad(rows, torch.float32, float("nan")), lengths)
     assert found.equals(pa.array(rows, pa.list_(pa.float32())))
+
+
+def test_stale_tokens_are_not_of_this_policy():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    nothing = TokenBatch(*(torch.zeros(2, 1) for _ in range(3)))
+    batch = RolloutBatch(nothing, mask, torch.zeros(2, 3), None, None, torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    assert torch.equal(batch.of_this_policy, mask)
+    stale = replace(batch, stale=torch.tensor([[True, False, False], [False, True, False]]))
+    assert stale.of_this_policy.tolist() == [[False, True, False], [True, False, True]]
+    assert stale.rows(slice(1, 2)).of_this_policy.tolist() == [[True, False, True]]
 
 
 def test_a_column_takes_no_more_than_there_is():
