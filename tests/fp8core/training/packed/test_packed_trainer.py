@@ -21,7 +21,7 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.packed import Fp8PackedAttention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.packed.masters import PassMasters
+from fp8core.training.packed.masters import Masters, PassMasters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE, Alone
 from fp8core.training.trainer import LogprobError, NotFiniteError
@@ -416,3 +416,22 @@ def test_a_gradient_travels_while_the_backward_goes_on(architecture, masters_of)
     assert sorted(number for event, number in ranks.noted if event == "end") == list(range(8)), "zeros of a second pass"
     for number, name in enumerate(order):
         assert set(masters._sums[name].unique().tolist()) == {1.0 + number + (4 + number)}, name
+
+
+class FirstOfThree(Alone):
+    """The first of three ranks; the others' parts are so large that a 1 beside them is lost."""
+
+    rank, count = 0, 3
+
+    def exchange(self, parts):
+        return lambda: [parts[0], torch.full_like(parts[0], 2.0**24), torch.full_like(parts[0], -(2.0**24))]
+
+
+def test_gradients_are_added_in_the_order_of_the_ranks(architecture, masters_of) -> None:
+    """So the sum is the same on all: in FP32 (1 + 2^24) - 2^24 is 0, and (1 - 2^24) + 2^24 is 1."""
+    arch = architecture(num_layers=1, hidden_size=384, head_dim=128, num_heads=3, num_kv_heads=3)
+    masters = Masters(arch, masters_of(arch), CPU, FirstOfThree())
+    name = "layers.0.down"
+    (found,) = masters.summing({name: torch.ones(masters._stacks[name].shape)})().values()
+    assert len(found)
+    assert not found.any()
