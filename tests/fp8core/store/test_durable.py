@@ -70,7 +70,9 @@ def test_ensure_file_writes_only_what_differs(tmp_path: Path) -> None:
     assert path.read_bytes() == b"two"
 
 
-def test_content_is_durable_before_its_name_and_both_before_the_return(tmp_path: Path, stored: list) -> None:
+def test_content_is_durable_before_its_name_and_both_before_the_return(
+    tmp_path: Path, stored: list[tuple[str, Path]]
+) -> None:
     make_folder(tmp_path)
     stored.clear()
     write_file(tmp_path / "a.json", b"one")
@@ -80,7 +82,7 @@ def test_content_is_durable_before_its_name_and_both_before_the_return(tmp_path:
 
 
 def test_a_file_whose_writer_was_killed_before_its_name_was_durable_gets_a_durable_one(
-    tmp_path: Path, stored: list
+    tmp_path: Path, stored: list[tuple[str, Path]]
 ) -> None:
     (tmp_path / "source").write_bytes(b"one")
     (tmp_path / "folder").mkdir()
@@ -95,7 +97,9 @@ def test_a_file_whose_writer_was_killed_before_its_name_was_durable_gets_a_durab
         assert stored == [("sync", tmp_path / "folder")]
 
 
-def test_the_name_of_each_new_folder_is_durable_before_the_next_is_made(tmp_path: Path, stored: list) -> None:
+def test_the_name_of_each_new_folder_is_durable_before_the_next_is_made(
+    tmp_path: Path, stored: list[tuple[str, Path]]
+) -> None:
     make_folder(tmp_path)
     stored.clear()
     make_folder(tmp_path / "a" / "b")
@@ -103,7 +107,7 @@ def test_the_name_of_each_new_folder_is_durable_before_the_next_is_made(tmp_path
 
 
 def test_a_folder_whose_maker_was_killed_before_its_name_was_durable_gets_a_durable_one(
-    tmp_path: Path, stored: list
+    tmp_path: Path, stored: list[tuple[str, Path]]
 ) -> None:
     (tmp_path / "a").mkdir()
     make_folder(tmp_path / "a")
@@ -124,6 +128,13 @@ def test_a_folder_in_one_that_may_not_be_read_is_used(tmp_path: Path) -> None:
         write_file(tmp_path / "home" / "own" / "file", b"one")
     finally:
         (tmp_path / "home").chmod(0o700)
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount")
+def test_the_name_of_a_mount_is_not_synced(stored: list[tuple[str, Path]]) -> None:
+    """The file system above may be one that nobody can write to, or sync."""
+    make_folder(Path("/proc"))
+    assert stored == []
 
 
 def test_missing_parents_have_the_mode_of_the_folder(tmp_path: Path) -> None:
