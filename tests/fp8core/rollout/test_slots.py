@@ -1,5 +1,6 @@
 """Slots of shipped tensors, and tensors through a file; those of a GPU are tested with vLLM itself (tests/vllm)."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
+from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.shared_weights import TensorSpec, open_shared, share_weights, specs_of
 from fp8core.rollout.slots import (
     EngineUpdateError,
@@ -21,6 +23,7 @@ from fp8core.rollout.slots import (
     fitted_slots,
     padded_shapes,
     whole_parameters,
+    written_scales,
 )
 
 LAYER = "model.layers.0"
@@ -320,3 +323,13 @@ def test_a_file_is_read_tensor_by_tensor():
         first, second = received["codes"], received["codes"]
     assert (len(received), set(received)) == (2, {"codes", "norm"})
     assert first is not second
+
+
+def test_a_scale_that_was_never_written_is_refused():
+    first, second = (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)
+    assert written_scales([first, second]) == (LayerScales(*first), LayerScales(*second))
+    for place, name in enumerate("qkv"):
+        values = [*second]
+        values[place] = math.nan
+        with pytest.raises(EngineUpdateError, match=f"layer 1: its scale of {name} was never written"):
+            written_scales([first, values])
