@@ -19,6 +19,7 @@ from fp8core.numerics.e4m3 import (
     quantise_rows,
     quantise_tiles,
     round_to_e4m3,
+    round_up,
     row_and_column_codes,
     row_codes,
     scale_from_amax,
@@ -200,6 +201,13 @@ def test_any_group_size(slow_quantise, shape: tuple[int, int], size: int, seed: 
     ):
         assert torch.equal(ours[0], slow[0])
         assert torch.equal(ours[1], slow[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "multiple", "expected"), [(0, 128, 0), (1, 128, 128), (128, 128, 128), (129, 128, 256)]
+)
+def test_a_multiple_is_not_rounded_up(value: int, multiple: int, expected: int) -> None:
+    assert round_up(value, multiple) == expected
 
 
 def test_tile_scales_have_the_layout_of_weight_scale_inv() -> None:
