@@ -19,6 +19,7 @@ from fp8core.run.resume import ensure, restore, rewind_to
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.start_tasks import START_TASKS
+from fp8core.store.step_manifests import refuse_other_outputs
 
 T = TypeVar("T")
 
@@ -117,7 +118,13 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     """Policy 0, its scales, its accuracy and its distance from BF16, then back to where an earlier process stopped.
 
     Returns the number of updates that were redone.
+
+    Raises StoredFileError: the ledger and a manifest differ, of a step that is read on the way.
     """
+    ledger = run.directory.ledger
+    newest = next(ledger.newest_checkpoints(), None)
+    tail = range(START + 1 if newest is None else newest.step, (ledger.last_step() or START) + 1)
+    refuse_other_outputs(run.directory.path, run.directory.store, ledger, (START, *tail))
 
     def stage(task: str, body: Callable[[], TaskResult]) -> TaskResult:
         name = START_TASKS[task].stage
@@ -135,9 +142,9 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     evaluation = stage("evaluate", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
     if "stream" in run.plan.carries:
         stage("stream", lambda: start.first_stream(run))
-    committed = run.directory.ledger.step(START) is not None
+    committed = ledger.step(START) is not None
     # A step 0 that an earlier version has committed stays as it is.
-    if compared_prompts(run.config) and (not committed or "precision_gap" in run.directory.ledger.tasks(START)):
+    if compared_prompts(run.config) and (not committed or "precision_gap" in ledger.tasks(START)):
         stage("precision_gap", lambda: start.precision_gap(run, scales, evaluation))
     if not committed:
         commit_step(run, START)

@@ -40,7 +40,7 @@ from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import RunDescription, RunDirectory
 from fp8core.store.run_view import RunView, inspect_manifest
-from fp8core.store.step_manifests import mend_manifest, read_manifest
+from fp8core.store.step_manifests import mend_manifest, read_manifest, refuse_other_outputs
 from fp8core.training.trainer import UpdateError
 
 
@@ -80,13 +80,17 @@ class RunSnapshot:
         return changed.model_copy(update={"steps": record.steps, "replay": replay})
 
     def refuse_unknown(self, step: int) -> None:
-        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out, or was cut off."""
+        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out, or was cut off.
+
+        Also where it differs from the step's manifest.
+        """
         committed = self.ledger.steps()
         self.ledger.refuse_gap(START, max(committed, default=START - 1))
         if step not in committed:
             RunView.read(self.folder).refuse_cut()
             known = f"steps 0 to {max(committed)} are" if committed else "no step is"
             raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
+        refuse_other_outputs(self.folder, self.store, self.ledger, (step,))
 
     def refuse_removed(self, config: RunConfig, step: int, older: int = 0) -> None:
         """Raises UserError: what leads from a checkpoint to the policy after a step was removed on purpose.

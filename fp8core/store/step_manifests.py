@@ -4,6 +4,7 @@ The artifact is what the ledger names. `manifests/00012.json` is for people to r
 """
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.durable import read_stored
 from fp8core.store.json_text import canonical_json, parse_json, parse_model, value_differences
-from fp8core.store.layout import manifest_place
-from fp8core.store.ledger import StepEntry
+from fp8core.store.layout import LEDGER, manifest_place
+from fp8core.store.ledger import LedgerView, StepEntry
 from fp8core.store.manifest import StepManifest
 
 
@@ -53,6 +54,27 @@ def mend_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> Found
     if found.damage is not None:
         store.put_json(entry.manifest.kind, found.manifest.model_dump(mode="json"))
     return found
+
+
+def refuse_other_outputs(folder: Path, store: ArtifactStore, ledger: LedgerView, steps: Iterable[int]) -> None:
+    """Raises StoredFileError: the ledger has other tasks or artifacts of a committed step than its manifest.
+
+    Names alone are compared. `verify` compares digests, and whoever reads an artifact its content.
+    """
+    for entry in filter(None, map(ledger.step, steps)):
+        try:
+            record = read_manifest(store, folder, entry).record
+        except StoredFileError:
+            continue  # Whoever needs it says so, or puts it back.
+        stored = {task: sorted(made.outputs) for task, made in ledger.tasks(entry.step).items()}
+        named = {task: sorted(contents) for task, contents in record.outputs.items()}
+        for task in sorted(stored.keys() | named.keys()):
+            if stored.get(task) != named.get(task):
+                ours, theirs = (", ".join(side.get(task, ())) or "nothing" for side in (stored, named))
+                raise StoredFileError(
+                    f"{LEDGER}: step {entry.step}: differs from its manifest: task {task} stored {ours}, by the "
+                    f"manifest {theirs}"
+                )
 
 
 def read_second_copy(folder: Path, entry: StepEntry, stored: bytes | None = None) -> bytes:
