@@ -73,7 +73,7 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
 
 
 def publish_inexact(tracker: Tracker) -> None:
-    """A tag on a run of which an update, redone after a stop, gave another policy than before."""
+    """A tag on a run that went on after a stop from another policy than before, or with completions begun anew."""
     tracker.set_tags({"inexact": "true"})
 
 

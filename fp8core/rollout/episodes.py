@@ -26,6 +26,9 @@ from fp8core.rollout.engine import (
 
 _LOOK_SECONDS = 1.0
 """Longest wait for environments before the caller may look after something else."""
+_OTHERWISE = (
+    "it answered otherwise when it was asked the same again, as its process was needed by others (environment.at_once)"
+)
 
 
 class Pool(Protocol):
@@ -94,7 +97,8 @@ class MultiTurn:
 
     Attributes:
         begun: episodes that go on, as a call has left or as a run has stored them. When the policy's turn has ended, an
-            environment that is not open any more is asked the same again; one that answers otherwise has crashed.
+            environment that is not open any more is asked the same again; one that answers otherwise has crashed
+            (`ask_again` finds it before).
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
         counted: episodes in which tokens of long texts are made and counted, for a detail as earlier versions had it.
     """
@@ -235,6 +239,33 @@ def run_episodes(
         for key in [*open_, *((one.completion.group, one.completion.sample) for one in finished)]:
             pool.end(key)
         session.close()
+
+
+def ask_again(groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: MultiTurn) -> list[Key]:
+    """Ask environments that are not open any more what they were asked before; those that answer otherwise, in order.
+
+    The others rest in the pool, as far as it has room. All samples of the groups have begun (`MultiTurn.begun`).
+    """
+    pool, differing = multi_turn.pool, list[Key]()
+    asked = dict[Key, _Open]()
+    for key, episode in _all_opened(groups, sampling.max_new_tokens, multi_turn):
+        if _woken(pool, key, episode):
+            pool.rest(key)
+        else:
+            asked[key] = episode
+    while asked:
+        for key, reply, _ in pool.replies(wait=True):
+            match asked[key].hear(reply, 0.0):
+                case Action() as action:
+                    pool.act(key, action)
+                    continue
+                case None:
+                    pool.rest(key)
+                case Episode():
+                    pool.end(key)
+                    differing.append(key)
+            del asked[key]
+    return sorted(differing)
 
 
 def _pool_and_session(engine: RolloutEngine, sampling: Sampling, multi_turn: MultiTurn | None) -> tuple[Pool, Session]:
@@ -384,7 +415,7 @@ class _Open:
             if isinstance(reply, Turn) and (reply if known.tools else replace(reply, tools=())) == known:
                 return action
             self._repeated.clear()
-            reply = Outcome("crashed", detail="it answered otherwise when it was asked the same again")
+            reply = Outcome("crashed", detail=_OTHERWISE)
         self._reward += reply.reward
         if self._newest is None:
             return self._begin(reply, seconds)

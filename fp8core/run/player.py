@@ -14,7 +14,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rollout.engine import PromptGroup, RolloutEngine, Sampling, StreamingEngine
-from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, run_episodes
+from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, ask_again, run_episodes
 from fp8core.rollout.registry import longest_row
 from fp8core.run.episodes import RecordedPool, cut_at, task_of, tool_calls_of
 
@@ -81,6 +81,27 @@ class EpisodePlayer:
                 f"environment.name={self.config.environment.name}: rollout.engine={self.config.rollout.engine} has no "
                 "open_session, which takes requests while others are in flight"
             )
+        yield from run_episodes(engine, groups, sampling, self._multi_turn(groups, asked, pool, begun, room))
+
+    def ask_again(
+        self,
+        groups: Sequence[PromptGroup],
+        asked: Sequence[Mapping[str, Any]],
+        pool: Pool,
+        begun: Mapping[Key, Begun | Episode],
+    ) -> list[Key]:
+        """As `rollout.episodes.ask_again`; arguments as of `play`."""
+        return ask_again(groups, self.sampling(), self._multi_turn(groups, asked, pool, begun, None))
+
+    def _multi_turn(
+        self,
+        groups: Sequence[PromptGroup],
+        asked: Sequence[Mapping[str, Any]],
+        pool: Pool,
+        begun: Mapping[Key, Begun | Episode],
+        room: int | None,
+    ) -> MultiTurn:
+        assert self.config.environment is not None, "a pool is of an environment"
         rows = {row["group"]: row for row in asked}
         tasks = {
             (group.group, sample): task_of(rows[group.group], seed)
@@ -91,4 +112,4 @@ class EpisodePlayer:
         budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, self.longest)
         talk = Talk(self.tokenizer, tool_calls_of(asked_for, self.tokenizer))
         counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
-        yield from run_episodes(engine, groups, sampling, MultiTurn(pool, talk, tasks, budget, begun, room, counted))
+        return MultiTurn(pool, talk, tasks, budget, begun, room, counted)

@@ -319,17 +319,28 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
             try:
                 iterate(run, index, carried(run, index))
             except FAILURES as error:
-                yield _failed(original, run.config, index, "the replay fails", error)
+                failed = _failed(original, run.config, index, "the replay fails", error)
+                yield replace(failed, causes=(*_went_on(original, index, steps[0]), *failed.causes))
                 return
         verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))
-        if verdict.outcome == "different" and index > steps[0] and original.ledger.redone(index - 1):
-            left = f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
-            verdict = replace(verdict, causes=(left, *verdict.causes))
+        if verdict.outcome == "different":
+            verdict = replace(verdict, causes=(*_went_on(original, index, steps[0]), *verdict.causes))
         if verdict.outcome != "equal":
             verdict = replace(verdict, causes=(*verdict.causes, *_lost_cache(original, run.config, steps[0], index)))
         yield verdict
         if verdict.outcome == "different":
             return
+
+
+def _went_on(original: RunSnapshot, index: int, first: int) -> Iterator[str]:
+    """Lines about results that the run went on from, and a replay from `first` has not."""
+    if index > first and original.ledger.redone(index - 1):
+        yield f"the run went on from another outcome of step {index - 1}, which was redone: replay from {index}"
+    stored = original.ledger.artifacts(index)
+    redone = (redo for redo in original.ledger.redone(index).values() if not redo.gave_policy)
+    # Between two tasks of the step: its record has the stream that they left.
+    if any(stored.get(name) == ref for redo in redone for name, ref in redo.outputs.items()):
+        yield f"episodes began anew within step {index}: after a restart an environment answered otherwise"
 
 
 def _answers(run: RunContext, index: int) -> int:

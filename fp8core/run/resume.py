@@ -16,6 +16,7 @@ from fp8core.alignment.bounds import unverifiable
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.rollout.stream import Row
+from fp8core.run.asked_again import begin_differing_anew
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -52,6 +53,8 @@ def restore(run: RunContext) -> int:
     if run.followed is None:
         _begin_anew(run, last)
     version = _restore_open_step(run, last + 1)
+    if run.followed is None:
+        begin_differing_anew(run, last + 1)
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
         rewind_with_engine(run, last)

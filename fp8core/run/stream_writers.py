@@ -12,7 +12,7 @@ from fp8core.environments.protocol import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.registry import continuation_of
-from fp8core.rollout.stream import GroupPlace, Row
+from fp8core.rollout.stream import GroupPlace, Row, group_of
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import RecordedPool, begun_of, seconds_of, turn_rows
 from fp8core.run.player import EpisodePlayer
@@ -207,18 +207,39 @@ class EpisodeWriter:
         if missing:
             yield from self._play(missing, places)
 
-    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        run = self._run
-        numbers = {group.group: self._number(places[group.group]) for group in missing}
-        by_number = {numbers[group.group]: group for group in missing}
-        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
-        prompts = [{**self._source.row(*places[group.group]), "group": numbers[group.group]} for group in missing]
+    def answered_otherwise(self, rows: Sequence[Row]) -> set[_Sample]:
+        """Those of the stream in flight whose environment answers otherwise when it is asked the same again."""
+        open_ = defaultdict[GroupPlace, list[Row]](list)
+        for row in rows:
+            if row.turns and not row.finish and _sample(row) not in self._over:
+                open_[row.batch, row.group].append(row)
+        if not open_:
+            return set()
+        assert self._run.environment is not None, "a replay takes recorded answers"
+        places, groups = [*open_], [group_of(number, each) for number, each in enumerate(open_.values())]
+        by_number, prompts, begun = self._asked(groups, places)
+        again = [replace(group, group=number) for number, group in by_number.items()]
+        differing = self._player.ask_again(again, prompts, self._run.environment, begun)
+        return {(*places[by_number[number].group], sample) for number, sample in differing}
+
+    def _asked(
+        self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]
+    ) -> tuple[dict[int, PromptGroup], list[dict[str, Any]], dict[Key, Episode | Begun]]:
+        """Groups by the numbers under which they are played, their prompts as rows, and what goes on of them."""
+        by_number = {self._number(places[group.group]): group for group in groups}
+        prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
         begun = {
             (number, sample): state
             for number, group in by_number.items()
             for sample in group.samples
             if (state := self._state((*places[group.group], sample))) is not None
         }
+        return by_number, prompts, begun
+
+    def _play(self, missing: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+        run = self._run
+        by_number, prompts, begun = self._asked(missing, places)
+        again = [replace(group, group=number, begun=(), room=()) for number, group in by_number.items()]
         pool: Pool = RecordedPool(self._recorded()) if run.environment is None else run.environment
         room = missing[0].room[0] if missing[0].room else None
         sampling = self._player.sampling()

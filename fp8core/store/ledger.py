@@ -339,10 +339,10 @@ class LedgerView:
         return {**self.artifacts(step), **dict(redone)}
 
     def inexact_steps(self) -> list[int]:
-        """Steps whose update, redone, gave another policy."""
+        """Steps whose update, redone, gave another policy, and those after which completions began anew."""
         # Copies: another thread may append.
         redone = [entry for tasks in list(self._all().redone.values()) for entry in list(tasks.values())]
-        return sorted({entry.step for entry in redone if entry.gave_policy})
+        return sorted({entry.step for entry in redone})
 
     def step(self, number: int) -> StepEntry | None:
         """A finished step; None when it is not finished."""

@@ -91,7 +91,7 @@ def _order(view: RunView) -> Iterator[Finding]:
         elif isinstance(entry, RedoEntry):
             text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
             if not entry.gave_policy:
-                text = "completions in flight begin anew: a policy that wrote tokens of them was replaced"
+                text = "completions in flight begin anew: a policy was replaced, or an environment answered otherwise"
             yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
         if problem is not None:
             yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)

@@ -150,7 +150,8 @@ def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashe
         return Turn((Said("tool", "a" * (len(told) % 7 + 1)),))
 
     (one,), _ = play_in_parts(pair.engine, ScriptedPool(moody), {(0, 1): build_tasks(1, 2)[0, 1]}, 3)
-    assert (one.outcome, one.detail) == ("crashed", "it answered otherwise when it was asked the same again")
+    assert one.outcome == "crashed"
+    assert one.detail.startswith("it answered otherwise when it was asked the same again")
     assert one.turns[-1].said == ""
     assert one.turns[-1].end == one.turns[-1].observation_end == len(one.completion.tokens)
     assert one.turns[-1].begin == one.turns[-2].observation_end
