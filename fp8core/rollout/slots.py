@@ -20,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isnan
+from math import inf, isnan
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -183,12 +183,14 @@ def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
     """Scales of Q, K and V by layer, as they were read back.
 
     Raises:
-        EngineUpdateError: one is NaN, as where none was written.
+        EngineUpdateError: one is NaN, as where none was written, or no scale: not positive, or infinite.
     """
     for layer, values in enumerate(held):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
                 raise EngineUpdateError(f"layer {layer}: its scale of {name} was never written, or not everywhere")
+            if not 0 < value < inf:
+                raise EngineUpdateError(f"layer {layer}: its scale of {name} was read back as {value}")
     return tuple(LayerScales(*values) for values in held)
 
 

@@ -63,8 +63,11 @@ def save_state(run: RunContext, index: int) -> None:
         for stale in (partial, folder):
             if stale.is_symlink() or stale.is_file():
                 stale.unlink()
-            elif stale.exists():
-                shutil.rmtree(stale)
+        if partial.exists():
+            shutil.rmtree(partial)
+        if folder.exists():
+            # By the other's name, which is free now.
+            remove_folder(folder)
         partial.mkdir()
         trainer.save(partial)
         trainer.save_policy(partial / POLICY, run.tokenizer)

@@ -325,11 +325,15 @@ def test_a_file_is_read_tensor_by_tensor():
     assert first is not second
 
 
-def test_a_scale_that_was_never_written_is_refused():
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(math.nan, "was never written"), *((bad, "was read back as") for bad in (0.0, -1.0, math.inf))],
+)
+def test_a_scale_that_was_never_written_or_is_none_is_refused(value, reason):
     first, second = (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)
     assert written_scales([first, second]) == (LayerScales(*first), LayerScales(*second))
     for place, name in enumerate("qkv"):
         values = [*second]
-        values[place] = math.nan
-        with pytest.raises(EngineUpdateError, match=f"layer 1: its scale of {name} was never written"):
+        values[place] = value
+        with pytest.raises(EngineUpdateError, match=f"layer 1: its scale of {name} {reason}"):
             written_scales([first, values])

@@ -5,7 +5,7 @@ import shutil
 from fp8core.run.checkpoint import save_state
 from fp8core.run.loop import begin
 from fp8core.store.durable import partial_folder
-from fp8core.store.run_directory import LEDGER
+from fp8core.store.layout import LEDGER
 
 
 def test_a_checkpoint_is_durable_before_its_name_and_named_before_the_ledger_has_it(run_copy, stored):
