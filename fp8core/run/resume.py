@@ -16,7 +16,6 @@ from fp8core.alignment.bounds import unverifiable
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
 from fp8core.rollout.stream import Row
-from fp8core.run.asked_again import begin_differing_anew
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -24,6 +23,7 @@ from fp8core.run.execute import attempt, carried, finished_steps
 from fp8core.run.policy import keep_policy, push
 from fp8core.run.rollouts import shards_of
 from fp8core.run.scales import read_scales
+from fp8core.run.stream_writers import EpisodeWriter, StreamPrompts
 from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
 from fp8core.store.metrics import STEP
@@ -54,7 +54,7 @@ def restore(run: RunContext) -> int:
         _begin_anew(run, last)
     version = _restore_open_step(run, last + 1)
     if run.followed is None:
-        begin_differing_anew(run, last + 1)
+        _begin_differing_anew(run, last + 1)
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.
         rewind_with_engine(run, last)
@@ -177,6 +177,54 @@ def _begin_anew(run: RunContext, last: int) -> None:
         f"step {last + 1}: {count} of {len(rows)} completions begin anew: policy {', '.join(map(str, sorted(lost)))}, "
         "which wrote tokens of them, was replaced or is of other code"
     )
+
+
+def _begin_differing_anew(run: RunContext, index: int) -> None:
+    """Let episodes begin anew, of the newest stream before or in the open step, whose environment answers otherwise.
+
+    It is asked the same again. Where it answers otherwise it is no function of its task and the actions, so nobody can
+    go on with the episode. Those that are over and durable are not asked. A run without a step to do stays as it is.
+    """
+    environment = run.config.environment
+    if environment is None or "stream" not in run.plan.carries or index > run.config.steps:
+        return
+    step, task, artifact, stored = _newest_stream(run, index)
+    table = run.directory.store.get_table(stored)
+    rows = [Row(**row) for row in table.to_pylist()]
+    differing = EpisodeWriter(run, index, StreamPrompts(run), rows).answered_otherwise(rows)
+    if not differing:
+        return
+    begun = [row.anew() if (row.batch, row.group, row.sample) in differing else row for row in rows]
+    made = run.directory.store.put_table(
+        "stream", pa.Table.from_pylist([asdict(row) for row in begun], schema=table.schema)
+    )
+    ledger, outputs = run.directory.ledger, {artifact: made}
+    redo = RedoEntry(step=step, task=task, outputs=outputs, code_version=run.code_version)
+    if ledger.step(step) is None:
+        # Its next task is to find this stream. A kill leaves both lines or none.
+        entry = ledger.tasks(step)[task]
+        ledger.append(entry.model_copy(update={"outputs": {**entry.outputs, **outputs}}), redo)
+    else:
+        ledger.append(redo)
+    in_flight = sum(bool(row.turns) and not row.finish for row in rows)
+    run.console.note(
+        f"step {index}: {len(differing)} of {in_flight} episodes in flight begin anew: environment.name="
+        f"{environment.name} answered otherwise when it was asked the same again; the run is inexact"
+    )
+
+
+def _newest_stream(run: RunContext, index: int) -> tuple[int, str, str, Ref]:
+    """Step, task and name of the stream that the next task reads, and the stream."""
+    start = carried(run, index)
+    for planned in reversed(finished_steps(run, index, start)):
+        for artifact, ref in run.directory.ledger.tasks(index)[planned.name].outputs.items():
+            if ref.kind == "stream":
+                return index, planned.name, artifact, ref
+    artifact = run.plan.carries["stream"]
+    if index == 1:
+        return 0, "stream", "stream", start["stream"]
+    producer = next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
+    return index - 1, producer.name, artifact, start["stream"]
 
 
 def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) -> None:

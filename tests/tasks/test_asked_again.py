@@ -9,7 +9,8 @@ from fp8core.report.console import Console
 from fp8core.run.execute import carried, run_step
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, replay
-from fp8core.store.run_directory import LEDGER, read_description
+from fp8core.store.layout import LEDGER
+from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.verify import verify
 
