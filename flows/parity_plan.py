@@ -109,7 +109,8 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
     """The plan, checked. `date` goes into the name of a parity run that has none.
 
     Raises:
-        UserError: something is named twice, or as `refuse_unrunnable` and `refuse_silent_store` of each training.
+        UserError: something is named twice, or as `refuse_unrunnable` and `refuse_silent_store` of each
+            training that is not finished.
     """
     for what, values in (("seeds", asked.seeds or ()), ("variants", asked.variants)):
         if len({*values}) != len(values):
@@ -125,8 +126,10 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
         _training(asked.config, overrides, config, name, variant, seed) for seed in seeds for variant in variants
     )
     left = [training.config for training in trainings if committed(training.folder) != training.config.steps]
-    # A variant has another precision, not another model, data, verifier or store.
-    for unfinished in left[:1]:
+    for unfinished in left:
+        refuse_unrunnable_settings(unfinished)
+    # A variant has another precision, not another model, data, verifier or store. The last one is the last to begin.
+    for unfinished in left[-1:]:
         check_inputs(unfinished)
         refuse_silent_store(unfinished)
     return Plan(name, config, variants, seeds, trainings)
@@ -136,7 +139,6 @@ def _training(named: str, overrides: Overrides, config: RunConfig, night: str, v
     run = f"parity-{night}-{variant}-{seed}"
     settings = merged_overrides(overrides, {**variant_settings(VARIANTS[variant], config, seed), "run": run})
     own = load_config(named, settings)
-    refuse_unrunnable_settings(own)
     return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})
 
 

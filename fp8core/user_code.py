@@ -2,7 +2,8 @@
 
 A file is executed from the bytes that its digest is of. Its module hides no other one: where another module has the
 name of the file, its own is made of the digest. Elsewhere it is that of the file, so that other processes can unpickle
-its functions. A file finds its neighbours, where no library has their name.
+its functions. After `find_neighbours` it finds the files beside it. Their code is in no digest, and all else that the
+process imports may find them too.
 
 Imported by child processes, hence free of everything heavy.
 """
@@ -25,6 +26,12 @@ class UserCode(NamedTuple):
     found: Callable[..., Any]
     file: Path
     digest: str
+
+
+def find_neighbours(path: str) -> None:
+    """From now on let imports find the neighbours of a path's file, where no library has their name."""
+    if (file := file_of_path(path)) is not None and (folder := str(file.parent)) not in sys.path:
+        sys.path.append(folder)
 
 
 def load_code(path: str, kind: str) -> UserCode:
@@ -89,9 +96,9 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _source(file: Path) -> bytes:
-    if file.exists() and not file.is_file():  # A pipe would wait for a writer.
-        raise UserError(f"{file} is no regular file")
     try:
+        if file.exists() and not file.is_file():  # A pipe would wait for a writer.
+            raise UserError(f"{file} is no regular file")
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
@@ -107,8 +114,6 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 def _module_of(file: Path, source: bytes) -> ModuleType:
     """A process keeps the module that it executed; an edited file is another module."""
     if (file, source) not in _modules:
-        if (folder := str(file.parent)) not in sys.path:
-            sys.path.append(folder)
         name = file.stem if _is_free(file) else f"user_code_{_digest(source)[:16]}"
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None, "a name in .py has a loader"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Environment
 from fp8core.errors import UserError
-from fp8core.user_code import file_of, load_code
+from fp8core.user_code import file_of, find_neighbours, load_code
 
 SHIPPED = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
 """Names and their classes in fp8core/environments/shipped.py."""
@@ -44,6 +44,7 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
         module = importlib.import_module("fp8core.environments.shipped")
         made, digest = getattr(module, SHIPPED[name]), _digest_of_shipped()
     else:
+        find_neighbours(name)
         made, _, digest = load_code(name, "class")
     method = getattr(made, "prepare", None)
     prepare = method if inspect.isclass(made) and inspect.ismethod(method) else None

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
 from fp8core.errors import UserError, described_error
-from fp8core.user_code import load_code
+from fp8core.user_code import find_neighbours, load_code
 
 VERSION = "0.3.1"
 """The last one whose environments are played in turns; any other may ask its client otherwise."""
@@ -92,6 +92,7 @@ class Verifiers:
         if not isinstance(environment, str) or not isinstance(arguments, Mapping | None):
             raise UserError("environment is a name, and arguments is a mapping")
         name = environment if ":" in environment else f"{environment.replace('-', '_')}:load_environment"
+        find_neighbours(name)
         load, _, source = load_code(name, "function")
         # Their threads would keep this process from forking.
         tqdm.tqdm.monitor_interval = 0

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from fp8core.environments.protocol import Key
 from fp8core.errors import InvalidReply, UserError
-from fp8core.user_code import file_of, load_code
+from fp8core.user_code import file_of, find_neighbours, load_code
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -167,6 +167,7 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
     """
     if name == MATH_VERIFY:
         return _math_scorer()
+    find_neighbours(name)
     function, _, digest = load_code(name, "function")
     _refuse_signature(function, options, columns)
     described = {"verifier": name, "source": digest}

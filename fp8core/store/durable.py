@@ -43,6 +43,7 @@ _BLOCK, _DIGEST_BLOCK, _COPY_BLOCK = 1 << 16, 1 << 18, 1 << 22
 
 # Folders whose names this process made durable: each costs one fsync, not one for each file that is written there.
 _durable_folders = set[Path]()
+_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
 class NotOwnFileError(OSError):
@@ -149,10 +150,10 @@ def _sync_name(folder: Path) -> None:
         # The name of a mount, or of a link to one, lies in a file system that need not take part.
         if folder.stat().st_dev == folder.parent.stat().st_dev:
             sync_path(folder.parent)
-    except PermissionError:
-        pass  # In a folder that this process may not read: another user made it.
     except OSError as error:
-        raise UserError(f"cannot make the name of the folder {folder} durable: {error.strerror}") from error
+        # In a folder that this process may not read, another user made it. Some file systems sync no folders.
+        if error.errno not in _NOT_SYNCED:
+            raise UserError(f"cannot make the name of the folder {folder} durable: {error.strerror}") from error
     _durable_folders.add(folder)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.user_code import digest_of_code, file_of, load_code
+from fp8core.user_code import digest_of_code, file_of, find_neighbours, load_code
 
 Written = Callable[[str, str], str]
 
@@ -72,7 +72,9 @@ UNPICKLE = "import pickle, sys; sys.path.append(sys.argv[1]); print(pickle.loads
 
 def test_a_function_reaches_other_processes(written: Written, tmp_path: Path) -> None:
     """As `multiprocessing` starts them, with the same places to import from."""
-    function = load_code(written("mine.py", "def score(): return 18"), "function").found
+    path = written("sent_to_others.py", "def score(): return 18")
+    find_neighbours(path)
+    function = load_code(path, "function").found
     pickled = pickle.dumps(function)
     assert pickle.loads(pickled) is function
     child = subprocess.run([sys.executable, "-c", UNPICKLE, str(tmp_path)], input=pickled, capture_output=True)
@@ -92,3 +94,18 @@ def test_what_has_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         load_code("a_folder_of_mine:score", "function")
     with pytest.raises(UserError, match=r"^itertools has no source file"):
         load_code("itertools:count", "function")
+
+
+def test_neighbours_are_found_where_they_were_asked_for_alone(written: Written) -> None:
+    """They are in no digest, and another file there may answer the optional import of a library."""
+    written("scale_of_mine.py", "SCALE = 2")
+    path = written("mine.py", "import scale_of_mine\ndef score(): return scale_of_mine.SCALE")
+    with pytest.raises(UserError, match="No module named 'scale_of_mine'"):
+        load_code(path, "function")
+    find_neighbours(path)
+    assert load_code(path, "function").found() == 2
+
+
+def test_a_name_that_is_too_long_is_one_line() -> None:
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        load_code(f"{'x' * 300}.py:score", "function")

@@ -58,7 +58,7 @@ def register_aligned_models() -> None:
 
 def load_model_class(name: str) -> None:
     """Give vLLM the class of a model itself. Of a path it learns in a process of its own, which imports all of vLLM:
-    13 s on two processors. That spares a process that forks its workers CUDA; ours are spawned."""
+    13 s on two processors. That spares a process CUDA that forks its workers; ours has it, and spawns vLLM's core."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
