@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from fp8core.config.section import Section, check_name, name_pattern
+from fp8core.config.section import Section, check_choice, name_pattern
+from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 
-SHIPPED_ENVIRONMENTS = ("calculator", "guess", "python")
 PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
 """Of `environments.shipped.Python`."""
 
@@ -51,7 +51,7 @@ class EnvironmentConfig(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        return check_name(name, SHIPPED_ENVIRONMENTS, "Class")
+        return check_choice(name, SHIPPED_ENVIRONMENTS, "Class")
 
     def unmeant(self) -> dict[str, str]:
         """Limits of the python tool that those of its episode do not hold, by their keys."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section, check_name, name_pattern
+from fp8core.config.section import Section, check_choice, name_pattern
 
 
 class LossTraits(NamedTuple):
@@ -160,7 +160,7 @@ class LossConfig(Section):
     @field_validator("policy")
     @classmethod
     def _known(cls, policy: str) -> str:
-        return check_name(policy, SHIPPED_LOSSES, "function")
+        return check_choice(policy, SHIPPED_LOSSES, "function")
 
     @model_validator(mode="after")
     def _settings_of_the_policy_loss(self) -> "LossConfig":

@@ -2,7 +2,7 @@
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section, check_name, name_pattern
+from fp8core.config.section import Section, check_choice, name_pattern
 
 SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
@@ -91,7 +91,7 @@ class RewardConfig(Section):
     @field_validator("verifier")
     @classmethod
     def _known(cls, verifier: str) -> str:
-        return check_name(verifier, SHIPPED_VERIFIERS, "function")
+        return check_choice(verifier, SHIPPED_VERIFIERS, "function")
 
     @field_validator("others")
     @classmethod

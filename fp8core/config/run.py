@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, field_serializer, field_validator, m
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import DataConfig, stray_placeholder
-from fp8core.config.environment import SHIPPED_ENVIRONMENTS, EnvironmentConfig
+from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_dual_clip
 from fp8core.config.parity import ParityConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
@@ -20,6 +20,7 @@ from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource
 from fp8core.config.steps import FILTER, TEACHER, PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
+from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 from fp8core.errors import without_passwords
 from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
 from fp8core.rollout.sglang.config import SglangConfig

@@ -38,7 +38,7 @@ def name_pattern(shipped: Iterable[str]) -> str:
     return f"^({'|'.join(shipped)}|{_OWN})$"
 
 
-def check_name(name: str, shipped: Collection[str], kind: str) -> str:
+def check_choice(name: str, shipped: Collection[str], kind: str) -> str:
     """The name; raises ValueError where it is neither shipped nor a path of the user's own `kind` of code."""
     if name not in shipped and re.fullmatch(_OWN, name) is None:
         own = f"(module:{kind} or path/to/file.py:{kind})"

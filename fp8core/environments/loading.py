@@ -15,7 +15,7 @@ from fp8core.environments.protocol import Environment
 from fp8core.errors import UserError
 from fp8core.user_code import file_of, find_neighbours, load_code
 
-SHIPPED = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
+SHIPPED_ENVIRONMENTS = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
 """Names and their classes in fp8core/environments/shipped.py."""
 _LONGEST_SIGNATURE = 200
 _METHODS = {"start": ("task",), "step": ("action",), "close": ()}
@@ -40,9 +40,9 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
 
     Raises UserError: there is none, importing it fails, it has not the methods of an environment, or not these options.
     """
-    if name in SHIPPED:
+    if name in SHIPPED_ENVIRONMENTS:
         module = importlib.import_module("fp8core.environments.shipped")
-        made, digest = getattr(module, SHIPPED[name]), _digest_of_shipped()
+        made, digest = getattr(module, SHIPPED_ENVIRONMENTS[name]), _digest_of_shipped()
     else:
         find_neighbours(name)
         made, _, digest = load_code(name, "class")

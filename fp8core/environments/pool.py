@@ -23,7 +23,7 @@ from typing import Any
 
 from fp8core.environments.channel import action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
-from fp8core.environments.loading import SHIPPED
+from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.rewards.child import CPU_SIGNAL
@@ -223,7 +223,7 @@ class EnvironmentPool:
         # Sets of strings have the same order in every run; threads of libraries, pyarrow's allocator among them, would
         # stay behind in a fork.
         shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        passed = shown if self._name in SHIPPED else dict(os.environ)
+        passed = shown if self._name in SHIPPED_ENVIRONMENTS else dict(os.environ)
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         single["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
         variables = {**passed, **single, "PYTHONHASHSEED": "0"}
