@@ -39,7 +39,6 @@ from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.episodes import check_observation, check_openings, tool_calls_of, trial
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.run_directory import read_description
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import trainer_grid, trainer_of
 from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
@@ -204,7 +203,8 @@ def check_inputs(config: RunConfig) -> None:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         teacher = check_opened(config, base, source, verifier)
-    is_new = config.run is None or read_description(config.runs / config.run) is None
+    # As `open_run` judges it: a run that was killed in its warm start may still be refused.
+    is_new = ledger is None or not ledger.holds_work()
     if is_new:
         check_new(config, base, source, teacher)
         if base.checkpoint is not None:

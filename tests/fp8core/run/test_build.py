@@ -31,6 +31,7 @@ from fp8core.run.build import (
     engine_environment,
 )
 from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.store.layout import LEDGER
 from fp8core.training.registry import trainer_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
@@ -291,7 +292,12 @@ def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(l
         loop_run("deployed", **preset)  # No command has asked before.
     check_inputs(load_config("tiny", preset | {"correction.preset": "verl/bypass_ppo_clip"}))
     begun = loop_run("begun", steps=1).folder
-    check_inputs(config.model_copy(update={"run": begun.name, "runs": begun.parent}))
+    stored = config.model_copy(update={"run": begun.name, "runs": begun.parent})
+    check_inputs(stored)
+    lines = (begun / LEDGER).read_text().splitlines(keepends=True)
+    (begun / LEDGER).write_text("".join(line for line in lines[:1]))
+    with pytest.raises(UserError, match=refused):
+        check_inputs(stored)  # It was killed in its warm start, before any work was over.
 
 
 def test_a_warm_start_has_the_moments_of_the_training_after_it():
