@@ -25,7 +25,6 @@ from typing import Any
 from benchmarks.harness import ROOT, Row, provenance, write_rows
 from benchmarks.harness import table as markdown
 from benchmarks.small_hopper import run_provenance
-from flows.environment import set_variables
 from flows.run_lookup import description_of, find_run
 from fp8core.config.capability import this_platform
 from fp8core.config.load import reload_config
@@ -33,6 +32,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import heldout_problems
+from fp8core.process_environment import set_variables
 from fp8core.report.run_data import read_run
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier

@@ -36,7 +36,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.harness import ROOT, Row, provenance, write_rows
-from flows.environment import set_variables
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -45,6 +44,7 @@ from fp8core.models.architecture import Architecture, Experts, architecture_to_h
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import PUBLISHED
 from fp8core.models.weights import reference_formats, rollout_formats, training_formats
+from fp8core.process_environment import set_variables
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective

@@ -45,7 +45,6 @@ from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile, ended, provenance, start, write_rows
-from flows.environment import set_variables
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.kv_scales import (
@@ -56,6 +55,7 @@ from fp8core.numerics.kv_scales import (
     covered_amax,
     scales_from_statistics,
 )
+from fp8core.process_environment import set_variables
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 

@@ -11,7 +11,6 @@ import secrets
 import shlex
 import stat
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 from flows.imports import uncollected
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
+from fp8core.process_environment import set_variables
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -239,13 +239,6 @@ def names_tracking_store() -> bool:
 def naming_store(uri: str) -> dict[str, str]:
     """Environment of a child whose MLflow store is `uri`: others can read a command line, and a password in it."""
     return {**os.environ, "MLFLOW_TRACKING_URI": uri}
-
-
-def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
-    """Set what a rollout engine reads when it is imported; a user's own values override suggested ones."""
-    os.environ.update(required)
-    for name, value in suggested.items():
-        os.environ.setdefault(name, value)
 
 
 def set_engine_variables(config: "RunConfig") -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flows.environment import set_variables
 from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides
 from fp8core.config.run import RunConfig, without_adapters
@@ -18,6 +17,7 @@ from fp8core.data.source import SUFFIXES, check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.models.checkpoint import find_checkpoint
+from fp8core.process_environment import set_variables
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ended, provenance, start
-from flows.environment import set_variables
 from fp8core.alignment.operations import Operation, Values, compare, logprobs_of, operations, remaining, trace
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
@@ -63,6 +62,7 @@ from fp8core.numerics.elementwise import (
     round_to_bf16,
 )
 from fp8core.numerics.kv_scales import scales_from_statistics
+from fp8core.process_environment import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine

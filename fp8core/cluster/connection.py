@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fp8core.config.capability import Node, this_node
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
+from fp8core.process_environment import set_variables
 
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
@@ -44,7 +45,7 @@ _NO_HEAD = "ray.exceptions.RpcError"
 
 # Ray ends this process so long after its head has gone, and by default after a minute. Our error comes earlier, at
 # the next call of a member, which a slow verifier may hold back.
-_RAY_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s", "600"
+_RAY_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 _HEAD_SECONDS = 5.0
 _HEAD_CONNECT_SECONDS = 2.0
 _HEAD_FAILURES = 5
@@ -109,7 +110,7 @@ def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = 
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     own = settings.address is None
     if not own:
-        os.environ.setdefault(*_RAY_PATIENCE)
+        set_variables({}, _RAY_PATIENCE)
     named = f"cluster.address={settings.address}" if option is None else f"{option} {settings.address}"
     if settings.address not in (None, "auto"):
         _refuse_silence(settings.address, named)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp8core.process_environment import set_variables
+
 # Distributions that trainers compute with; a process has some of them. Engines describe themselves at every sync.
 _LIBRARIES = ("torch", "triton", "transformer-engine", "megatron-core")
 # Ray names the kind of a node's accelerators by a resource of its own.
@@ -50,9 +52,7 @@ class Member:
     def __init__(
         self, required: Mapping[str, str], suggested: Mapping[str, str], threads: int, folders: Sequence[str]
     ) -> None:
-        os.environ.update(required)
-        for name, value in suggested.items():
-            os.environ.setdefault(name, value)
+        set_variables(required, suggested)
         # Modules of the user's own are found where the caller finds them.
         sys.path += [folder for folder in folders if folder not in sys.path]
         self._parts: dict[str, Any] = {}

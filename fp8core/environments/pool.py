@@ -10,7 +10,6 @@ environment that is a function of its task and of what it is asked goes on as it
 
 import contextlib
 import math
-import os
 import resource
 import selectors
 import signal
@@ -26,6 +25,7 @@ from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
+from fp8core.process_environment import chosen_variables, variables
 from fp8core.rewards.child import CPU_SIGNAL
 from fp8core.rewards.scorer import DETAIL_CHARACTERS
 from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
@@ -222,12 +222,10 @@ class EnvironmentPool:
         """The process that loads the environment. Raises UserError: it cannot; nothing of it is left then."""
         # Sets of strings have the same order in every run; threads of libraries, pyarrow's allocator among them, would
         # stay behind in a fork.
-        shown = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        passed = shown if self._name in SHIPPED_ENVIRONMENTS else dict(os.environ)
+        passed = chosen_variables(_PASSED_ON) if self._name in SHIPPED_ENVIRONMENTS else variables()
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         single["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-        variables = {**passed, **single, "PYTHONHASHSEED": "0"}
-        host = self._host = SupervisedProcess("fp8core.environments.child", variables)
+        host = self._host = SupervisedProcess("fp8core.environments.child", {**passed, **single, "PYTHONHASHSEED": "0"})
         try:
             self._load(host.connection)
         except BaseException:

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
@@ -28,6 +27,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import Attended, DevicePack, Fp8PackedAttention, PackedSequences
+from fp8core.process_environment import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling

@@ -13,7 +13,6 @@ import torch
 from episode_cases import check_no_token_of_a_long_play_differs, long_play
 from torch import Tensor
 
-from flows.environment import set_variables
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
@@ -23,6 +22,7 @@ from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.process_environment import set_variables
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales
 from fp8core.rollout.episodes import Episode

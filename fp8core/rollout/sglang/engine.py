@@ -28,6 +28,7 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
+from fp8core.process_environment import refuse_others
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
@@ -92,7 +93,7 @@ class SglangEngine(ResidentEngine):
                 this engine uses.
             EngineLost: SGLang ended while it started.
         """
-        _check_environment(required_environment())
+        refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
         self._build = build
@@ -376,12 +377,6 @@ def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
     with suppress(OSError):
         for message in iter(messages.get, _LAST):
             pipe.send_bytes(message)
-
-
-def _check_environment(required: Mapping[str, str]) -> None:
-    for name, value in required.items():
-        if os.environ.get(name) != value:
-            raise UserError(f"{name} must be {value} before SGLang is started, it is {os.environ.get(name)}")
 
 
 def _ending(code: int | None) -> str:

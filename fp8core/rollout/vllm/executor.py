@@ -1,8 +1,8 @@
 """Workers of vLLM on a GPU: copies of its core, which has imported vLLM already."""
 
-import os
-
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from fp8core.process_environment import set_variables
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -15,5 +15,5 @@ class ForkingExecutor(MultiprocExecutor):
     """
 
     def _init_executor(self) -> None:
-        os.environ[METHOD] = "fork"
+        set_variables({METHOD: "fork"}, {})
         super()._init_executor()

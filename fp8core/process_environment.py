@@ -1,0 +1,34 @@
+"""Environment variables of this process, as far as the library reads and sets them.
+
+Engines and trainers have libraries that read theirs once, when they are imported. Those of Prefect and MLflow are in
+`flows.environment`.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+
+from fp8core.errors import UserError
+
+
+def set_variables(required: Mapping[str, str], suggested: Mapping[str, str]) -> None:
+    """Set what libraries read when they are imported; a user's own values override suggested ones."""
+    os.environ.update(required)
+    for name, value in suggested.items():
+        os.environ.setdefault(name, value)
+
+
+def refuse_others(required: Mapping[str, str], moment: str) -> None:
+    """Raises UserError: a variable has another value than is required at this moment, or none."""
+    for name, value in required.items():
+        if (found := os.environ.get(name)) != value:
+            raise UserError(f"{name} must be {value} before {moment}, it is {found}")
+
+
+def variables() -> dict[str, str]:
+    """All of them, as a child process would have them."""
+    return dict(os.environ)
+
+
+def chosen_variables(names: Iterable[str]) -> dict[str, str]:
+    """Those of these names that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
