@@ -32,7 +32,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import heldout_problems
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.report.run_data import read_run
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier

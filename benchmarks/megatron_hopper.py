@@ -44,7 +44,7 @@ from fp8core.models.architecture import Architecture, Experts, architecture_to_h
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import PUBLISHED
 from fp8core.models.weights import reference_formats, rollout_formats, training_formats
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective

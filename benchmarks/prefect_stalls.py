@@ -28,7 +28,7 @@ from typing import Any
 
 from flows.cli.up import server_command
 from flows.prefect_server import answers
-from fp8core.end_with_parent import installed
+from fp8core.processes.end_with_parent import installed
 
 # Longer than Prefect's busy timeout.
 PATIENCE_SECONDS = 150.0

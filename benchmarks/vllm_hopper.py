@@ -55,7 +55,7 @@ from fp8core.numerics.kv_scales import (
     covered_amax,
     scales_from_statistics,
 )
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 

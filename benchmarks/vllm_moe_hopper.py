@@ -26,7 +26,7 @@ from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import model_refusals

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from flows.imports import uncollected
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig

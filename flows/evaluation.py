@@ -17,7 +17,7 @@ from fp8core.data.source import SUFFIXES, check_references
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.models.checkpoint import find_checkpoint
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row

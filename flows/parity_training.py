@@ -33,8 +33,8 @@ from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
 from flows.parity_plan import Training
 from flows.termination import ExitCode
-from fp8core.end_with_parent import TiedProcess, running
 from fp8core.parity.measure import MemorySample
+from fp8core.processes.end_with_parent import TiedProcess, running
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.durable import lines_forward, whole_end
 

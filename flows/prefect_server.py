@@ -31,8 +31,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from flows.imports import uncollected
-from fp8core.end_with_parent import TiedProcess, running
 from fp8core.errors import UserError
+from fp8core.processes.end_with_parent import TiedProcess, running
 
 if TYPE_CHECKING:
     from sqlalchemy import Dialect

@@ -62,7 +62,7 @@ from fp8core.numerics.elementwise import (
     round_to_bf16,
 )
 from fp8core.numerics.kv_scales import scales_from_statistics
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.embedded import EmbeddedEngine

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fp8core.config.capability import Node, this_node
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.

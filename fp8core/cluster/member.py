@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 
 # Distributions that trainers compute with; a process has some of them. Engines describe themselves at every sync.
 _LIBRARIES = ("torch", "triton", "transformer-engine", "megatron-core")

@@ -1,9 +1,10 @@
 """The processes below a pool of environments: the host, and for each episode a supervisor and the environment itself.
 
-The pool starts the host below a supervisor of its own (fp8core/rewards/supervisor.py). The host imports the environment
-once and stays single-threaded. For every episode the pool sends it an end of a socket, and it forks the episode's
-supervisor, which forks the process of the environment. That one answers the lines of the pool within limits. When it
-ends, or the pool closes the socket, its supervisor kills every process below itself, writes how it ended, and ends.
+The pool starts the host below a supervisor of its own (fp8core/processes/supervisor.py). The host imports the
+environment once and stays single-threaded. For every episode the pool sends it an end of a socket, and it forks the
+episode's supervisor, which forks the process of the environment. That one answers the lines of the pool within
+limits. When it ends, or the pool closes the socket, its supervisor kills every process below itself, writes how it
+ended, and ends.
 
     pool -> {"start": task} or {"construct": true}; -> {"ready": true}; -> a reply with the seconds it took
     pool -> action; -> a reply ...; the end of the socket asks the environment to close
@@ -30,12 +31,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from fp8core.environments.channel import decode, encode, read_action, read_reply, read_task, reply_message
 from fp8core.environments.loading import LoadedEnvironment, load_environment
-from fp8core.environments.process_bound import ProcessBound, ask_before_processes
 from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
 from fp8core.errors import UserError, described_error
-from fp8core.rewards.child import CPU_SIGNAL
-from fp8core.rewards.scorer import DETAIL_CHARACTERS
-from fp8core.rewards.supervisor import (
+from fp8core.processes.process_bound import ProcessBound, ask_before_processes
+from fp8core.processes.supervisor import (
+    CPU_SIGNAL,
     become_subreaper,
     become_supervised,
     confine_signals,
@@ -43,6 +43,7 @@ from fp8core.rewards.supervisor import (
     limit_memory,
     signals_are_confined,
 )
+from fp8core.rewards.scorer import DETAIL_CHARACTERS
 
 TOO_MANY_PROCESSES = "processes"
 _THREADS = Path("/proc/self/task")

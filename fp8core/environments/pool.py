@@ -25,10 +25,10 @@ from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
 from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
-from fp8core.process_environment import chosen_variables, variables
-from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.processes.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
+from fp8core.processes.supervisor import CPU_SIGNAL
+from fp8core.processes.variables import chosen_variables, variables
 from fp8core.rewards.scorer import DETAIL_CHARACTERS
-from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _LOADED_BYTES = 1 << 20
 """Of the line that says what was loaded."""

@@ -33,7 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp8core.environments.process_bound import (
+from fp8core.errors import UserError
+from fp8core.processes.process_bound import (
     ALLOW,
     ANY_BIT,
     AT_LEAST,
@@ -48,8 +49,7 @@ from fp8core.environments.process_bound import (
     install,
     statement,
 )
-from fp8core.errors import UserError
-from fp8core.rewards.supervisor import checked, forbid_new_privileges, landlock_version, limit_memory, system_call
+from fp8core.processes.supervisor import checked, forbid_new_privileges, landlock_version, limit_memory, system_call
 
 _MACHINE = "x86_64"
 _ROOT = str(Path(__file__).parents[2])

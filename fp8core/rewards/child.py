@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8core.errors import UserError, described_error
+from fp8core.processes.supervisor import CPU_SIGNAL, end_descendants, limit_memory
 from fp8core.rewards.scorer import (
     DETAIL_CHARACTERS,
     RIGHT,
@@ -30,9 +31,7 @@ from fp8core.rewards.scorer import (
     timed_out,
     unparsed,
 )
-from fp8core.rewards.supervisor import end_descendants, limit_memory
 
-CPU_SIGNAL = signal.SIGPROF
 _INTERRUPTED_AT = 0.8
 """Of a limit; what an interruption does not reach ends with its process at the limit."""
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from fp8core.errors import UserError
-from fp8core.rewards.child import CPU_SIGNAL
+from fp8core.processes.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
+from fp8core.processes.supervisor import CPU_SIGNAL
 from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD, OUTCOMES, Answer, Verdict, crashed, timed_out
-from fp8core.rewards.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 
 _START_SECONDS = 120.0
 _LONGEST_LINE = 1 << 16

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8core.end_with_parent import TiedProcess
+from fp8core.processes.end_with_parent import TiedProcess
 
 # Starts a child that writes what it reads and then END, forks a process that stays, and waits to be killed.
 PARENT = """\
 import os, sys, time
-from fp8core.end_with_parent import TiedProcess
+from fp8core.processes.end_with_parent import TiedProcess
 echo = "import os; word = os.read(0, 100); os.write(1, word + b'END')"
 lifeline = TiedProcess(["-c", echo], open(sys.argv[1], "wb"))
 if os.fork() == 0:

@@ -15,7 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import Pending, Running
 
 from flows import pools
-from fp8core.end_with_parent import running
+from fp8core.processes.end_with_parent import running
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import Attended, DevicePack, Fp8PackedAttention, PackedSequences
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling

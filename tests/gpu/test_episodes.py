@@ -22,7 +22,7 @@ from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales
 from fp8core.rollout.episodes import Episode

@@ -18,7 +18,7 @@ from benchmarks import megatron_hopper as cases
 from fp8core.config.capability import Environment
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.weights import rollout_formats, stored_weights
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.training.megatron.requirements import required_environment
 from fp8core.training.ranks import ALONE
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvloop
 
-from fp8core import end_with_parent
+from fp8core.processes import end_with_parent
 
 TOKENS = 20_000
 _spawning = multiprocessing.get_context("spawn")

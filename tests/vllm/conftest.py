@@ -25,7 +25,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, SyncReport

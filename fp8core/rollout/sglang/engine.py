@@ -28,7 +28,7 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.process_environment import refuse_others
+from fp8core.processes.variables import refuse_others
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending

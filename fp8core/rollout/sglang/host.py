@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from fp8core import end_with_parent
+from fp8core.processes import end_with_parent
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
 
 RESULT, ERROR, FINISHED = "result", "error", "finished"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8core import end_with_parent
 from fp8core.numerics.fingerprint import fingerprints
+from fp8core.processes import end_with_parent
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared

@@ -2,7 +2,7 @@
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from fp8core.process_environment import set_variables
+from fp8core.processes.variables import set_variables
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fp8core import end_with_parent
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import Slice, slice_sums
+from fp8core.processes import end_with_parent
 from fp8core.rollout.engine import PromptGroup, Sampling
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
 from fp8core.rollout.slots import Cut, Share, Shares, Slot

@@ -11,7 +11,7 @@ import pytest
 
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Key, Outcome, Said, Task, Turn
-from fp8core.rewards.supervisor import signals_are_confined
+from fp8core.processes.supervisor import signals_are_confined
 from tests.fp8core.environments.conftest import LIMITS
 
 StartPool = Callable[..., EnvironmentPool]

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from fp8core.errors import UserError
+from fp8core.processes.supervisor import signals_are_confined
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
-from fp8core.rewards.supervisor import signals_are_confined
 from fp8core.rewards.verifier import Answer
 
 # The machine may be busy: time limits are met by what never ends, and by nothing else.
@@ -303,7 +303,7 @@ def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -
 PARENT = """
 import sys
 from fp8core.config.reward import RewardConfig
-from fp8core.rewards.supervisor import signals_are_confined
+from fp8core.processes.supervisor import signals_are_confined
 from fp8core.rewards.verifier import Answer, build_verifier
 
 pool = build_verifier(RewardConfig(verifier=sys.argv[1], workers=2))

@@ -21,7 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8core.rewards.supervisor import checked, forbid_new_privileges, system_call
+from fp8core.processes.supervisor import checked, forbid_new_privileges, system_call
 
 # linux/seccomp.h
 _SET_MODE_FILTER, _FLAG_NEW_LISTENER = 1, 8

@@ -41,10 +41,12 @@ _WALL = 0x40000000
 _SWEEP_SECONDS = 0.001
 _STATM = Path("/proc/self/statm")
 
+CPU_SIGNAL = signal.SIGPROF
+"""What ends a process that has computed for too long."""
 _ROOT = str(Path(__file__).parents[2])
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from fp8core.rewards.supervisor import supervise; supervise(int(sys.argv[1]), sys.argv[2])"
+    "from fp8core.processes.supervisor import supervise; supervise(int(sys.argv[1]), sys.argv[2])"
 )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _RUN_MODULE = """
 import runpy, sys
 sys.path.insert(0, sys.argv[1])

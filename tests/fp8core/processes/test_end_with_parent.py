@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fp8core.end_with_parent import follow_parent
+from fp8core.processes.end_with_parent import follow_parent
 
 # Every process starts the next one; the last says that it is there.
 _PROGRAM = """
 import multiprocessing, os, signal, sys
-from fp8core.end_with_parent import follow, follow_parent
+from fp8core.processes.end_with_parent import follow, follow_parent
 
 def live(method, length, pid):
     if length > 1:

@@ -9,8 +9,8 @@ import socket
 import subprocess
 from collections.abc import Mapping
 
-from fp8core.end_with_parent import TiedProcess
-from fp8core.rewards.supervisor import supervised
+from fp8core.processes.end_with_parent import TiedProcess
+from fp8core.processes.supervisor import supervised
 
 _READ_BYTES = 1 << 20
 _ENDING_SECONDS = 1.0
