@@ -18,6 +18,7 @@ from fp8core.config.run import public_dump
 from fp8core.errors import UserError
 from fp8core.run.build import check_inputs
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.ledger import START, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import RunDirectory
 
@@ -332,6 +333,9 @@ def test_a_run_that_was_begun_keeps_prompts_that_lack_a_turn(gsm8k, tmp_path):
         check_inputs(config)
     with RunDirectory.create_or_open(config.runs / "begun") as directory:
         directory.write_description(public_dump(config), "")
+        begun = SegmentEntry(pid=1, host="here", code_version="0" * 64, started=1.0)
+        work = TaskEntry(step=START, task="warm_start", key="0" * 64, outputs={}, started=1.0, seconds=0.0)
+        directory.ledger.append(begun, work)
     check_inputs(config)
 
 
