@@ -223,8 +223,7 @@ def _newest_stream(run: RunContext, index: int) -> tuple[int, str, str, Ref]:
     artifact = run.plan.carries["stream"]
     if index == 1:
         return 0, "stream", "stream", start["stream"]
-    producer = next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
-    return index - 1, producer.name, artifact, start["stream"]
+    return index - 1, _producer(run, artifact).name, artifact, start["stream"]
 
 
 def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) -> None:
