@@ -28,7 +28,7 @@ from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes, rollout_table
 from fp8core.run.scoring import token_batch
-from fp8core.run.stream_writers import StreamPrompts, writer_of
+from fp8core.run.stream_writers import StreamPrompts, stream_rows, stream_table, writer_of
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import LOGPROBS, ROLLOUTS, STREAM, STREAM_OF_EPISODES, TURNS, VERSIONS
 from fp8core.training.trainer import LogprobError, first_differing
@@ -184,13 +184,13 @@ def _opened(run: RunContext, stream: Ref, left: int) -> Stream:
     whole = run.config.environment is not None and pipeline.mode == "one_step_off"
     most = prompts if whole else pipeline.max_inflight_prompts
     pace = Pace(prompts, pipeline.max_staleness, most)
-    rows = [Row(**row) for row in run.directory.store.get_table(stream).to_pylist()]
+    rows = stream_rows(run.directory.store.get_table(stream))
     return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
 
 
 def _table(run: RunContext, rows: Sequence[Row]) -> pa.Table:
     schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
-    return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
+    return stream_table(rows, schema)
 
 
 def _completion(row: Row) -> Completion:

@@ -7,7 +7,6 @@ more. Where files are whole none of this happens.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
 import pyarrow as pa
 from pydantic import JsonValue
@@ -15,7 +14,6 @@ from pydantic import JsonValue
 from fp8core.alignment.bounds import unverifiable
 from fp8core.config.steps import PlannedStep, import_step
 from fp8core.errors import StoredFileError
-from fp8core.rollout.stream import Row
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -23,7 +21,7 @@ from fp8core.run.execute import attempt, carried, finished_steps
 from fp8core.run.policy import keep_policy, push
 from fp8core.run.rollouts import shards_of
 from fp8core.run.scales import read_scales
-from fp8core.run.stream_writers import EpisodeWriter, StreamPrompts
+from fp8core.run.stream_writers import EpisodeWriter, StreamPrompts, stream_rows, stream_table
 from fp8core.store.artifacts import ArtifactError, Ref
 from fp8core.store.ledger import START, RedoEntry, TaskEntry
 from fp8core.store.metrics import STEP
@@ -163,9 +161,9 @@ def _begin_anew(run: RunContext, last: int) -> None:
         lost = {version for version in lost if _is_replaced(run, version)}
     if not lost and damage is None:
         return
-    rows = [Row(**row) for row in table.to_pylist()]
+    rows = stream_rows(table)
     begun = [row.anew() if lost.intersection(row.versions) else row for row in rows]
-    made = store.put_table("stream", pa.Table.from_pylist([asdict(row) for row in begun], schema=table.schema))
+    made = store.put_table("stream", stream_table(begun, table.schema))
     if made == stored:
         return
     entry = RedoEntry(step=last, task=producer, outputs={artifact: made}, code_version=run.code_version)
@@ -190,14 +188,12 @@ def _begin_differing_anew(run: RunContext, index: int) -> None:
         return
     step, task, artifact, stored = _newest_stream(run, index)
     table = run.directory.store.get_table(stored)
-    rows = [Row(**row) for row in table.to_pylist()]
+    rows = stream_rows(table)
     differing = EpisodeWriter(run, index, StreamPrompts(run), rows).answered_otherwise(rows)
     if not differing:
         return
     begun = [row.anew() if (row.batch, row.group, row.sample) in differing else row for row in rows]
-    made = run.directory.store.put_table(
-        "stream", pa.Table.from_pylist([asdict(row) for row in begun], schema=table.schema)
-    )
+    made = run.directory.store.put_table("stream", stream_table(begun, table.schema))
     ledger, outputs = run.directory.ledger, {artifact: made}
     redo = RedoEntry(step=step, task=task, outputs=outputs, code_version=run.code_version)
     if ledger.step(step) is None:

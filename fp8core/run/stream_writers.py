@@ -355,6 +355,16 @@ class EpisodeWriter:
         return pa.Table.from_pylist(rows, schema=TURNS)
 
 
+def stream_rows(table: pa.Table) -> list[Row]:
+    """The rows of a table of kind `stream`."""
+    return [Row(**row) for row in table.to_pylist()]
+
+
+def stream_table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
+    """Rows as a table of kind `stream`, whose schema depends on whether an environment answers."""
+    return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
+
+
 def _sample(row: Row) -> _Sample:
     return row.batch, row.group, row.sample
 
