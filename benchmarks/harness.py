@@ -28,7 +28,8 @@ PRECISIONS = {
     "fp8_linear_kv": "FP8 linears, cache and attention",
 }
 MODELS = {"qwen3-8b": "Qwen3-8B", "llama-3.1-8b": "Llama-3.1-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
-_POLL_SECONDS = 0.2
+# A step of a small model has ended in tenths of a second; what is awaited may be one task of it.
+_POLL_SECONDS = 0.02
 
 Row = dict[str, Any]
 
