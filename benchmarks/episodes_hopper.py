@@ -1,6 +1,7 @@
 """Time episodes of several turns against single turns of equal lengths on one Hopper GPU, and count differing tokens.
 
     python -m benchmarks.episodes_hopper --out FOLDER [--captured-tokens N] [speed] [exactness]
+    python -m benchmarks.episodes_hopper --out FOLDER --engine sglang speed
 
 `speed` is Qwen3-8B with random weights on the aligned engine: 256 requests whose rows have 1,024 tokens each, first in
 one turn, then in 10 turns with an observation of 31 tokens after each but the last. The environment answers at once, or
@@ -54,13 +55,17 @@ A request of a turn costs the core 0.6 ms, and a step that decodes hides 11 ms o
 at each step: 0.88 to 0.92 in one engine, where all at once gave 0.89 and 0.90. Predicted for `run_episodes` that lets
 16 enter, or half of those that wait: 0.91 at once and 0.89 with late answers. It gave 0.89 and 0.86, which all at once
 give too, so all enter at once.
+
+Predicted with SGLang, our model and pages of 16: its steps of prompts run eagerly, in 45 ms, but its scheduler reads
+the answers of a turn in one or two of them, and decodes for all afterwards. Some 18 such steps beside 740 of 11 ms:
+0.92 of equal work at once, and 0.85 with late answers, which come one by one and so make more steps of prompts.
 """
 
 import argparse
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -71,18 +76,23 @@ import torch
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import Row, RowFile, table
 from benchmarks.rollout_hopper import WORKER, median_step, traced_steps
+from benchmarks.sglang_hopper import ALIGNED, prepared, timed_generation
 from benchmarks.vllm_hopper import prepare
+from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.environments.chat import Talk
 from fp8core.environments.protocol import Action, Key, Outcome, Reply, Said, Task, Turn
+from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
+from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
 from fp8core.run.context import freeze_heap, thaw_heap
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
@@ -98,6 +108,8 @@ _SLOWEST = 40
 _TRACED = (320, 395)
 _READS = 1.3
 EXACT_REQUESTS, EXACT_PROMPT = 64, 300
+# Tokens of a page of SGLang's cache, the fewest that our attention reads, as vLLM's blocks.
+_PAGE = 16
 
 
 class TimedPool:
@@ -173,30 +185,32 @@ def main() -> None:
     parts = {"exactness": measure_exactness, "speed": measure_speed}
     parser.add_argument("parts", nargs="*", choices=parts, default=["exactness", "speed"])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--captured-tokens", type=int, default=CAPTURED_TOKENS, help="of the largest captured step")
+    parser.add_argument("--captured-tokens", type=int, default=CAPTURED_TOKENS, help="of vLLM's largest captured step")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="of the speed (default vllm)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = RowFile(options.out.absolute() / "episodes_hopper.json")
+    rows = RowFile(options.out.absolute() / "episodes_hopper.json", engine=options.engine)
     for part in options.parts:
-        parts[part](rows, options.captured_tokens)
+        parts[part](rows, options)
         print(rows.rows[-1], flush=True)
 
 
-def measure_speed(rows: RowFile, captured: int) -> None:
-    """Single turns, then episodes whose environments answer at once and late, then the steps of a turn; a row each."""
-    with _started(rows, captured) as (engine, talk, about):
+def measure_speed(rows: RowFile, options: argparse.Namespace) -> None:
+    """Single turns, then episodes whose environments answer at once and late, then vLLM's steps of a turn."""
+    with _warm(rows, options) as (engine, timed, talk, about):
         # The second writes as many tokens as the episodes write, and reads what is left of a row.
         written = TURN * TURNS
         for read, generated in ((PROMPT, ROW), (PROMPT + ROW - written, written)):
-            rows.append(
-                {**about, "kind": "single_turn", **cases.timed_rollout(engine, REQUESTS, read, generated, seed=2)}
-            )
+            rows.append({**about, "kind": "single_turn", **timed(engine, REQUESTS, read, generated, seed=2)})
         single, alike = (row["tokens_per_s"] for row in rows.rows[-2:])
         for number, latest in enumerate((0.0, LATEST_SECONDS)):
             pool, began = TimedPool(latest), time.perf_counter()
             episodes = play(engine, talk, REQUESTS, PROMPT, ROW, pool, seed=3 + number)
             row = episode_row(episodes, time.perf_counter() - began, latest, single, alike)
             rows.append({**about, **row, **steps_row(pool.steps)})
+        if options.engine != "vllm":
+            # Another worker has no profiler.
+            return
         traced = TracedPool(engine)
         play(engine, talk, REQUESTS, PROMPT, ROW, traced, seed=5)
         for which, kernels in typical_steps(traced_steps(**traced.trace)).items():
@@ -215,30 +229,49 @@ def typical_steps(steps: Sequence[Row]) -> dict[str, Row]:
 
 
 @contextmanager
-def _started(rows: RowFile, captured: int) -> Iterator[tuple[Any, Talk, Row]]:
-    """Qwen3-8B's aligned engine with all its kernels, and what its rows say."""
-    contract = cases.aligned(cases.contract("fp8_linear_kv"))
-    settings = cases.options(
-        model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=captured
-    )
-    prepare(contract, settings)
-    arch = cases.qwen3_8b(36)
-    cases.compile_products(arch, contract, settings.batched_tokens)
-    engine = cases.start(arch, contract, settings, REQUESTS, rows, WORKER)
+def _warm(rows: RowFile, options: argparse.Namespace) -> Iterator[tuple[Any, Callable[..., Row], Talk, Row]]:
+    """Qwen3-8B's aligned engine with all its kernels, how its rollouts are timed, and what its rows say."""
+    contract, arch = cases.aligned(cases.contract("fp8_linear_kv")), cases.qwen3_8b(36)
+    start, timed = ENGINES[options.engine]
+    engine, about = start(arch, contract, rows, options.captured_tokens)
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
         freeze_heap()  # as a training does
         # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
-        cases.timed_rollout(engine, REQUESTS, PROMPT, ROW, seed=1)
+        timed(engine, REQUESTS, PROMPT, ROW, seed=1)
         talk = plain_talk(arch.vocab_size)
         play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(LATEST_SECONDS), seed=1)
         play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(0.0), seed=2)
-        about = {"model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS, "captured_tokens": captured}
-        yield engine, talk, {"kind": "episodes", **about}
+        about |= {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
+        yield engine, timed, talk, about
     finally:
         thaw_heap()
         engine.close()
+
+
+def _start_vllm(arch: Architecture, contract: PrecisionContract, rows: RowFile, captured: int) -> tuple[Any, Row]:
+    settings = cases.options(
+        model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=captured
+    )
+    prepare(contract, settings)
+    cases.compile_products(arch, contract, settings.batched_tokens)
+    return cases.start(arch, contract, settings, REQUESTS, rows, WORKER), {"captured_tokens": captured}
+
+
+def _start_sglang(arch: Architecture, contract: PrecisionContract, rows: RowFile, captured: int) -> tuple[Any, Row]:
+    """Its steps of prompts are not captured; an answer reads again what is left of a page."""
+    _, _, settings = prepared(ALIGNED, invariant=False)
+    sizes = {"mem_fraction_static": 0.85, "context_length": PROMPT + ROW, "page_size": _PAGE}
+    settings = settings.model_copy(update=sizes)
+    from fp8core.rollout.sglang.engine import SglangEngine
+
+    cases.compile_products(arch, contract, max(settings.chunked_prefill_size, REQUESTS))
+    return SglangEngine(arch, contract, settings, REQUESTS, find_build(this_platform())), {"page_size": _PAGE}
+
+
+# Of each its start and the time of its rollouts.
+ENGINES = {"vllm": (_start_vllm, cases.timed_rollout), "sglang": (_start_sglang, timed_generation)}
 
 
 def episode_row(episodes: Sequence[Episode], seconds: float, latest: float, single: float, alike: float) -> Row:
@@ -283,6 +316,7 @@ def episode_tables(rows: Sequence[Row]) -> list[str]:
         if "processors" in row:
             own = any(each["process"] == "VLLM::Worker" for each in row["processors"])
             worker = "beside the core" if own else "inside the core"
+            worker = "SGLang's" if row.get("engine") == "sglang" else worker
         if row["kind"] == "episodes_trace":
             parts = dict(row["parts_ms"])
             told = [row["step_ms"], row["idle_ms"], *(parts.pop(name) for name in ("linear", "attention"))]
@@ -305,10 +339,12 @@ def _gpu(row: Row) -> str:
     return str(row["hardware"]["gpu"]).split()[1]
 
 
-def measure_exactness(rows: RowFile, captured: int) -> None:
+def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:
     """Log-probs of the policy's tokens against the packed trainer's, with prefixes cached and computed."""
     contract = cases.aligned(cases.contract("fp8_linear_kv"))
-    settings = cases.options(model="aligned", max_model_len=2048, gpu_memory_utilization=0.3, captured_tokens=captured)
+    settings = cases.options(
+        model="aligned", max_model_len=2048, gpu_memory_utilization=0.3, captured_tokens=options.captured_tokens
+    )
     prepare(contract, settings)
     policy = cases.small_policy(contract, 0)
     engine = cases.start(policy.arch, contract, settings, EXACT_REQUESTS // 2, rows)

@@ -3,6 +3,7 @@
     python -m benchmarks.large_ledger --out FOLDER --seconds 560                   both variants, one after the other
     python -m benchmarks.large_ledger --out FOLDER --seconds 560 bf16              one of them
     python -m benchmarks.large_ledger --out FOLDER --logprobs training             without a log-prob pass
+    python -m benchmarks.large_ledger --out FOLDER --engine sglang fp8_end_to_end_kv
     python -m benchmarks.large_ledger --out FOLDER --layers 2 --device cpu         a rehearsal, of a tiny model
 
 The weights are random, because time does not depend on them; other benchmarks use `make_model` too. A run is started
@@ -67,6 +68,15 @@ _SIZES = {
 }
 # Room for as many tokens in either format: all completions with their prompts, which those of a group share.
 _CACHE_GIB = {"bf16": 28.5, "fp8_end_to_end_kv": 14.5}
+# SGLang has our model in FP8 alone.
+_ENGINES = {
+    "vllm": {},
+    "sglang": {
+        "rollout.engine": "sglang",
+        "rollout.sglang": {"model": "aligned", "page_size": 64, "sleep": True, "context_length": 2048}
+        | {"mem_fraction_static": 0.4, "kv_cache_gib": _CACHE_GIB["fp8_end_to_end_kv"]},
+    },
+}
 _DEVIATION = 0.02
 _SEED = 0
 _END, _PAD = "<|im_end|>", "<|endoftext|>"
@@ -91,9 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not committed(chosen, options.steps):
             train(chosen, options.steps, out / "logs" / f"{chosen.folder.name}.log", end)
     done = {case: each for case, each in trainings.items() if committed(each, options.steps)}
-    predicted = {(each["variant"], each["logprobs"]): each["predicted"] for each in json.loads(PREDICTION.read_text())}
+    predicted = {
+        (each["variant"], each["logprobs"], each["engine"]): each["predicted"]
+        for each in json.loads(PREDICTION.read_text())
+    }
+    about = {"engine": options.engine}
     rows = [
-        row | {"logprobs": source, "predicted": predicted.get((row["variant"], source))}
+        row | about | {"logprobs": source, "predicted": predicted.get((row["variant"], source, options.engine))}
         for (_, source), each in done.items()
         if (row := ledger_row(each, arch)) is not None
     ]
@@ -117,11 +131,11 @@ def training(model: Path, variant: str, source: str, options: argparse.Namespace
     """A variant of qwen3-aligned with this model and source of old log-probs."""
     settings = _COMMON | _SIZES[options.device] | {"steps": options.steps + 1, "logprobs.source": source}
     if options.device == "cuda":
-        settings["rollout.vllm.kv_cache_gib"] = _CACHE_GIB[variant]
+        settings |= {"rollout.vllm.kv_cache_gib": _CACHE_GIB[variant], **_ENGINES[options.engine]}
     overrides = [f"model={model}", *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     (made,) = plan("qwen3-aligned", overrides, [variant], model.parent / "runs")
-    # Runs of other models lie beside it.
-    return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{source}-{model.name}"))
+    # Runs of other models and engines lie beside it.
+    return replace(made, folder=made.folder.with_name(f"{made.folder.name}-{source}-{options.engine}-{model.name}"))
 
 
 def committed(training: Training, steps: int) -> bool:
@@ -189,6 +203,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
     parser.add_argument("--out", type=Path, required=True, help="folder of model, runs and results")
     parser.add_argument("--logprobs", choices=SOURCES, default="pass", help="source of old log-probs (default pass)")
+    parser.add_argument("--engine", choices=_ENGINES, default="vllm", help="of rollouts on a GPU (default vllm)")
     parser.add_argument("--seconds", type=float, default=560.0, help="of this call (default 560)")
     parser.add_argument("--steps", type=int, default=3, help="of each run; the first is not counted (default 3)")
     parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers)

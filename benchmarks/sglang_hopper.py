@@ -150,12 +150,12 @@ def _file_end(case: str, options: argparse.Namespace) -> str:
 
 def _timed(engine: Any, cell: tuple[int, int, int], repeats: int) -> Iterator[Row]:
     """The row of the cell after each of its runs."""
-    _rollout(engine, (*cell[:2], 16), seed=0)
-    yield from cases.repeated(lambda seed: _rollout(engine, cell, seed), repeats)
+    timed_generation(engine, *cell[:2], 16, seed=0)
+    yield from cases.repeated(lambda seed: timed_generation(engine, *cell, seed=seed), repeats)
 
 
-def _rollout(engine: Any, cell: tuple[int, int, int], seed: int) -> Row:
-    requests, prompt, generated = cell
+def timed_generation(engine: Any, requests: int, prompt: int, generated: int, seed: int) -> Row:
+    """One batch of requests, each with a prompt of its own, which all generate the same length."""
     groups = cases.prompt_groups(requests, 1, prompt, seed=100_000 * requests + 10 * generated + seed)
     with cases.processor_shares() as shares, cases.garbage_collections() as collected:
         began = time.perf_counter()

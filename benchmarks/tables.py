@@ -4,8 +4,7 @@
     python -m benchmarks.tables --rows FILE.json loop                          from rows that are not stored yet
     python -m benchmarks.tables --rows runs/parity/NAME/verdict.json parity    of a night; --keep FILE stores its row
 
-They are on the pages below docs/results. Where rollouts have their `runs`,
-`engine` also prints when the steps of each came and which processes were busy.
+They are on the pages below docs/results. `engine` also prints when steps came and which processes were busy.
 """
 
 import argparse
@@ -480,10 +479,11 @@ def _by_name(title: str, rows: Sequence[Row], key: str, form: Callable[[float], 
 
 
 def _named(row: Row) -> str:
-    """The variant, its seed where there are several, and its source of old log-probs where that is not the pass."""
+    """The variant, its seed where there are several, and engine and source of old log-probs where they are unusual."""
     seed = f", seed {row['seed']}" if "seed" in row else ""
+    engine = ", SGLang" if row.get("engine") == "sglang" else ""
     source = row.get("logprobs", "pass")
-    return f"{row['variant']}{seed}" + ("" if source == "pass" else f", log-probs of {source}")
+    return f"{row['variant']}{seed}{engine}" + ("" if source == "pass" else f", log-probs of {source}")
 
 
 # A parity night
