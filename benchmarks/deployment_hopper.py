@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ROOT, Row, provenance, write_rows
+from benchmarks.harness import ROOT, Row, provenance, table, write_rows
 from benchmarks.large_ledger import make_model
 from benchmarks.small_hopper import run_provenance, seconds_by_task
 from flows.pools import GPU
@@ -427,6 +427,17 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown := {*options.names} - {*CASES}:
         parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(CASES)}")
     return options
+
+
+def deployment_table(rows: Sequence[Row]) -> str:
+    """Outcome of deployments of small models, their error, and the seconds of their tasks in all steps."""
+    tasks = ("rollout", "logprobs", "train", "sync")
+    lines = []
+    for row in rows:
+        seconds = ", ".join(f"{row['task_seconds'][task]:.1f}" for task in tasks)
+        state = "completed" if row["state"] == "COMPLETED" else row["message"]
+        lines.append([row["config"], row["grid"], str(row["steps"]), state, f"{max(row['tmpe']):.4f}", seconds])
+    return table(["deployment", "grid", "steps", "ended", "error, largest", f"{', '.join(tasks)}, s"], lines)
 
 
 if __name__ == "__main__":

@@ -279,7 +279,9 @@ def expert_sync_table(rows: Sequence[Row]) -> str:
         first, *later = group
         cells = [f"{1000 * _middle(later or [first], key):,.0f}" for key in ("seconds", "readback_seconds")]
         words = f"{first['tensors']:,} tensors, " + ("one layer's for all" if first["shared_layers"] else "all layers'")
-        words += "" if later else ", the first update of a process"
+        words += (", in one buffer" if "one_buffer" in first else "") + (
+            "" if later else ", the first update of a process"
+        )
         lines.append([words, f"{first['bytes'] / 1e9:.1f}", *cells])
     return table(["sync of Qwen3-30B-A3B", "GB", "update, read-back included, ms", "read-back, ms"], lines)
 
@@ -401,7 +403,7 @@ def width_table(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
-# Megatron and deployments
+# Megatron
 
 
 def megatron_speed_table(rows: Sequence[Row]) -> str:
@@ -427,17 +429,6 @@ def megatron_parity_table(rows: Sequence[Row]) -> str:
         lines.append([row["model"], _MEGATRON[row["precision"]], row["against"], *numbers, gradients])
     header = ["model", "precision", "against", "log-probs, mean, nats", "largest", "loss", "gradients, relative"]
     return table(header, lines)
-
-
-def deployment_table(rows: Sequence[Row]) -> str:
-    """Outcome of deployments of small models, their error, and the seconds of their tasks in all steps."""
-    tasks = ("rollout", "logprobs", "train", "sync")
-    lines = []
-    for row in rows:
-        seconds = ", ".join(f"{row['task_seconds'][task]:.1f}" for task in tasks)
-        state = "completed" if row["state"] == "COMPLETED" else row["message"]
-        lines.append([row["config"], row["grid"], str(row["steps"]), state, f"{max(row['tmpe']):.4f}", seconds])
-    return table(["deployment", "grid", "steps", "ended", "error, largest", f"{', '.join(tasks)}, s"], lines)
 
 
 # The loop
@@ -549,7 +540,8 @@ def _training_tables() -> list[str]:
 
 def _megatron_tables() -> list[str]:
     rows = stored("megatron_hopper")
-    return [megatron_speed_table(rows), megatron_parity_table(rows), deployment_table(stored("deployment_hopper"))]
+    of_deployments = _table_of("deployment_hopper", "deployment_table")
+    return [megatron_speed_table(rows), megatron_parity_table(rows), *of_deployments]
 
 
 def recovery_table(rows: Sequence[Row]) -> str:

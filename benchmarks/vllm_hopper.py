@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -47,6 +48,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile, ended, provenance, start, write_rows
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
+from fp8core.models.weights import in_one_buffer
 from fp8core.numerics.kv_scales import (
     AmaxStatistics,
     KvStatistics,
@@ -223,7 +225,7 @@ def step_costs(options: argparse.Namespace, rows: RowFile) -> None:
         for one_buffer in (False, True):
             policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
             if one_buffer:
-                policy = cases.in_one_buffer(policy)
+                policy = replace(policy, tensors=in_one_buffer(policy.tensors))
             for _ in range(4):
                 quantised = {"one_buffer": one_buffer, "quantise_seconds": cases.quantise_seconds(policy)}
                 rows.append(about | quantised | cases.synchronise(engine, policy))
@@ -250,7 +252,8 @@ def sleep_wake(options: argparse.Namespace, rows: RowFile) -> None:
     prepare(contract, settings)
     engine = cases.start(arch, contract, settings, 192, rows)
     try:
-        policy = cases.in_one_buffer(cases.random_policy(arch, contract, own_layers=arch.num_layers))
+        policy = cases.random_policy(arch, contract, own_layers=arch.num_layers)
+        policy = replace(policy, tensors=in_one_buffer(policy.tensors))
         about = {"kind": "sleep", "model": "qwen3-8b", "precision": "fp8_linear_kv", "layers": options.layers}
         for cycle in range(4):
             slept = cases.sleep_cycle(engine, policy)
@@ -372,7 +375,7 @@ def scales_of(statistics: KvStatistics, percentile: float) -> list[LayerScales]:
 def written(engine: Any, scales: list[LayerScales]) -> None:
     """Write scales into vLLM's buffers as an update does at its end, and read them back."""
     engine.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales])
-    found = engine.call_worker("policy_read_back", {})["scales"]
+    found = engine.call_worker("policy_held_scales")
     assert [LayerScales(*layer) for layer in found] == scales, "vLLM holds other scales than were written"
 
 

@@ -191,17 +191,6 @@ def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int
     return Policy(arch, tensors, PolicyScales(0, layers))
 
 
-def in_one_buffer(policy: Policy) -> Policy:
-    """The same policy, its tensors one after the other in one allocation: one handle instead of hundreds."""
-    sizes = {name: -(-tensor.nbytes // 256) * 256 for name, tensor in policy.tensors.items()}
-    buffer, offset, placed = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cuda"), 0, {}
-    for name, tensor in policy.tensors.items():
-        place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        placed[name] = place.copy_(tensor)
-        offset += sizes[name]
-    return replace(policy, tensors=placed)
-
-
 def quantise_seconds(policy: Policy) -> float:
     """Time to quantise BF16 weights of all its FP8 matrices, one after the other."""
     shapes = [tensor.shape for tensor in policy.tensors.values() if tensor.dtype == torch.float8_e4m3fn]

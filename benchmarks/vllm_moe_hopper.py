@@ -5,6 +5,9 @@
 Every measurement is a process of its own and writes FOLDER/NAME.json after every row, with the error that ended it, if
 one did. Weights are random and drawn on the GPU; no part of the model is ever in main memory. The prompts are random as
 well, so tokens go to all experts about evenly.
+
+An update of all 37,491 tensors took 2.46 s, 0.81 s of it to read them back, each lent by itself and looked for anew.
+Predicted in one buffer, as trainers ship them, with their places found once: 0.9 s, 0.35 s of it to read them back.
 """
 
 import argparse
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
-from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.models.weights import SCALE_SUFFIX, in_one_buffer
 from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.processes.variables import set_variables
@@ -225,9 +228,12 @@ def moe_sync(options: argparse.Namespace, rows: RowFile) -> None:
     settings = cases.options(gpu_memory_utilization=0.5, kv_cache_gib=4.0, graphs=False)
     engine = start(arch, agreed, settings, 16, rows, routes=False, variables=_AS_IT_IS)
     try:
-        policy = random_policy(arch, agreed, own_layers=arch.num_layers)
+        drawn = random_policy(arch, agreed, own_layers=arch.num_layers)
+        policy = replace(drawn, tensors=in_one_buffer(drawn.tensors))
+        del drawn
+        torch.cuda.empty_cache()
         about = {"kind": "sync", "model": MODEL, "precision": "fp8_linear_kv", "layers": options.layers}
-        about |= {"shared_layers": False}
+        about |= {"shared_layers": False, "one_buffer": True}
         for _ in range(options.repeats + 2):
             rows.append(about | cases.synchronise(engine, policy))
     finally:

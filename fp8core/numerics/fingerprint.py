@@ -121,7 +121,10 @@ def bytes_in_order(tensor: Tensor) -> Tensor:
     """
     if tensor.is_complex():
         raise TypeError(f"fingerprint: no bit pattern is defined for {tensor.dtype}")
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor
+    # Tens of thousands of them are bytes already.
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return flat.clone() if flat.storage_offset() % _WORD_BYTES else flat
 
 
@@ -203,7 +206,8 @@ def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[
 
 def slice_sums(slices: Sequence[Slice]) -> list[list[int]]:
     """`lane_sums` on the host."""
-    found: list[list[int]] = lane_sums(*(list(field) for field in zip(*slices, strict=True))).tolist()
+    elements, firsts, ends = zip(*slices, strict=True)
+    found: list[list[int]] = lane_sums(elements, firsts, ends).tolist()
     return found
 
 

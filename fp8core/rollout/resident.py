@@ -52,7 +52,7 @@ class ResidentEngine(ABC):
         self._longest, self._sleeps, self._routes = longest, sleeps, routes
         self._parameters: dict[str, TensorSpec] = {}
         self._sent: dict[str, TensorSpec] = {}
-        # Where the parameters hold what was sent, as the workers take it.
+        # Where the parameters hold what is sent, as the workers take it; None where they have it already.
         self._places: Any = None
         self._unwritten: set[str] = set()
         self._complete, self._asleep = False, False
@@ -86,8 +86,9 @@ class ResidentEngine(ABC):
             self._complete = False
             if self._asleep:
                 self._wake("weights")
-            self._begin()
-        self._unwritten.difference_update(self._ask_workers("write", shared, self._places)[0])
+            self._ask_workers("begin", self._places)
+            self._places = None
+        self._unwritten.difference_update(self._ask_workers("write", shared)[0])
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         """`update` ends, when all expected weights are written: set the scales and read everything back."""
@@ -108,7 +109,7 @@ class ResidentEngine(ABC):
     def fingerprint(self) -> str:
         """Digest of the weights in the engine's parameters, by the names they were sent under."""
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
-        return self._digest(self._ask_workers("read_back", self._places))
+        return self._digest(self._ask_workers("read_back"))
 
     def sleep(self) -> None:
         """Where the options say sleep, give the memory of weights and cache back until the next update."""
@@ -145,7 +146,7 @@ class ResidentEngine(ABC):
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self._ask_workers("read_back", self._places)
+        held = self._ask_workers("read_back")
         version = self._agreed("versions", [each["version"] for each in held])
         # Without an FP8 cache the engine has no use for scales, and none are written.
         written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
@@ -172,10 +173,6 @@ class ResidentEngine(ABC):
     @abstractmethod
     def _find_places(self, sent: Mapping[str, TensorSpec]) -> Any:
         """Where the parameters hold what is sent; raises EngineUpdateError where it does not fit them."""
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Let the workers hold no version and no scales: others are about to be written."""
 
     @abstractmethod
     def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Weights of one process in the memory of others on its machine: by CUDA IPC, on a CPU through a file."""
 
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,13 +19,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 RECEIVED_BYTES = 1 << 30
 """What an engine on GPUs of its own receives of a policy at a time, unless a single tensor is larger."""
 SharedWeights = dict[str, Any]
+"""What `share_weights` makes, as it travels to another process."""
 # Fields of torch's rebuild function that cannot travel as they are, and others by their place.
 _TENSOR_CLASS, _STORAGE_CLASS, _DTYPE, _DEVICE = 0, 4, 5, 6
 _COUNTER, _WAITS_FOR_EVENT = slice(-4, -2), -1
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """dtype (without `torch.`) and shape of a tensor."""
 
     dtype: str
@@ -32,7 +33,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return cls(_name_of(tensor.dtype), tuple(tensor.shape))
 
     @property
     def rows(self) -> int:
@@ -47,11 +48,21 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """Bytes of its elements."""
-        form: torch.dtype = getattr(torch, self.dtype)
-        return prod(self.shape) * form.itemsize
+        return prod(self.shape) * _item_bytes(self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _item_bytes(name: str) -> int:
+    form: torch.dtype = getattr(torch, name)
+    return form.itemsize
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
@@ -80,16 +91,28 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
         yield {"file": str(path)}
 
 
-class _SharedFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file on a device, each read when it is asked for."""
+class SharedTensors(Mapping[str, Tensor]):
+    """Tensors that another process shares, each made when it is asked for."""
+
+    @abstractmethod
+    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
+        """Type and shape of a tensor, and its bytes, uint8 [bytes]."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec, flat = self.taken(name)
+        return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+class _SharedFile(SharedTensors):
+    """Tensors of a safetensors file, read onto a device."""
 
     def __init__(self, file: str, device: torch.device) -> None:
         opened: Any = safe_open
         self._opened = opened(file, framework="pt", device=str(device))
 
-    def __getitem__(self, name: str) -> Tensor:
+    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
         found: Tensor = self._opened.get_tensor(name)
-        return found
+        return TensorSpec.of(found), found.view(-1).view(torch.uint8)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._opened.keys())
@@ -98,12 +121,40 @@ class _SharedFile(Mapping[str, Tensor]):
         return len(self._opened.keys())
 
 
-def open_shared(received: SharedWeights, device: torch.device) -> Mapping[str, Tensor]:
+class _SharedMemory(SharedTensors):
+    """Tensors in the memory of a GPU."""
+
+    def __init__(self, storages: list[Tensor], places: Mapping[str, list[Any]]) -> None:
+        """`places` has for each tensor its storage, dtype, shape, and its first byte in the storage."""
+        self._taken: dict[str, tuple[TensorSpec, Tensor]] = {}
+        inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
+        for name, (storage, dtype, shape, first) in places.items():
+            inside[storage].append((first, name, TensorSpec(dtype, tuple(shape))))
+        for whole, found in zip(storages, inside, strict=True):
+            found.sort()
+            # One cut of a storage gives all that is in it: tens of thousands of views take a processor long.
+            ends = [*(first for first, _, _ in found), len(whole)]
+            pieces = whole[ends[0] :].split([after - first for first, after in pairwise(ends)])
+            for piece, (first, name, spec) in zip(pieces, found, strict=True):
+                # There are gaps between tensors, and tensors that share their bytes.
+                size = spec.bytes
+                self._taken[name] = spec, piece if len(piece) == size else whole[first : first + size]
+
+    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
+        return self._taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taken)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+
+def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
     """The shared tensors by name, to be used within the sender's block."""
     if "file" in received:
         return _SharedFile(received["file"], device)
-    storages = [_open_storage(fields, device) for fields in received["storages"]]
-    return {name: _view(storages[place[0]], *place[1:]) for name, place in received["tensors"].items()}
+    return _SharedMemory([_open_storage(fields, device) for fields in received["storages"]], received["tensors"])
 
 
 def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
@@ -114,15 +165,15 @@ def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list
     places: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         assert tensor.is_contiguous(), f"{name} is not contiguous"
-        storage = tensor.detach().untyped_storage()
-        if storage.data_ptr() not in index:
-            index[storage.data_ptr()] = len(storages)
+        address = tensor.untyped_storage().data_ptr()
+        if address not in index:
+            index[address] = len(storages)
             fields, counter = _handle(tensor)
             storages.append(fields)
             counters.append(counter)
         spec = TensorSpec.of(tensor)
         offset = tensor.storage_offset() * tensor.element_size()
-        places[name] = [index[storage.data_ptr()], spec.dtype, list(spec.shape), offset]
+        places[name] = [index[address], spec.dtype, list(spec.shape), offset]
     return {"storages": storages, "tensors": places}, counters
 
 
@@ -158,9 +209,3 @@ def _open_storage(fields: list[Any], device: torch.device) -> Tensor:
     opened[_DEVICE] = device.index
     whole: Tensor = rebuild_cuda_tensor(*opened)
     return whole
-
-
-def _view(storage: Tensor, dtype: str, shape: list[int], offset: int) -> Tensor:
-    form: torch.dtype = getattr(torch, dtype)
-    size = prod(shape) * form.itemsize
-    return storage[offset : offset + size].view(form).view(shape)

@@ -19,9 +19,8 @@ by all.
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import inf, isnan
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -47,8 +46,7 @@ class EngineUpdateError(RuntimeError):
     """A policy that did not arrive: its tensors do not fit the engine's parameters, or the engine kept older ones."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Rows `start` to `stop` of a parameter (`rows_of`), and of their `width` the first `columns`.
 
     Rows from `stop` to `end` are zeros, and the other columns. A vector has no columns: both numbers are 0.
@@ -72,8 +70,7 @@ class Slot:
         return rows if self.columns == self.width else rows[:, : self.columns]
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The part of a shipped tensor on one of the GPUs that share its layer: `size` of its rows or columns from `first`.
 
     Attributes:
@@ -119,7 +116,7 @@ def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Ax
 def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
     """Types and shapes of what one GPU holds."""
     return {
-        name: replace(spec, shape=(*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :]))
+        name: spec._replace(shape=(*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :]))
         if (cut := cuts.get(name)) is not None
         else spec
         for name, spec in shipped.items()
@@ -133,7 +130,7 @@ def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axi
         shape, axis = list(spec.shape), _cut_axis(name, last)
         if axis is not None:
             shape[axis] *= ranks
-        found[name] = replace(spec, shape=tuple(shape))
+        found[name] = spec._replace(shape=tuple(shape))
     return found
 
 

@@ -11,6 +11,7 @@ from benchmarks import vllm_moe_hopper
 from benchmarks.tables import rollout_table
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
+from fp8core.rollout.engine import PolicyScales
 
 
 @pytest.fixture
@@ -18,7 +19,8 @@ def measured(tmp_path, monkeypatch, pretend_engine):
     """Rows of a measurement on an engine that is not there, and its error."""
     start = pretend_engine(speeds={16: [100.0, 300.0, 200.0]})
     monkeypatch.setattr(vllm_moe_hopper, "start", start)
-    monkeypatch.setattr(vllm_moe_hopper, "random_policy", lambda *_, **__: None)
+    policy = vllm_moe_hopper.cases.Policy(vllm_moe_hopper.qwen3_30b_a3b(2), {"w": torch.zeros(3)}, PolicyScales(0, ()))
+    monkeypatch.setattr(vllm_moe_hopper, "random_policy", lambda *_, **__: policy)
     routes = {"requests": 4, "prompt": 8, "generated": 16, "seconds": 1.0, "tokens_per_s": 90.0}
     monkeypatch.setattr(vllm_moe_hopper, "_timed_routes", lambda *_: routes)
     sizes = {"requests": 4, "prompt": 8, "generated": 16, "layers": 2}

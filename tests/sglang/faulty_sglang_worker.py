@@ -16,11 +16,11 @@ class FaultyWorker(PolicyWorker):
         """The fault of the writes from now on; an empty name for none."""
         self._model.policy_fault = fault
 
-    def write(self, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> list[str]:
+    def write(self, received: SharedWeights) -> list[str]:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self._model.named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        written = super().write(received, slots)
+        written = super().write(received)
         damage = getattr(self, f"_{self._fault()}", None)
         if damage is not None:
             damage({name: tensor.data for name, tensor in parameters.items()}, before)

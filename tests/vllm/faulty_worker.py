@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from fp8core.rollout.shared_weights import SharedWeights
-from fp8core.rollout.slots import Shares
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.worker import CapturingWorker
 
@@ -19,11 +18,11 @@ class FaultyWorker(CapturingWorker):
         """The fault of the writes from now on, of one of those that share the layers; an empty name for none."""
         self.policy_fault = fault if internals.layer_share()[0] == share else ""
 
-    def policy_write(self, received: SharedWeights, shares: Shares) -> list[str]:
+    def policy_write(self, received: SharedWeights) -> list[str]:
         """Write, then damage what a sender, a copy or a kernel could have damaged."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        written = super().policy_write(received, shares)
+        written = super().policy_write(received)
         damage = getattr(self, f"_policy_{self.policy_fault}", None)
         if damage is not None:
             with torch.inference_mode():

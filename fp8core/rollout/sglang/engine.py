@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import astuple
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -28,6 +27,7 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.fingerprint import hex_digits
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
@@ -119,7 +119,7 @@ class SglangEngine(ResidentEngine):
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, dtypes and scales."""
         described = self.call_worker("describe")
-        held = self.call_worker("read_back", {})["scales"]
+        held = self.call_worker("held_scales")
         return {
             "engine": "sglang",
             "version": self._build.described,
@@ -209,15 +209,11 @@ class SglangEngine(ResidentEngine):
         return [self.call_worker(method, *arguments)]
 
     def _find_places(self, sent: Mapping[str, TensorSpec]) -> dict[str, tuple[Any, ...]]:
-        return {name: astuple(slot) for name, slot in fitted_slots(sent, self._parameters).items()}
-
-    def _begin(self) -> None:
-        self.call_worker("begin")
+        return {name: tuple(slot) for name, slot in fitted_slots(sent, self._parameters).items()}
 
     def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         (alone,) = held
-        found: dict[str, str] = alone["fingerprints"]
-        return found
+        return {name: hex_digits(sums) for name, sums in alone["sums"].items()}
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._host.call("resume", _WOKEN[part])

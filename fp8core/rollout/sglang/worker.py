@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8core.numerics.fingerprint import fingerprints
 from fp8core.processes import end_with_parent
+from fp8core.rollout.held_weights import HeldWeights
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
-from fp8core.rollout.slots import Slot
+from fp8core.rollout.slots import Share, Slot
 
 
 def register() -> None:
@@ -156,22 +156,19 @@ class PolicyWorker:
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._model.named_parameters()}
         return {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
 
-    def begin(self) -> None:
-        """Hold no version and no scales until another policy is written."""
+    def begin(self, slots: dict[str, tuple[Any, ...]] | None) -> None:
+        """Hold no version and no scales until another policy is written; `slots` are new, or None as they were."""
         self._model.policy_version = None
         internals.forget_scales(self._model)
+        if slots is not None:
+            share: Share = {name: (Slot(*fields), None) for name, fields in slots.items()}
+            # SGLang keeps nothing of ours but its model.
+            self._model.policy_held = HeldWeights(self._parameters(), share)
 
-    def write(self, received: SharedWeights, slots: dict[str, tuple[Any, ...]]) -> list[str]:
-        """Copy every shared tensor into its rows; storage stays, and with it captured graphs.
-
-        Returns:
-            Names of the tensors.
-        """
-        tensors, rows = open_shared(received, self._device), self._rows(slots)
-        for name in tensors:
-            tensor = tensors[name]
-            assert TensorSpec.of(rows[name]) == TensorSpec.of(tensor), name
-            rows[name].copy_(tensor)
+    def write(self, received: SharedWeights) -> list[str]:
+        """Copy every shared tensor into its rows, and return the names of the tensors."""
+        tensors = open_shared(received, self._device)
+        self._model.policy_held.write(self._parameters(), tensors)
         torch.cuda.synchronize(self._device)
         return list(tensors)
 
@@ -183,14 +180,14 @@ class PolicyWorker:
         """Scales of Q, K and V by layer: the last thing that is written."""
         internals.write_scales(self._model, scales)
 
-    def read_back(self, slots: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Version, fingerprint of every tensor from the parameters themselves, and the scales in force."""
-        rows = self._rows(slots)
-        return {
-            "version": getattr(self._model, "policy_version", None),
-            "fingerprints": dict(zip(rows, fingerprints([part.contiguous() for part in rows.values()]), strict=True)),
-            "scales": internals.read_scales(self._model) if internals.has_scales(self._model) else [],
-        }
+    def read_back(self) -> dict[str, Any]:
+        """Version, lane sums of every tensor from the parameters themselves, and the scales in force."""
+        sums = self._model.policy_held.sums(self._parameters())
+        return {"version": self._model.policy_version, "sums": sums, "scales": self.held_scales()}
+
+    def held_scales(self) -> list[list[float]]:
+        """Scales of Q, K and V by layer, as they are in force; none where the cache needs none."""
+        return internals.read_scales(self._model) if internals.has_scales(self._model) else []
 
     def clear_cache(self) -> None:
         """Zero the KV cache: after sleep it holds whatever bytes were there, NaN among them."""
@@ -214,8 +211,5 @@ class PolicyWorker:
             "free": torch.cuda.mem_get_info(self._device)[0],
         }
 
-    def _rows(self, slots: dict[str, tuple[Any, ...]]) -> dict[str, Tensor]:
-        """Views of the parameters, by the names of what was shipped."""
-        parameters = dict(self._model.named_parameters())
-        placed = {name: Slot(*fields) for name, fields in slots.items()}
-        return {name: slot.of(parameters[slot.parameter].data) for name, slot in placed.items()}
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters())

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import astuple
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -152,7 +151,7 @@ class VllmEngine(ResidentEngine):
         """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
         described = self.call_worker("policy_describe")
         kernels = _by_layer_type(described["linears"])
-        held = self.call_worker("policy_read_back", [])["scales"] if self._has_fp8_cache() else []
+        held = self.call_worker("policy_held_scales") if self._has_fp8_cache() else []
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
@@ -281,9 +280,6 @@ class VllmEngine(ResidentEngine):
         shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
         self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
         return [_fields(share) for share in shares]
-
-    def _begin(self) -> None:
-        self.call_worker("policy_begin", self._places)
 
     def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         found = {}
@@ -415,7 +411,7 @@ def _ending(code: int | None) -> str:
 
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
-    return {name: [list(astuple(part)) for part in parts if part is not None] for name, parts in share.items()}
+    return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
 
 
 def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

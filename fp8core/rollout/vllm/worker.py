@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import Slice, slice_sums
 from fp8core.processes import end_with_parent
 from fp8core.rollout.engine import PromptGroup, Sampling
+from fp8core.rollout.held_weights import HeldWeights
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
-from fp8core.rollout.slots import Cut, Share, Shares, Slot
+from fp8core.rollout.slots import Cut, Shares, Slot
 from fp8core.rollout.vllm import internals
 
 # This module is imported in the worker's process before it builds the model, and before it takes memory of a GPU.
@@ -38,6 +38,7 @@ class PolicyWorker:
     model_runner: Any
     vllm_config: Any
     policy_version: int | None = None
+    policy_held: HeldWeights | None = None
 
     def policy_follow(self, pid: int) -> None:
         """From now on vLLM's processes end with process `pid`."""
@@ -57,29 +58,21 @@ class PolicyWorker:
         return {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
 
     @torch.inference_mode()
-    def policy_begin(self, shares: Shares) -> None:
-        """Hold no version and no scales until another policy is written."""
+    def policy_begin(self, shares: Shares | None) -> None:
+        """Hold no version and no scales until another policy is written; `shares` are new, or None as they were."""
         self.policy_version = None
         self._policy_forget_scales()
-        parameters = dict(self._policy_model().named_parameters())
-        for name in {slot.parameter for slot, _ in self._policy_share(shares).values() if slot.filled_up}:
-            parameters[name].data.view(torch.uint8).zero_()
+        if shares is not None:
+            own = shares[internals.layer_share()[0]]
+            share = {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
+            self.policy_held = HeldWeights(self._policy_parameters(), share)
+        self._policy_places().clear_filling()
 
     @torch.inference_mode()
-    def policy_write(self, received: SharedWeights, shares: Shares) -> list[str]:
-        """Copy this process's part of every shared tensor into its rows; storage stays, and with it captured graphs.
-
-        Returns:
-            Names of the tensors.
-        """
-        share, tensors = self._policy_share(shares), open_shared(received, self.device)
-        parameters = dict(self._policy_model().named_parameters())
-        for name in tensors:
-            slot, cut = share[name]
-            tensor = tensors[name] if cut is None else cut.of(tensors[name])
-            rows = slot.of(parameters[slot.parameter].data)
-            assert TensorSpec.of(rows) == TensorSpec.of(tensor), name
-            rows.copy_(tensor)
+    def policy_write(self, received: SharedWeights) -> list[str]:
+        """Copy this process's part of every shared tensor into its rows, and return the names of the tensors."""
+        tensors = open_shared(received, self.device)
+        self._policy_places().write(self._policy_parameters(), tensors)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return list(tensors)
@@ -94,20 +87,15 @@ class PolicyWorker:
         internals.write_scales(self._policy_model(), scales)
 
     @torch.inference_mode()
-    def policy_read_back(self, shares: Shares) -> dict[str, Any]:
+    def policy_read_back(self) -> dict[str, Any]:
         """Version, lane sums of every tensor or its part from the parameters themselves, and the scales in force."""
-        share, parameters = self._policy_share(shares), dict(self._policy_model().named_parameters())
-        slices, found = dict[str, Slice](), dict[str, list[int]]()
-        for name, (slot, cut) in share.items():
-            rows = slot.of(parameters[slot.parameter].data)
-            if cut is not None and cut.gathered:
-                # One after another: there is no room for all of them.
-                (found[name],) = slice_sums([Slice.whole(internals.gather(rows, cut.axis))])
-            else:
-                slices[name] = _slice_of(rows.contiguous(), cut)
-        if slices:
-            found |= zip(slices, slice_sums(list(slices.values())), strict=True)
-        return {"version": self.policy_version, "sums": found, "scales": internals.read_scales(self._policy_model())}
+        sums = self._policy_places().sums(self._policy_parameters(), internals.gather)
+        return {"version": self.policy_version, "sums": sums, "scales": self.policy_held_scales()}
+
+    @torch.inference_mode()
+    def policy_held_scales(self) -> list[list[float]]:
+        """Scales of Q, K and V by layer, as they are in force."""
+        return internals.read_scales(self._policy_model())
 
     def policy_set_temperature(self, temperature: float) -> None:
         """Set what an aligned model divides its logits by, above 0."""
@@ -158,18 +146,12 @@ class PolicyWorker:
             return
         internals.write_scales(model, [[torch.nan] * 3 for _ in internals.read_scales(model)])
 
-    def _policy_share(self, shares: Shares) -> Share:
-        """Slots and cuts of this process, by the names of what was shipped."""
-        own = shares[internals.layer_share()[0]] if shares else {}
-        return {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
+    def _policy_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._policy_model().named_parameters())
 
-
-def _slice_of(rows: Tensor, cut: Cut | None) -> Slice:
-    """Rows of one process, as consecutive words of the whole tensor."""
-    if cut is None:
-        return Slice.whole(rows)
-    row = rows[:1].nbytes
-    return Slice(rows, cut.first * row, cut.whole * row if cut.ends else None)
+    def _policy_places(self) -> HeldWeights:
+        assert self.policy_held is not None, "policy_begin() comes first"
+        return self.policy_held
 
 
 CAPTURING = "fp8core.rollout.vllm.worker.CapturingWorker"

@@ -10,9 +10,10 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
-from fp8core.numerics.fingerprint import fingerprints, policy_digest
+from fp8core.numerics.fingerprint import hex_digits, policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of
+from fp8core.rollout.held_weights import HeldWeights
 from fp8core.rollout.resident import ResidentEngine, ending
 from fp8core.rollout.shared_weights import open_shared, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Slot, fitted_slots
@@ -50,12 +51,9 @@ class HereEngine(ResidentEngine):
     def _find_places(self, sent: Mapping[str, Any]) -> dict[str, Slot]:
         return fitted_slots(sent, self._parameters)
 
-    def _begin(self) -> None:
-        self._ask_workers("begin")
-
     def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        found: dict[str, str] = self._agreed("bytes", [each["fingerprints"] for each in held])
-        return found
+        found = self._agreed("bytes", [each["sums"] for each in held])
+        return {name: hex_digits(sums) for name, sums in found.items()}
 
     def _wake(self, part: str) -> None:
         self.log.append(f"wake {part}")
@@ -75,17 +73,22 @@ class Worker:
         self.parameter = torch.zeros(sum(PROJECTIONS.values()), 8)
         self.version: int | None = None
         self.scales: list[list[float]] = []
+        self.held: HeldWeights | None = None
 
     def parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {f"{LAYER}.qkv_proj.weight": ("float32", tuple(self.parameter.shape))}
 
-    def begin(self) -> None:
+    def begin(self, slots: dict[str, Slot] | None) -> None:
         self.version, self.scales = None, [[torch.nan] * 3] * ARCH.num_layers
+        if slots is not None:
+            self.held = HeldWeights(self.own(), {name: (slot, None) for name, slot in slots.items()})
 
-    def write(self, shared: dict[str, Any], slots: dict[str, Slot]) -> list[str]:
+    def own(self) -> dict[str, Tensor]:
+        return {f"{LAYER}.qkv_proj.weight": self.parameter}
+
+    def write(self, shared: dict[str, Any]) -> list[str]:
         tensors = open_shared(shared, torch.device("cpu"))
-        for name in tensors:
-            slots[name].of(self.parameter).copy_(tensors[name])
+        self.held.write(self.own(), tensors)
         return list(tensors)
 
     def end(self, version: int) -> None:
@@ -97,9 +100,8 @@ class Worker:
     def set_scales(self, scales: list[list[float]]) -> None:
         self.scales = scales
 
-    def read_back(self, slots: dict[str, Slot]) -> dict[str, Any]:
-        held = fingerprints([slot.of(self.parameter).contiguous() for slot in slots.values()])
-        return {"version": self.version, "fingerprints": dict(zip(slots, held, strict=True)), "scales": self.scales}
+    def read_back(self) -> dict[str, Any]:
+        return {"version": self.version, "sums": self.held.sums(self.own()), "scales": self.scales}
 
 
 def policy(seed: int) -> dict[str, Tensor]:
@@ -189,13 +191,16 @@ def test_an_engine_that_keeps_prefixes_of_another_policy_holds_none(monkeypatch:
         engine.prepare(SAMPLING)
 
 
-@pytest.mark.parametrize("what", ["version", "scales", "parameter"])
+@pytest.mark.parametrize("what", ["version", "scales", "bytes"])
 def test_workers_that_hold_different_things_are_refused(what: str) -> None:
     engine = HereEngine()
     engine.update(policy(0), scales(0), 0)
-    other: Any = {"version": 3, "scales": [[1.0] * 3] * ARCH.num_layers, "parameter": torch.zeros(512, 8)}[what]
-    setattr(engine.workers[1], what, other)
-    words = {"version": "versions", "scales": "scales", "parameter": "bytes"}[what]
+    other: Any = {"version": 3, "scales": [[1.0] * 3] * ARCH.num_layers, "bytes": torch.zeros(512, 8)}[what]
+    if what == "bytes":
+        engine.workers[1].parameter.copy_(other)
+    else:
+        setattr(engine.workers[1], what, other)
+    words = {"version": "versions", "scales": "scales", "bytes": "bytes"}[what]
     with pytest.raises(EngineUpdateError, match=f"Here's 2 workers hold different {words}"):
         engine._read_back(scales(0))
 

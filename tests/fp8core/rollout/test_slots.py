@@ -1,7 +1,6 @@
 """Slots of shipped tensors, and tensors through a file; those of a GPU are tested with vLLM itself (tests/vllm)."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,7 +257,7 @@ def test_experts_lie_one_after_another_gate_above_up(experts, held):
     slots = find_slots(specs_of(experts), {})
     check_fit(specs_of(experts), slots, specs_of(held))
     in_sglang = {name.replace(HELD, EXPERTS): spec for name, spec in specs_of(held).items()}
-    moved = {name: replace(slot, parameter=slot.parameter.replace(HELD, EXPERTS)) for name, slot in slots.items()}
+    moved = {name: slot._replace(parameter=slot.parameter.replace(HELD, EXPERTS)) for name, slot in slots.items()}
     assert fitted_slots(specs_of(experts), in_sglang) == moved
     for name, slot in slots.items():
         slot.of(held[slot.parameter]).copy_(experts[name])

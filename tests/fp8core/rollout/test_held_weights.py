@@ -1,0 +1,141 @@
+"""Weights written into a model's parameters and read back from them, against one tensor after another."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8core.numerics.fingerprint import Slice, slice_sums
+from fp8core.rollout import held_weights
+from fp8core.rollout.held_weights import HeldWeights
+from fp8core.rollout.shared_weights import SharedTensors, TensorSpec, open_shared, share_weights
+from fp8core.rollout.slots import Cut, Share, Slot
+
+CPU = torch.device("cpu")
+
+
+class Sent(SharedTensors):
+    """Tensors of this process."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
+        tensor = self._tensors[name]
+        return TensorSpec.of(tensor), tensor.reshape(-1).view(torch.uint8)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def model() -> dict[str, Tensor]:
+    """q above k, experts below one another, a linear with columns of zeros, half of a vocabulary, half of columns."""
+    return {
+        "qk": torch.full((6, 8), 9.0),
+        "experts": torch.full((2, 3, 4), 9.0).bfloat16(),
+        "filled_up": torch.full((4, 6), 9.0),
+        "vocabulary": torch.full((4, 2), 9.0),
+        "columns": torch.full((3, 4), 9.0),
+    }
+
+
+SHARE: Share = {
+    "q": (Slot("qk", 0, 4, 4, 8, 8), None),
+    "k": (Slot("qk", 4, 6, 6, 8, 8), None),
+    **{f"expert.{i}": (Slot("experts", 3 * i, 3 * i + 3, 3 * i + 3, 0, 0), None) for i in range(2)},
+    "filled_up": (Slot("filled_up", 0, 3, 4, 5, 6), None),
+    "vocabulary": (Slot("vocabulary", 0, 3, 3, 2, 2), Cut(0, 4, 3, 7, gathered=False)),
+    "columns": (Slot("columns", 0, 3, 3, 4, 4), Cut(1, 4, 4, 8, gathered=True)),
+}
+
+
+def policy(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {"q": (4, 8), "k": (2, 8), "expert.0": (3, 4), "expert.1": (3, 4)}
+    shapes |= {"filled_up": (3, 5), "vocabulary": (7, 2), "columns": (3, 8)}
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: tensor.bfloat16() if name.startswith("expert") else tensor for name, tensor in found.items()}
+
+
+def gathered(rows: Tensor, axis: int) -> Tensor:
+    """As if another GPU held the other half of the columns, all of them ones."""
+    return torch.cat([torch.ones_like(rows), rows], dim=axis)
+
+
+@pytest.mark.parametrize("large", [0, 1 << 20])
+@pytest.mark.parametrize("together", [1, 100, 1 << 20])
+def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large: int, together: int) -> None:
+    """Copied one by one or together, as their sizes say."""
+    monkeypatch.setattr(held_weights, "_LARGE_BYTES", large)
+    monkeypatch.setattr(held_weights, "_TOGETHER_BYTES", together)
+    parameters = model()
+    held = HeldWeights(parameters, SHARE)
+    for seed in (1, 2):
+        sent = policy(seed)
+        held.clear_filling()
+        held.write(parameters, Sent(sent))
+        assert torch.cat([sent["q"], sent["k"]]).equal(parameters["qk"])
+        assert torch.stack([sent["expert.0"], sent["expert.1"]]).equal(parameters["experts"])
+        zeros = torch.zeros(4, 6)
+        zeros[:3, :5] = sent["filled_up"]
+        assert zeros.equal(parameters["filled_up"])
+        assert sent["vocabulary"][4:].equal(parameters["vocabulary"][:3])
+        assert sent["columns"][:, 4:].equal(parameters["columns"])
+        sums = held.sums(parameters, gathered)
+        assert sums.keys() == SHARE.keys()
+        other = torch.cat([torch.ones(3, 4), sent["columns"][:, 4:]], dim=1)
+        expected = {name: Slice.whole(tensor) for name, tensor in (sent | {"columns": other}).items()}
+        expected["vocabulary"] = Slice(sent["vocabulary"][4:], 4 * 8, 7 * 8)
+        assert sums == {name: slice_sums([part])[0] for name, part in expected.items()}
+
+
+def test_sums_are_of_what_the_parameters_hold_now() -> None:
+    parameters = model()
+    held = HeldWeights(parameters, SHARE)
+    held.write(parameters, Sent(policy(1)))
+    before = held.sums(parameters, gathered)
+    parameters["experts"].view(torch.int16)[1, 2, 3] ^= 1
+    now = held.sums(parameters, gathered)
+    assert [name for name in before if now[name] != before[name]] == ["expert.1"]
+
+
+def test_a_parameter_that_was_moved_is_found() -> None:
+    """Captured graphs read its old memory, whatever the new one holds."""
+    parameters = model()
+    held = HeldWeights(parameters, SHARE)
+    held.write(parameters, Sent(policy(1)))
+    parameters["qk"] = parameters["qk"].clone()
+    with pytest.raises(AssertionError, match="qk was moved"):
+        held.sums(parameters, gathered)
+    with pytest.raises(AssertionError, match="qk was moved"):
+        held.write(parameters, Sent(policy(1)))
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("q", torch.zeros(8, 4)), ("columns", torch.zeros(3, 8).double())])
+def test_a_tensor_of_another_shape_or_type_is_not_written(name: str, wrong: Tensor) -> None:
+    parameters = model()
+    held = HeldWeights(parameters, SHARE)
+    with pytest.raises(AssertionError, match=name):
+        held.write(parameters, Sent({name: wrong}))
+    assert all(torch.equal(now, then) for now, then in zip(parameters.values(), model().values(), strict=True))
+
+
+def test_a_file_is_written_in_portions(monkeypatch) -> None:
+    """A policy in a file is not held in memory beside the engine's."""
+    monkeypatch.setattr(held_weights, "_TOGETHER_BYTES", 64)
+    parameters, portions = model(), list[int]()
+    held, copied = HeldWeights(parameters, SHARE), torch._foreach_copy_
+
+    def noted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        portions.append(sum(source.nbytes for source in sources))
+        copied(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    with share_weights(policy(3)) as sent:
+        held.write(parameters, open_shared(sent, CPU))
+    assert max(portions) <= 64 + max(tensor.nbytes for tensor in policy(3).values())
+    assert torch.cat([policy(3)["q"], policy(3)["k"]]).equal(parameters["qk"])
