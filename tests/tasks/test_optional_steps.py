@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
+from fp8core.errors import UserError
 from fp8core.run.update_inputs import centred, rollout_batch
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
-from tasks.filter import keep_informative
+from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.record import mismatch, reward_metrics, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
 
@@ -85,6 +86,17 @@ def test_filter_keeps_the_first_groups_with_a_signal():
 def test_filter_looks_at_kept_rows_only_and_restores_none():
     table = rewards_table((0, 1.0, True), (0, 1.0, True), (0, 0.0, False))
     assert kept(keep_informative(table, None)) == [False, False, False]
+
+
+def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
+    table = rewards_table((0, 1.0, True), (0, 0.0, True), (1, 1.0, True), (1, 0.0, True), (2, 1.0, True))
+    with run_copy.opened() as run:
+        rewards = run.directory.store.put_table("rewards", table)
+        found = filter(run, 5, FilterOptions(groups=2, shortfall="error"), rewards)["filtered"]
+        assert kept(run.directory.store.get_table(found)) == [True] * 4 + [False]
+        with pytest.raises(UserError, match="2 of 3 wanted groups have rewards that differ"):
+            filter(run, 5, FilterOptions(groups=3, shortfall="error"), rewards)
+        assert filter(run, 5, FilterOptions(groups=3), rewards)["filtered"] == found
 
 
 def test_with_advantages_by_turn_a_signal_is_one_of_a_turn():
@@ -322,3 +334,34 @@ def test_reinforce_plus_plus_counts_the_tokens_of_a_rollout():
     batch, _ = rollout_batch(rollouts, rewards, logprobs, None, config)
     spread = stdev([1.0] * 6 + [0.0] * 2)
     assert batch.advantages.tolist() == pytest.approx([0.25 / spread, -0.75 / spread], rel=1e-5)
+
+
+@pytest.mark.parametrize(("denominator", "counted"), [("kept", 2), ("all", 6)])
+def test_tokens_that_leave_the_denominator_count_in_no_mean_over_tokens(denominator, counted):
+    """A filter rejects four of six tokens of the rollout that was rewarded."""
+    rollouts = rollouts_table(*(([5] * n, [-1.0] * n, [True] * n, "stop") for n in (6, 2)))
+    logprobs = logprobs_table(([-1.0] * 2 + [-9.0] * 4, [0.1] * 6), ([-1.0] * 2, [0.1] * 2))
+    rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
+    settings = {
+        **{"loss.advantage": "reinforce_plus_plus", "loss.advantage_epsilon": 1e-9, "correction.method": "custom"},
+        **{"correction.filters": [{"name": "token_k1", "low": 0.5, "high": 2.0}], "correction.denominator": denominator},
+    }
+    batch, _ = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny", settings))
+    values = [1.0] * counted + [0.0] * 2
+    expected = [(reward - fmean(values)) / stdev(values) for reward in (1.0, 0.0)]
+    assert batch.advantages.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_reference_is_the_first_policy_at_the_temperature_of_the_rollout(loop_run):
+    step = {"name": "reference", "uses": "tasks.reference:reference", "needs": ["rollouts", "scales"]}
+    run = loop_run(
+        "referred",
+        **{"rollout.temperature": 0.7, "loss.entropy": 1.0, "training.warmup_steps": 0, "steps": 2},
+        pipeline={"insert": [{"after": "rollout", "step": step}]},
+    )
+    scores = [
+        [run.store.get_table(run.ledger.artifacts(index)[name])["logprobs"] for name in ("logprobs", "reference")]
+        for index in (1, 2)
+    ]
+    assert scores[0][0] == scores[0][1], "before the first update both are one policy"
+    assert scores[1][0] != scores[1][1]

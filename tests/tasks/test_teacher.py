@@ -20,6 +20,7 @@ from fp8core.run.scoring import token_batch
 
 STEP = {"after": "rollout", "step": {"name": "teacher", "uses": "tasks.teacher:teacher", "needs": ["rollouts"]}}
 PIPELINE = {"insert": [STEP], "rewire": {"train": {"teacher": "teacher"}}}
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def distilled(loop_run, teacher_folder):
         **{
             "loss.distillation": {"teacher": str(teacher_folder), "weight": 1.0, "rewards": 0.0},
             "pipeline": PIPELINE,
+            "rollout.temperature": TEMPERATURE,
             "training.learning_rate": 2e-3,
             "training.warmup_steps": 0,
         },
@@ -47,13 +49,14 @@ def distilled(loop_run, teacher_folder):
 
 @torch.no_grad()
 def scores(folder, batch):
-    """Log-probs in FP32, by the reference decoder."""
+    """Log-probs in FP32 at the temperature of the rollout, by the reference decoder."""
     stored = load_checkpoint(folder)
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
     masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
     weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
     hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), None)
-    logp = torch.log_softmax(decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double(), -1)
+    logits = decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double()
+    logp = torch.log_softmax(logits / TEMPERATURE, -1)
     return logp.gather(-1, batch.tokens[:, 1:].reshape(-1, 1)).view(len(batch), -1)[batch.completion[:, 1:]]
 
 

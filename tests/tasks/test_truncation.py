@@ -8,8 +8,10 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
+from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.run.open import pipeline_of
+from fp8core.run.player import EpisodePlayer
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
 
@@ -59,6 +61,13 @@ def test_a_run_that_is_cut_and_a_replay_are_equal(truncated, tmp_path):
     original = RunSnapshot.read(copy.folder, read_description(copy.folder))
     (verdict,) = replay(original, range(3, 4), [], Console(io.StringIO(), 3), None)
     assert verdict.outcome == "equal"
+
+
+def test_evaluations_keep_the_whole_distribution(bpe_tokenizer):
+    player = EpisodePlayer(load_config("tiny", CUT), bpe_tokenizer, 100)
+    assert player.sampling().truncation == Truncation.of(5, 0.9)
+    found = player.evaluation_sampling(0.25)
+    assert (found.temperature, found.truncation) == (0.25, None)
 
 
 def test_the_packed_trainer_is_equal_too(loop_run):

@@ -72,6 +72,11 @@ def test_no_rank_computes_a_whole_pass_more_than_others():
     assert len(even) == 23
 
 
+def test_every_rank_has_a_group_where_a_smaller_size_gives_it_one():
+    assert list(row_groups([100] * 7, 300)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert even_groups([100] * 7, 300, 2) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
+
+
 def test_routes_lie_beside_their_tokens_and_padding_has_none():
     routes = [[[[row, place]] for place in range(length)] for row, length in enumerate((5, 2, 5))]
     found = packed(8, [torch.tensor(row, dtype=torch.int16) for row in routes], micro_batch_tokens=7)[1]

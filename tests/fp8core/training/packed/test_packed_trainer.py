@@ -18,9 +18,11 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.packed import Fp8PackedAttention
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
+from fp8core.training.packed.blocks import Filling, Fp8Blocks
 from fp8core.training.packed.masters import Masters, PassMasters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE, Alone
@@ -102,6 +104,17 @@ def test_gradients_are_those_of_the_exact_trainer(
         assert (found[name] - exact_gradient).norm() < bound * exact_gradient.norm(), name
     for key in ("loss", "ratio_mean", "weight_mean", "grad_norm"):
         assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=bound, abs=1e-3)
+
+
+def test_the_gradient_of_a_weight_between_zeros_is_added_to_that_of_the_packs_before(draw) -> None:
+    blocks, filling = Fp8Blocks("pow2", FiniteFlag(CPU)), Filling((130,), (256,), 192, 256)
+    weight = blocks.ready(blocks.made(draw(130, 192, seed=0).float(), [130]), filling)
+    kept, grad = blocks.kept_operand(draw(128, 256, seed=1))[1], draw(128, 256, seed=2)
+    of_input, alone = blocks.gradients(grad, kept, weight, None)
+    before = draw(130, 192, seed=3).float()
+    again, total = blocks.gradients(grad, kept, weight, before.clone())
+    assert torch.equal(again, of_input)
+    assert torch.equal(total, before + alone)
 
 
 @pytest.mark.parametrize("policy", ["clipped", "kl_cov", "clip_cov"])
@@ -236,6 +249,20 @@ def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
     weight[0, 0] = kept
     assert trainer.digest() == before, name
     learn(trainer)
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(
+    architecture, packed_of, trainer_of, first_scales, rollout_batch
+) -> None:
+    """Finite loss, and a norm that overflows FP32: clipped by it, the gradient would be zero, and count as an update."""
+    exact = trainer_of(BF16, architecture())
+    batch = rollout_batch(exact, first_scales(exact, BF16))
+    trainer, twin = (packed_of(BF16, architecture()) for _ in range(2))
+    huge = replace(batch, advantages=torch.tensor([3e38, -3e38, 0, 0, 0, 0]))
+    with pytest.raises(NotFiniteError, match="the gradient norm is"):
+        trainer.step(huge, 1.0, None)
+    assert (trainer.digest(), trainer.version) == (twin.digest(), 0)
+    assert trainer.step(batch, 1.0, None) == twin.step(batch, 1.0, None)
 
 
 def test_sft_learns_what_it_is_shown(packed_of, architecture) -> None:
