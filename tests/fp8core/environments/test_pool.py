@@ -270,6 +270,14 @@ def test_episodes_of_a_killed_host_go_on_in_another(counting: EnvironmentPool) -
     assert collect(counting, 1)[0, 2] == said("go")
 
 
+def test_an_environment_that_was_edited_takes_no_episode_over(counting: EnvironmentPool, tmp_path: Path) -> None:
+    """What it would answer now is no continuation of what it has answered."""
+    (tmp_path / "counting.py").write_text(f"{COUNTING}# edited\n")
+    host_of(counting).kill()
+    with pytest.raises(UserError, match=r"counting\.py:Counting: it changed while it was used: "):
+        answer_twice(counting, "three")
+
+
 def test_episodes_of_a_killed_host_are_not_late_where_the_next_takes_long(
     start_pool: StartPool, tmp_path: Path
 ) -> None:
