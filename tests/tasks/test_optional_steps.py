@@ -281,6 +281,12 @@ def test_rows_of_large_error_leave_the_loss_and_are_counted_as_nemo_rl_does():
     assert (batch.keep.tolist(), metrics["max_seq_mult_prob_error_after_mask"]) == ([True] * 4 + [False], 1.0)
 
 
+def test_a_step_records_how_many_rows_of_large_error_it_left_out(loop_run):
+    run = loop_run("bounded", **{"correction.seq_logprob_error_threshold": 1.5, "steps": 1})
+    assert run.metric("correction/num_masked_seqs_by_logprob_error") == {1: 0.0}
+    assert run.metric("correction/mean_seq_mult_prob_error_after_mask") == {1: 1.0}
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "leave_one_out"])
 def test_a_reward_at_the_mean_pushes_against_no_reward(advantage):
     """Rounding leaves something of it, which has the same sign in the advantage and in what judges that."""
