@@ -108,16 +108,16 @@ def test_each_of_several_updates_scores_its_rows_as_a_pass_before_it(trainers, o
     assert [layer.k for layer in scored.statistics.amax()] == [max(found) for found in zip(*of_passes, strict=True)]
 
 
-@pytest.mark.parametrize(("liar", "token"), [(0, 0), (5, 0)], ids=["first update", "last update"])
-def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, liar, token) -> None:
+@pytest.mark.parametrize("liar", [0, 2, 5], ids=["first update", "second update", "last update"])
+def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, liar) -> None:
     case = trainers(FP8, Objective(*OBJECTIVES["token_tis"]), minibatches=3)
     trainer = case.build()
     policy, given = trainer.digest(), trainer.logprobs(case.batch.sequences, 1.0, case.scales).logprobs.nan_to_num()
     batch = replace(case.batch, rollout_logprobs=given.clone(), old_logprobs=given)
-    batch.rollout_logprobs[liar, token] = torch.nextafter(given[liar, token], torch.tensor(0.0))
-    named = rf"^update 0 of policy 0: row {liar}, token {token}: .*; the update was not applied$"
+    batch.rollout_logprobs[liar, 0] = torch.nextafter(given[liar, 0], torch.tensor(0.0))
+    named = rf"^update 0 of policy 0: row {liar}, token 0: .*; the update was not applied$"
     with pytest.raises(LogprobError, match=named):
-        trainer.scored_step(replace(batch, audited={0: "row 0", 3: "row 3", 5: "row 5"}), 1.0, case.scales)
+        trainer.scored_step(replace(batch, audited={row: f"row {row}" for row in (0, 2, 3, 5)}), 1.0, case.scales)
     assert (trainer.version, trainer.digest()) == (0, policy)
     report, _ = trainer.scored_step(replace(batch, audited={3: "row 3"}), 1.0, case.scales)
     assert report.version == 1
