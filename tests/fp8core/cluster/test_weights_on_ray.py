@@ -11,10 +11,12 @@ import pytest
 import torch
 from ray._private.serialization import SerializationContext
 
+from fp8core.cluster.workers import ReplicaError
 from fp8core.config.load import load_config
 from fp8core.errors import StoredFileError, UserError
 from fp8core.models.checkpoint import InitialWeights, save_checkpoint
 from fp8core.report.console import Console
+from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run import start
 from fp8core.run.build import build_base, build_teacher, build_trainer, open_cluster
 from fp8core.run.context import RunContext
@@ -114,18 +116,35 @@ def test_a_warm_start_on_rank_0_is_written_there_and_read_by_all_ranks(two_nodes
     assert 0 < sum(handed) < bytes_of_the_policy(settings) / 4
 
 
-def test_ranks_that_make_other_weights_from_one_source_are_refused(two_nodes, monkeypatch):
+def test_ranks_that_make_other_weights_from_one_source_or_come_to_hold_others_are_refused(two_nodes, monkeypatch):
     """As those of two kinds of processors do."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    config = load_config("tiny", {"cluster": {"address": two_nodes.address, "ranks": 2}})
-    base, source = build_base(config), importlib.import_module("ray_life").OtherElsewhere
+    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
+    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}, "precision": {"rollout": bf16, "training": bf16}}
+    config, life = load_config("tiny", settings), importlib.import_module("ray_life")
+    base, source = build_base(config), life.OtherElsewhere
     with closing(open_cluster(config)) as cluster:
-        pid = cluster.gang.ranks[1].place.pid
+        rank = cluster.gang.ranks[1]
         with pytest.raises(
             StoredFileError, match=r"^rank 1 and rank 0 start from other values of model\.norm\.weight: "
         ):
-            cluster.build_trainer(config, base.arch, source(base.arch, 0, pid))
-        cluster.build_trainer(config, base.arch, source(base.arch, 0, 0)).close()
+            cluster.build_trainer(config, base.arch, source(base.arch, 0, rank.place.pid))
+        trainer = cluster.build_trainer(config, base.arch, source(base.arch, 0, 0))
+        assert trainer.digest() == trainer.start_digest
+        cluster.gang.gather([rank.send("build", "changed", life.change_a_weight, (trainer._key,))])
+        with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights: "):
+            trainer.digest()
+        with pytest.raises(ReplicaError, match=r"^rank 1 has weights \w+, rank 0 has \w+$"):
+            trainer.export()
+        with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights after update 1$"):
+            trainer.step(two_tokens(), 1.0, None)
+        assert trainer.version == 0
+
+
+def two_tokens() -> RolloutBatch:
+    mask, old = torch.ones(2, 1, dtype=torch.bool), torch.full((2, 1), -2.0)
+    sequences = TokenBatch.of([[3, 4], [5]], [[6], [7]])
+    return RolloutBatch(sequences, mask, old, old, None, torch.tensor([1.0, -1.0]), mask[:, 0])
 
 
 def test_ranks_take_a_loss_from_the_file_of_this_process_wherever_they_were_started(two_nodes, tmp_path, monkeypatch):
