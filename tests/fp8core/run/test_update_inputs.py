@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.run.update_inputs import learnt_tokens, rollout_batch
-from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
+from fp8core.run.update_inputs import learnt_tokens, observed_tokens, rollout_batch
+from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS, TURNS
 
 # Row 1 is far from what was sampled, a filter has left out row 3, and of row 4 the policy wrote nothing.
 ROWS = [
@@ -54,3 +54,15 @@ def test_old_logprobs_of_later_updates_are_of_other_policies(tables):
     batch, _ = rollout_batch(rollouts, rewards, None, None, config)
     assert batch.old_logprobs is not None
     assert batch.old_logprobs.equal(batch.rollout_logprobs)
+
+
+def test_observed_tokens_are_those_between_the_end_of_a_turn_and_of_its_answer(tables):
+    """Turn 0 has none of the policy's; a turn without an answer observes nothing."""
+    ranges = {(1, 1): [(0, 0, 1), (1, 3, 5), (5, 6, 6)], (0, 2): [(0, 0, 0), (0, 2, 4)]}
+    rows = [
+        {"group": group, "sample": sample, "turn": i, "begin": begin, "end": end, "observation_end": observed}
+        for (group, sample), turns in ranges.items()
+        for i, (begin, end, observed) in enumerate(turns)
+    ]
+    found = observed_tokens(tables[0], pa.Table.from_pylist(rows, schema=TURNS), 6)
+    assert found.nonzero().tolist() == [[2, 2], [2, 3], [4, 0], [4, 3], [4, 4]]
