@@ -348,9 +348,10 @@ def test_tokens_that_leave_the_denominator_count_in_no_mean_over_tokens(denomina
     rollouts = rollouts_table(*(([5] * n, [-1.0] * n, [True] * n, "stop") for n in (6, 2)))
     logprobs = logprobs_table(([-1.0] * 2 + [-9.0] * 4, [0.1] * 6), ([-1.0] * 2, [0.1] * 2))
     rewards = rewards_table((0, 1.0, True), (0, 0.0, True))
+    filters = [{"name": "token_k1", "low": 0.5, "high": 2.0}]
     settings = {
-        **{"loss.advantage": "reinforce_plus_plus", "loss.advantage_epsilon": 1e-9, "correction.method": "custom"},
-        **{"correction.filters": [{"name": "token_k1", "low": 0.5, "high": 2.0}], "correction.denominator": denominator},
+        **{"loss.advantage": "reinforce_plus_plus", "loss.advantage_epsilon": 1e-9},
+        **{"correction.method": "custom", "correction.filters": filters, "correction.denominator": denominator},
     }
     batch, _ = rollout_batch(rollouts, rewards, logprobs, None, load_config("tiny", settings))
     values = [1.0] * counted + [0.0] * 2

@@ -254,7 +254,7 @@ def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
 def test_a_gradient_that_is_not_finite_is_not_applied(
     architecture, packed_of, trainer_of, first_scales, rollout_batch
 ) -> None:
-    """Finite loss, and a norm that overflows FP32: clipped by it, the gradient would be zero, and count as an update."""
+    """Finite loss, and a norm that overflows FP32: clipped by it, the gradient is zero, and no update."""
     exact = trainer_of(BF16, architecture())
     batch = rollout_batch(exact, first_scales(exact, BF16))
     trainer, twin = (packed_of(BF16, architecture()) for _ in range(2))
