@@ -504,6 +504,12 @@ def scale(file: Path, factor: float) -> dict[str, Tensor]:
     return scaled
 
 
+def change_moments(checkpoint: Path, change: Callable[[Tensor], Tensor]) -> None:
+    file = checkpoint / "optimiser.safetensors"
+    changed = {name: change(tensor).contiguous() for name, tensor in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+
+
 def scale_all(checkpoint: Path) -> None:
     scale(checkpoint / "policy/model.safetensors", 2.0)
     digest = policy_digest(scale(checkpoint / "masters.safetensors", 2.0))
@@ -528,6 +534,12 @@ def claim_shards(checkpoint: Path) -> None:
         (claim_shards, "trainer.json: grid: "),
         (lambda at: scale(at / "optimiser.safetensors", math.nan), "optimiser.safetensors: tensor "),
         (lambda at: (at / "optimiser.safetensors").write_bytes(b""), "optimiser.safetensors: not a complete"),
+        (
+            lambda at: change_moments(at, lambda each: each[:1] if each.dim() else each),
+            "optimiser.safetensors: tensor ",
+        ),
+        (lambda at: change_moments(at, lambda each: each.half()), "optimiser.safetensors: tensor "),
+        (lambda at: edit_json(at / "trainer.json", lambda state: state.update(version=2)), "trainer.json: version: 2"),
     ],
 )
 def test_exchanged_weights_are_found_though_the_ledger_has_the_digest_of_their_folder(
