@@ -84,10 +84,11 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.data.chain import ALPHABET, EOS
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Action, Key, Outcome, Reply, Said, Task, Turn
+from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed

@@ -27,6 +27,7 @@ from benchmarks.harness import table as markdown
 from benchmarks.small_hopper import run_provenance
 from flows.run_lookup import description_of, find_run
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.load import reload_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
@@ -36,7 +37,6 @@ from fp8core.processes.variables import set_variables
 from fp8core.report.run_data import read_run
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.store.metrics import HELDOUT, STEP

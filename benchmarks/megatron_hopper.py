@@ -52,6 +52,7 @@ from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron.requirements import machine_refusals, required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE
+from fp8core.training.registry import packages_of
 from tasks.record import torch_threads
 
 ON_GPU = torch.cuda.is_available()
@@ -325,7 +326,7 @@ def measurements() -> dict[str, Callable[[], list[Row]]]:
 
 def megatron(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor]) -> Any:
     """A trainer of this process; Transformer Engine reads the environment when it is imported."""
-    refuse(machine_refusals(config, this_node()))
+    refuse(machine_refusals(config, this_node(packages_of(config))))
     set_variables({**required_environment(config), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {})
     from fp8core.training.megatron.trainer import process_trainer
 

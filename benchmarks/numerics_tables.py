@@ -22,8 +22,6 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, ROOT, Row, provenance, table, write_rows
 from benchmarks.quantisation_errors import gemm_error, quantise_tensor
-from fp8core.alignment import metrics
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
@@ -31,7 +29,7 @@ from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attent
 from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tiles
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
-from fp8core.rl import correction
+from fp8core.rl import alignment_metrics, correction
 from fp8core.rl.batch import TokenBatch, length_mask
 from fp8core.rl.correction import CorrectionRule, Filter, Weighting
 from fp8core.rl.presets import PRESETS, Preset
@@ -261,7 +259,7 @@ def logprob_errors() -> dict[str, dict[str, float]]:
     names = ("logprob_abs_diff", "abs_diff_p99", "abs_diff_max", "token_mult_prob_error", "k2_kl")
     found = {}
     for name, contract in CONTRACTS.items():
-        measured = alignment_metrics(_logprobs(contract), reference, mask)
+        measured = alignment_metrics.alignment_metrics(_logprobs(contract), reference, mask)
         found[name] = {metric: measured[metric] for metric in names}
     return found
 
@@ -320,7 +318,7 @@ def parts_of(page: str, parts: Mapping[str, str]) -> dict[str, str]:
 def catalogue() -> dict[str, str]:
     """The Markdown between each pair of markers."""
     levels, actions, filters, denominators = docstring_tables(correction.__doc__)
-    (metric_table,) = docstring_tables(metrics.__doc__)
+    (metric_table,) = docstring_tables(alignment_metrics.__doc__)
     return {
         "formats": format_table(),
         "steps": step_table(),

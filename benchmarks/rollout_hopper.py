@@ -31,9 +31,9 @@ import torch
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import PRECISIONS, Row, RowFile, ended, part_of, start, table
 from benchmarks.vllm_hopper import prepare
+from fp8core.config.engines import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.run.context import freeze_heap, thaw_heap
 
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.

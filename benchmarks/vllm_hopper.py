@@ -46,6 +46,7 @@ from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile, ended, provenance, start, write_rows
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import in_one_buffer
@@ -58,7 +59,6 @@ from fp8core.numerics.kv_scales import (
     scales_from_statistics,
 )
 from fp8core.processes.variables import set_variables
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 
 # Of the seconds and the memory of a whole GPU.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flows.environment import kernel_folders
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -32,12 +33,11 @@ from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, trai
 from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.plan.kernels import Product, layer_products, samples
+from fp8core.resources.kernels import Product, layer_products, samples
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import VllmBuild, find_build
 from fp8core.rollout.vllm.settings import WORKER
 from fp8core.run.compilation import product_job

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import vllm_hopper_cases as cases
 from benchmarks.harness import ROOT, Row, RowFile
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, in_one_buffer
@@ -31,7 +32,6 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.context import freeze_heap, thaw_heap

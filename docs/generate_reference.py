@@ -25,8 +25,8 @@ from flows.cli.commands import build_parser
 from fp8core.config.load import load_config
 from fp8core.config.schema import file_schema
 from fp8core.models.hub import PUBLISHED
-from fp8core.plan.memory import GPUS
 from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
+from fp8core.resources.memory import GPUS
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry

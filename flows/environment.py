@@ -252,10 +252,10 @@ def set_engine_variables(config: "RunConfig") -> None:
     if config.cluster.address is not None:
         return
     from fp8core.config.capability import this_node
-    from fp8core.rollout.registry import engine_entry
     from fp8core.run.build import engine_environment
+    from fp8core.training.registry import packages_of
 
-    environment = engine_environment(config, this_node(engine_entry(config).packages))
+    environment = engine_environment(config, this_node(packages_of(config)))
     set_variables(environment.required, environment.suggested)
 
 

@@ -30,7 +30,7 @@ from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.replay import FAILURES
 from fp8core.run.resume import RedoError
-from fp8core.user_files import EVALUATION, Output
+from fp8core.store.outputs import EVALUATION, Output
 
 
 @flow(name="fp8-evaluate", persist_result=False)

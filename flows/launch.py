@@ -20,7 +20,7 @@ from flows.termination import ExitCode, keep_interrupt, leave
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
 from fp8core.store.lock import is_held
-from fp8core.user_files import Output
+from fp8core.store.outputs import Output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig

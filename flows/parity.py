@@ -23,6 +23,7 @@ from flows.parity_training import read_memory, train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RUN_NAME
+from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
 from fp8core.parity.measure import Measured, measure
@@ -31,7 +32,6 @@ from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing
 from fp8core.report.chart import Chart
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import read_run
-from fp8core.store.durable import PRIVATE, make_folder, write_file
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "report.md"

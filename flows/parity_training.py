@@ -33,10 +33,10 @@ from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
 from flows.parity_plan import Training
 from flows.termination import ExitCode
+from fp8core.durable import lines_forward, whole_end
 from fp8core.parity.measure import MemorySample
 from fp8core.processes.end_with_parent import TiedProcess, running
 from fp8core.rollout.registry import engine_entry
-from fp8core.store.durable import lines_forward, whole_end
 
 _INTERRUPT = b"interrupt\n"
 INTERVAL_SECONDS = 0.5

@@ -13,11 +13,10 @@ import pyarrow.compute as pc
 import torch
 
 from fp8core.alignment.bounds import unverifiable
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.run import RunConfig
 from fp8core.config.steps import NoOptions
-from fp8core.environments.protocol import Key
-from fp8core.rewards.scorer import OUTCOMES
+from fp8core.rewards.scorer import OUTCOMES, Key
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import padded
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.objective import named_correction

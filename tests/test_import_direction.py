@@ -6,6 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Each imports only what stands before it.
+PARTS = (
+    *("errors", "user_files", "user_code", "durable", "freed_memory", "processes", "numerics", "config"),
+    *("rl", "models", "resources", "kernels", "rewards", "environments", "store", "rollout", "training"),
+    *("alignment", "cluster", "data", "evaluation", "plan", "report", "parity", "run"),
+)
 
 
 def imported(file: Path) -> set[str]:
@@ -13,6 +19,15 @@ def imported(file: Path) -> set[str]:
     nodes = [*ast.walk(ast.parse(file.read_text("utf-8")))]
     direct = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return direct | {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def imported_parts(file: Path) -> set[str]:
+    """Packages and single modules right below fp8core that a file imports anywhere, also within functions."""
+    names = imported(file) - {"fp8core"}
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "fp8core":
+            names |= {f"fp8core.{alias.name}" for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("fp8core.")}
 
 
 @pytest.mark.parametrize(
@@ -43,3 +58,19 @@ def test_no_flow_imports_a_step() -> None:
     files = [*(ROOT / "flows").rglob("*.py")]
     assert files
     assert [(file, name) for file in files for name in imported(file) if name.split(".")[0] == "tasks"] == []
+
+
+def test_parts_of_the_library_import_only_those_before_them() -> None:
+    files = {
+        file: file.relative_to(ROOT / "fp8core").parts[0].removesuffix(".py") for file in ROOT.glob("fp8core/**/*.py")
+    }
+    assert {*files.values()} - {"__init__"} == {*PARTS}
+    place = {part: number for number, part in enumerate(PARTS)}
+    found = [
+        (file, name, place[name] > place[part])
+        for file, part in files.items()
+        if part in place
+        for name in imported_parts(file)
+    ]
+    assert len(found) > len(PARTS)
+    assert [(file, name) for file, name, later in found if later] == []

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, Row, provenance, table, write_rows
 from benchmarks.numerics_tables import write_pages
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
@@ -35,6 +34,7 @@ from fp8core.models.weights import load_policy, stored_weights, training_formats
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention, Fp32Attention
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_trainer
 from fp8core.run.scoring import token_batch

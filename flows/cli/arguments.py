@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 from fp8core.errors import UserError
-from fp8core.user_files import Kind, Output, refuse_in_run
+from fp8core.store.outputs import Kind, Output, refuse_in_run
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

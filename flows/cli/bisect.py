@@ -18,7 +18,7 @@ from flows.termination import ExitCode
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError
-from fp8core.user_files import PICTURE, json_output
+from fp8core.store.outputs import PICTURE, json_output
 
 if TYPE_CHECKING:
     from fp8core.alignment.bisect import Bisection

@@ -9,7 +9,7 @@ from flows.launch import say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from fp8core.errors import UserError
-from fp8core.user_files import json_output
+from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.diff import Comparison

@@ -10,7 +10,7 @@ from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
 from flows.run_lookup import admit_code, find_run
 from flows.termination import ExitCode, keep_interrupt
-from fp8core.user_files import EVALUATION
+from fp8core.store.outputs import EVALUATION
 
 
 def add_command(commands: Any) -> None:

@@ -10,11 +10,11 @@ from flows.environment import search_last
 from flows.launch import say
 from flows.termination import ExitCode
 from fp8core.errors import UserError
-from fp8core.user_files import json_output
+from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
-    from fp8core.plan.memory import Machine
+    from fp8core.resources.memory import Machine
     from fp8core.training.memory import Parallel
 
 
@@ -74,7 +74,7 @@ def plan_config(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace, config: "RunConfig") -> "Machine":
     """This machine, or one with the named GPU and an unknown host, as often as there are hosts."""
-    from fp8core.plan.memory import GPUS, Machine, named_gpu, this_machine
+    from fp8core.resources.memory import GPUS, Machine, named_gpu, this_machine
     from fp8core.rollout.registry import engine_entry
     from fp8core.training.registry import trainer_of
 

@@ -10,7 +10,7 @@ from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import StoredFileError
-from fp8core.user_files import PAGE, PICTURE
+from fp8core.store.outputs import PAGE, PICTURE
 
 
 def add_command(commands: Any) -> None:

@@ -11,7 +11,7 @@ from flows.launch import launch
 from flows.run_lookup import admit_code, description_of, find_run, load_settings
 from fp8core.config.run import own_code
 from fp8core.errors import without_passwords
-from fp8core.user_files import SUMMARY
+from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:

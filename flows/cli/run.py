@@ -9,7 +9,7 @@ from flows.cli.arguments import add_config, add_force, add_output
 from flows.environment import search_last
 from flows.launch import launch
 from fp8core.config.run import made_name
-from fp8core.user_files import SUMMARY
+from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:

@@ -32,10 +32,10 @@ from flows.environment import (
 from flows.launch import say, stopped
 from flows.prefect_server import answers
 from flows.termination import ExitCode
+from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line
 from fp8core.processes.end_with_parent import TiedProcess, installed, running
-from fp8core.store.durable import PRIVATE, make_folder
-from fp8core.user_files import refuse_in_run
+from fp8core.store.outputs import refuse_in_run
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -17,13 +17,13 @@ from flows.launch import say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from fp8core.errors import without_passwords
-from fp8core.user_files import json_output
+from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
-    from fp8core.store.durable import Report
+    from fp8core.durable import Report
+    from fp8core.store.heads import Chain, ExpectedHead
     from fp8core.store.manifest import StepManifest
     from fp8core.store.run_view import Finding, RunView
-    from fp8core.store.verify import Chain, ExpectedHead
 
 # That of the lines about the run above them.
 _NAME_WIDTH = 16
@@ -57,9 +57,10 @@ def add_command(commands: Any) -> None:
 
 def verify_run(options: argparse.Namespace) -> int:
     """Check, print and write; returns 1 when anything is wrong, raises UserError."""
+    from fp8core.run.verify import references, verified_bytes, verify
+    from fp8core.store.heads import Chain, ExpectedHead
     from fp8core.store.manifest import fingerprint, read_public_key
     from fp8core.store.run_view import Provenance, RunView
-    from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
 
     told = None if options.head is None else ExpectedHead.parse(options.head)
     keys = {fingerprint(read_public_key("--public-key", path)): path for path in options.public_key}
@@ -133,8 +134,8 @@ def _anchors(
     from flows.environment import bound_mlflow_requests
     from flows.tracking.store import quiet_store_logs
     from flows.tracking.tracker import compare_with_mlflow
+    from fp8core.store.heads import signature_lines
     from fp8core.store.run_view import Finding
-    from fp8core.store.verify import signature_lines
 
     bound_mlflow_requests()
     quiet_store_logs()

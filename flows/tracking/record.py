@@ -23,9 +23,9 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flows.environment import bound_mlflow_requests, naming_store
+from fp8core import durable
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.processes.end_with_parent import TiedProcess, running
-from fp8core.store import durable
 from fp8core.store.layout import LEDGER, LOCK
 from fp8core.store.lock import FolderIdentity, is_held, original_of
 

@@ -28,8 +28,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from flows.tracking.metric_names import ACCURACY, ERROR, K3, MEAN_REWARD
+from fp8core.durable import PRIVATE, make_folder, sole_file
 from fp8core.errors import UserError, first_line, without_passwords
-from fp8core.store.durable import PRIVATE, make_folder, sole_file
 
 SERVER_TIMEOUT_SECONDS = 10.0
 _DEFAULT = "mlflow.db"

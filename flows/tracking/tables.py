@@ -2,7 +2,6 @@
 
 from flows.tracking.tracker import Table
 from fp8core.config.steps import UPDATES
-from fp8core.environments.protocol import Key
 from fp8core.report.completions import (
     Row,
     heldout_pairs,
@@ -12,6 +11,7 @@ from fp8core.report.completions import (
     turn_mismatch,
 )
 from fp8core.report.run_data import compared_artifacts
+from fp8core.rewards.scorer import Key
 from fp8core.run.context import RunContext
 from fp8core.run.update_inputs import ADVANTAGE_COLUMNS, rollout_batch
 from fp8core.store.deletion_log import read_deletions

@@ -42,6 +42,7 @@ from flows.tracking.store import (
 )
 from fp8core.errors import UserError, printable_lines, without_passwords
 from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.heads import Chain, coverage
 from fp8core.store.json_text import shown
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
@@ -50,7 +51,6 @@ from fp8core.store.manifest import Head
 from fp8core.store.run_directory import RunDirectory
 from fp8core.store.run_view import Finding, RunView
 from fp8core.store.step_manifests import read_manifest
-from fp8core.store.verify import Chain, coverage
 
 Row = TypeVar("Row")
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]

@@ -36,7 +36,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder
 from fp8core.models.weights import (
@@ -49,6 +48,7 @@ from fp8core.models.weights import (
     stored_weights,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import TokenBatch
 
 Operation = Literal["qkv", "attention", "output", "gate_up", "down"]

@@ -20,9 +20,10 @@ from typing import Literal
 
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig
+from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
 from fp8core.rl.objective import named_correction
-from fp8core.rollout.registry import ENGINES, engine_entry
+from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
 Contract = Literal["exact", "aligned", "matched", "kept_cache", "mismatched", "accepted"]

@@ -213,7 +213,7 @@ class Gang:
 
     def check_shared(self, folder: Path) -> None:
         """Raises UserError: a member does not see what this process writes into the folder of a run."""
-        # A file that a killed process leaves goes with its other temporary files (`store.durable.sweep`).
+        # A file that a killed process leaves goes with its other temporary files (`durable.sweep`).
         probe = folder / f".shared.{uuid4().hex}.tmp"
         probe.touch()
         try:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
-from itertools import chain
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
@@ -41,7 +40,7 @@ class Node:
         gpus: that engines and trainers can have; of a cluster, those of all its nodes.
         gpu: name of its first GPU and bytes of its memory; None where there is none.
         memory: bytes of the host.
-        packages: version of each of the `packages` of engines and trainers that is installed.
+        packages: version of each distribution that was asked for and is installed.
     """
 
     platform: str
@@ -81,16 +80,11 @@ def this_platform() -> str:
 
 
 def this_node(packages: Iterable[str] = ()) -> Node:
-    """The machine of this process, with the versions of these `packages` too: those of an engine of the user's own."""
+    """The machine of this process, with the versions of those `packages` that are installed."""
     import torch
 
-    # Entries import this module.
-    from fp8core.rollout.registry import ENGINES, find_entry
-    from fp8core.training.registry import trainers
-
     versions = dict[str, str]()
-    registered = chain(*(find_entry(name).packages for name in ENGINES), *(entry.packages for entry in trainers()))
-    for name in chain(registered, packages):
+    for name in packages:
         with suppress(PackageNotFoundError):
             versions[name] = installed_version(name)
     gpu = None

@@ -13,6 +13,8 @@ _PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(
 # \boxed{answer}, \frac{a}{b}, x^{n}.
 _LATEX = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})+|[\\^_]\{[^{}]*\}")
 _QUESTION = "{question}"
+CHAIN_VOCABULARY = 32
+"""Tokens of a model built for the generated task; its alphabet leaves some of them unused."""
 
 
 class ChainTaskConfig(Section):

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, field_validator
 
 from fp8core.config.section import Section, check_choice, name_pattern
-from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
+from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 
 PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
 """Of `environments.shipped.Python`."""

@@ -3,8 +3,8 @@
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.section import Section, check_choice, name_pattern
+from fp8core.config.shipped import SHIPPED_VERIFIERS
 
-SHIPPED_VERIFIERS = ("chain", "integer", "math-verify")
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
 _REWARD_METRICS = ("mean", "std", "groups_with_signal", "kept_share", "verdict", "length", "format")
 

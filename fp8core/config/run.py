@@ -12,19 +12,17 @@ from pydantic import AfterValidator, Field, field_serializer, field_validator, m
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import DataConfig, stray_placeholder
+from fp8core.config.engines import ENTRY_PATH, SglangConfig, VllmConfig, check_engine_name
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_dual_clip
 from fp8core.config.parity import ParityConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
-from fp8core.config.reward import SHIPPED_VERIFIERS, RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource
+from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS
 from fp8core.config.steps import FILTER, TEACHER, PipelineConfig, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
-from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
 from fp8core.errors import without_passwords
-from fp8core.rollout.registry import ENGINES, ENTRY_PATH, check_name
-from fp8core.rollout.sglang.config import SglangConfig
-from fp8core.rollout.vllm.config import VllmConfig
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of a run, which is that of its folder too."""
@@ -103,7 +101,7 @@ class WarmStartConfig(Section):
 class RolloutConfig(Section):
     """Generation of completions."""
 
-    engine: Annotated[str, AfterValidator(check_name)] = Field(
+    engine: Annotated[str, AfterValidator(check_engine_name)] = Field(
         "embedded",
         description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU; sglang: on Hopper; or "
         "an engine of your own: `module:NAME`.",

@@ -23,8 +23,6 @@ _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 OPERATIONS = "".join(_APPLY)
 EOS = "$"
 ALPHABET = "0123456789" + OPERATIONS + "=,#" + EOS
-# Tokens of a model built for this task; the alphabet leaves some of them unused.
-VOCABULARY = 32
 
 # Questions drawn at once. Part of the random stream: another value gives other questions for the same seed.
 _BLOCK = 256

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 from fp8core.environments.protocol import Environment
 from fp8core.errors import UserError
 from fp8core.user_code import file_of, find_neighbours, load_code
 
-SHIPPED_ENVIRONMENTS = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
-"""Names and their classes in fp8core/environments/shipped.py."""
 _LONGEST_SIGNATURE = 200
 _METHODS = {"start": ("task",), "step": ("action",), "close": ()}
 

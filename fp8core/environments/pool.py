@@ -20,15 +20,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 from fp8core.environments.channel import action_message, decode, encode, read_reply, task_message
 from fp8core.environments.child import TOO_MANY_PROCESSES, EpisodeLimits
-from fp8core.environments.loading import SHIPPED_ENVIRONMENTS
-from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn
+from fp8core.environments.protocol import Action, Outcome, Reply, Task, Turn
 from fp8core.errors import UserError, printable
 from fp8core.processes.supervised import FROM_OUTSIDE, Lines, SupervisedProcess, described
 from fp8core.processes.supervisor import CPU_SIGNAL
 from fp8core.processes.variables import chosen_variables, variables
-from fp8core.rewards.scorer import DETAIL_CHARACTERS
+from fp8core.rewards.scorer import DETAIL_CHARACTERS, Key
 
 _LOADED_BYTES = 1 << 20
 """Of the line that says what was loaded."""

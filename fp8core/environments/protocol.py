@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from fp8core.rewards.scorer import Key
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -91,8 +93,6 @@ class Outcome:
     info: Mapping[str, float] = field(default_factory=dict)
 
 
-Key = tuple[int, int]
-"""Group and sample of an episode."""
 Reply = tuple[Key, Turn | Outcome, float]
 """With the seconds that the environment took."""
 

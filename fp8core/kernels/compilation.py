@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fp8core.errors import UserError, described_error
-from fp8core.plan.kernels import Sample
 from fp8core.processes.end_with_parent import follow_parent
+from fp8core.resources.kernels import Sample
 
 # A process holds some GB of the GPU while it works.
 _MOST_PROCESSES = 16

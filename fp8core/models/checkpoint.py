@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8core.config.run import ArchitectureConfig
+from fp8core.durable import make_folder, sync_path, why_not_written
 from fp8core.errors import UserError
 from fp8core.models.architecture import (
     Architecture,
@@ -31,7 +32,6 @@ from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, FileT
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.store.durable import make_folder, sync_path, why_not_written
 from fp8core.user_files import read_json_object
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
-from fp8core.data.chain import VOCABULARY
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
 from fp8core.models.checkpoint import architecture_from_config
@@ -171,7 +171,7 @@ def model_shape(config: RunConfig) -> Architecture:
         UserError: no model is chosen, or its config.json is missing, unreadable or of another kind of model.
     """
     if config.architecture is not None:
-        return architecture_from_config(config.architecture, VOCABULARY)
+        return architecture_from_config(config.architecture, CHAIN_VOCABULARY)
     assert config.model is not None, "RunConfig demands a model or an architecture"
     if config.model == UNDECIDED:
         raise UserError("model: not set; add --set model=FOLDER_OR_HUB_ID")

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8core.durable import make_folder, write_file
 from fp8core.errors import UserError
 from fp8core.models.architecture import BLOCK_FP8, check_block_fp8
 from fp8core.models.checkpoint import whole_folder
@@ -50,7 +51,6 @@ from fp8core.models.safetensors_stream import (
 )
 from fp8core.models.weights import SCALE_SUFFIX, is_linear
 from fp8core.numerics.e4m3 import TILE, ScaleRule
-from fp8core.store.durable import make_folder, write_file
 from fp8core.user_files import open_input, read_json_object
 
 # The second and third are those of models that also see or hear: their other towers are not decoders.

@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from fp8core import durable
 from fp8core.config.load import leaves
 from fp8core.config.parity import Limit, ParityConfig
 from fp8core.parity.golden import Golden
@@ -33,7 +34,6 @@ from fp8core.parity.measure import (
     end_difference,
     mean_interval,
 )
-from fp8core.store import durable
 
 PASS: Final = "PASS"
 FAIL: Final = "FAIL"

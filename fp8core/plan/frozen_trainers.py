@@ -12,7 +12,7 @@ from fp8core.config.steps import REFERENCE, TEACHER
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import Need
+from fp8core.resources.memory import Need
 from fp8core.training.memory import Parallel, host_scorer
 from fp8core.training.registry import gpu_memory, trainer_of
 

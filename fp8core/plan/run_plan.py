@@ -13,7 +13,8 @@ from fp8core.evaluation.measure import compared_prompts
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.frozen_trainers import FrozenTrainers, frozen_trainers
-from fp8core.plan.memory import (
+from fp8core.plan.step_time import StepTime, step_time
+from fp8core.resources.memory import (
     CacheRoom,
     Device,
     DevicePlan,
@@ -24,12 +25,10 @@ from fp8core.plan.memory import (
     Phase,
     StoredBytes,
     count_parameters,
-    longest_sequence,
     shipped_bytes,
     stored_bytes,
 )
-from fp8core.plan.step_time import StepTime, step_time
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.rollout.shared_weights import RECEIVED_BYTES
 from fp8core.training.memory import Parallel, host_needs, host_state, most_activations
 from fp8core.training.registry import gpu_memory, trainer_of

@@ -19,7 +19,8 @@ from fp8core.config.load import leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import SAME_SPEED, Section
 from fp8core.models.architecture import Architecture
-from fp8core.plan.memory import CacheRoom, Device, longest_sequence
+from fp8core.resources.memory import CacheRoom, Device
+from fp8core.rollout.registry import longest_sequence
 
 MEASURED = Path(__file__).with_name("measured_steps.json")
 SHAPE = (

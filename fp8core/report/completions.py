@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import groupby, repeat, zip_longest
 from typing import Any
 
-from fp8core.environments.protocol import Key
+from fp8core.durable import refuse_link
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.tokens import Unread, was_removed
+from fp8core.rewards.scorer import Key
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
-from fp8core.store.durable import refuse_link
 from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry
 from fp8core.store.run_view import Commit, RunView

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from fp8core.config.cluster import ClusterConfig
+from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
-from fp8core.rollout.registry import ENGINES, EngineEntry, find_entry
+from fp8core.rollout.registry import EngineEntry, find_entry
 from fp8core.store.manifest import installed_version
 from fp8core.training.registry import TRAINERS, TrainerEntry, find_trainer
 

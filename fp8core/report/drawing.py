@@ -32,6 +32,7 @@ from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from fp8core.alignment.bisect import Bisection
+from fp8core.durable import write_file
 from fp8core.report.chart import (
     BARS,
     COLOURS,
@@ -48,8 +49,7 @@ from fp8core.report.chart import (
     short,
     thinned,
 )
-from fp8core.store.durable import write_file
-from fp8core.user_files import PICTURE_METADATA
+from fp8core.store.outputs import PICTURE_METADATA
 
 DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 # One more than dashes, so that 30 styles differ in one of them.

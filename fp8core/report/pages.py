@@ -63,7 +63,7 @@ from fp8core.store.metrics import (
     History,
     series,
 )
-from fp8core.user_files import PAGE_MARK
+from fp8core.store.outputs import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 EXAMPLE_RUNS = 2

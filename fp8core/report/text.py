@@ -9,12 +9,12 @@ from fp8core.alignment.bisect import Bisection, LogprobError
 from fp8core.config.steps import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
-from fp8core.plan.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
 from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
 from fp8core.report.chart import short
 from fp8core.report.summary import MISSING
 from fp8core.report.training_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve
+from fp8core.resources.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
 from fp8core.store.metrics import STEP, History
 
 

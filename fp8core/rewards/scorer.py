@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from fp8core.environments.protocol import Key
 from fp8core.errors import InvalidReply, UserError
 from fp8core.user_code import file_of, find_neighbours, load_code
 
 Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+Key = tuple[int, int]
+"""Group and sample of a completion or an episode."""
 
 
 class Added(NamedTuple):

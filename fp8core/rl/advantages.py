@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import k1, k2, k3
+from fp8core.rl.alignment_metrics import k1, k2, k3
 
 
 def group_advantages(

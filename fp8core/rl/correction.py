@@ -68,9 +68,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import clamp_exponent, k1, k2, k3
 from fp8core.config.section import suggestion
 from fp8core.errors import UserError
+from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
 from fp8core.rl.losses import Denominator
 
 

@@ -37,7 +37,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import clamp_exponent, k1, k2, k3
+from fp8core.rl.alignment_metrics import clamp_exponent, k1, k2, k3
 
 
 @dataclass(frozen=True)

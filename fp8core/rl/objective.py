@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, LossConfig, unmeant_dual_clip
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
+from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.correction import CorrectionRule, Filter, Veto, Weighting, correct, off_policy_rows
 from fp8core.rl.losses import (

@@ -2,8 +2,8 @@
 
 The age of a token is the version before the update minus the version that wrote it. With d = log p_old - log p_rollout
 per token, old is a pass under the version before the update. The rollout's log-prob is that of the token's own version
-(decoupled PPO, arXiv 2110.00641). Names are those of `alignment.metrics` and `rl.correction`; a suffix `_age_A` limits
-them to tokens of an age, or `_age_A_B` to ages from A to B. An age without tokens is absent.
+(decoupled PPO, arXiv 2110.00641). Names are those of `rl.alignment_metrics` and `rl.correction`; a suffix `_age_A`
+limits them to tokens of an age, or `_age_A_B` to ages from A to B. An age without tokens is absent.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import alignment_metrics
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.correction import CorrectionRule, correct, log_ratio
 from fp8core.rl.losses import ClipRange
 

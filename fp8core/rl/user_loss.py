@@ -19,11 +19,11 @@ import torch
 from pydantic import BaseModel, JsonValue, ValidationError
 from torch import Tensor
 
-from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.loss import SHIPPED_LOSSES, LossConfig
 from fp8core.config.section import refusal
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError, described_error
+from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.losses import (
     Aggregate,
     ClipRange,

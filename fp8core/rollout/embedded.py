@@ -13,7 +13,7 @@ from fp8core.models.experts import RecordedRouting
 from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
-from fp8core.plan.memory import Device, EngineMemory, Need, engine_weights, shipped_bytes
+from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights, shipped_bytes
 from fp8core.rollout.engine import (
     Completion,
     Finish,
@@ -27,7 +27,6 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.kv_cache import KeptRows, Key, KvCache, OpenRows, StoredRow, TurnRows
 from fp8core.rollout.registry import EngineEntry
-from fp8core.training.memory import EMULATED, emulated_bytes
 
 
 @dataclass

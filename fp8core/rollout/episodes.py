@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from fp8core.environments.chat import Conversation, LongTextError, ObservationError, Talk
-from fp8core.environments.protocol import Action, Key, Outcome, Reply, Task, Turn, calls_json, opening_json, said_json
+from fp8core.environments.protocol import Action, Outcome, Reply, Task, Turn, calls_json, opening_json, said_json
+from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import (
     Completion,
     Finish,

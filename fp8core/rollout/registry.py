@@ -1,14 +1,14 @@
 """The rollout engines: each is registered once, with all that code outside its folder may ask of it.
 
-`rollout.engine` is a name of `ENGINES`, or the import path `module:NAME` of an `EngineEntry` of the user's own. An
-entry is imported when a run first needs it, so that reading a configuration imports neither torch nor vLLM.
+`rollout.engine` is a name of `config.shipped.ENGINES`, or the import path `module:NAME` of an `EngineEntry` of the
+user's own. An entry is imported when a run first needs it.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from fp8core.config.shipped import ENGINES
 from fp8core.config.steps import import_attribute
 from fp8core.errors import UserError
 
@@ -16,17 +16,9 @@ if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node
     from fp8core.config.run import RunConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.plan.kernels import Product
-    from fp8core.plan.memory import Device, EngineMemory, Machine
+    from fp8core.resources.kernels import Product
+    from fp8core.resources.memory import Device, EngineMemory, Machine
     from fp8core.rollout.engine import RolloutEngine
-
-ENGINES: Final[Mapping[str, str]] = {
-    "embedded": "fp8core.rollout.embedded:ENGINE",
-    "vllm": "fp8core.rollout.vllm.entry:ENGINE",
-    "sglang": "fp8core.rollout.sglang.entry:ENGINE",
-}
-"""Name in `rollout.engine` -> import path of its entry."""
-ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
 
 Arithmetic = Literal["exact", "kernels", "own"]
 Continuation = Literal["equal", "anew", "none"]
@@ -53,7 +45,7 @@ def no_environment(*_: object) -> "Environment":
 
 def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None") -> "EngineMemory":
     """An engine that holds its weights on the host, as they are sent."""
-    from fp8core.plan.memory import EngineMemory, engine_weights, shipped_bytes
+    from fp8core.resources.memory import EngineMemory, engine_weights, shipped_bytes
 
     return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
 
@@ -115,13 +107,6 @@ class EngineEntry:
     stock: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_name(name: str) -> str:
-    """The name; raises ValueError where it is neither registered nor an import path."""
-    if name not in ENGINES and re.fullmatch(ENTRY_PATH, name) is None:
-        raise ValueError(f"{name} is none of {', '.join(ENGINES)}, and no engine of your own (module:NAME)")
-    return name
-
-
 def find_entry(name: str) -> EngineEntry:
     """The entry of a registered engine, or at an import path.
 
@@ -153,6 +138,12 @@ def continuation_of(config: "RunConfig") -> Continuation:
 def longest_row(config: "RunConfig", arch: "Architecture") -> int:
     """Tokens of the longest prompt with its completion that engine and model take (errors: `find_entry`)."""
     return min(engine_entry(config).longest(config, arch), arch.max_positions)
+
+
+def longest_sequence(config: "RunConfig", arch: "Architecture") -> int:
+    """Tokens of the longest prompt with its completion."""
+    longest = engine_entry(config).longest(config, arch)
+    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)
 
 
 def engine_entry(config: "RunConfig") -> EngineEntry:

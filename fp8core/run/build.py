@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.derived import sft_config, sft_training, teacher_config
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
-from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
+from fp8core.data.chain import ALPHABET, EOS
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import PromptSource, longest_prompt
 from fp8core.data.source import build_source, check_problems, check_turns
@@ -30,8 +31,8 @@ from fp8core.models.checkpoint import (
 from fp8core.models.hub import model_shape, resolve_model
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.plan.memory import machine_of
 from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.resources.memory import machine_of
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rl.objective import refuse_unmeant_dual_clip
 from fp8core.rollout.engine import RolloutEngine
@@ -40,7 +41,7 @@ from fp8core.run.episodes import check_observation, check_openings, tool_calls_o
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, LedgerView
 from fp8core.training.ranks import ALONE
-from fp8core.training.registry import trainer_grid, trainer_of
+from fp8core.training.registry import packages_of, trainer_grid, trainer_of
 from fp8core.training.trainer import LocalTrainer, SftTrainer, Trainer
 
 if TYPE_CHECKING:
@@ -129,13 +130,12 @@ def members_node(config: RunConfig) -> Node:
     """
     if config.cluster.used and find_spec("ray") is None:
         raise UserError("cluster: several engines or ranks need Ray (pip install 'fp8-grpo[ray]')")
-    entry = engine_entry(config)
     if config.cluster.address is None:
-        return this_node(entry.packages)
+        return this_node(packages_of(config))
     from fp8core.cluster import connection
 
-    shared, packages = entry.tensor_parallel(config), tuple(entry.packages)
-    return connection.ask_node(config.cluster, shared, wants_gpus(config), packages)
+    shared = engine_entry(config).tensor_parallel(config)
+    return connection.ask_node(config.cluster, shared, wants_gpus(config), packages_of(config))
 
 
 def check_engine(config: RunConfig, node: Node) -> None:
@@ -433,10 +433,10 @@ def _from_scratch(config: RunConfig) -> FoundModel:
         raise UserError(
             f"architecture builds a model for the chain task, but data.source is {config.data.source}; set model"
         )
-    arch = architecture_from_config(config.architecture, VOCABULARY)
+    arch = architecture_from_config(config.architecture, CHAIN_VOCABULARY)
     # The marks of tool calls, and what a calculator reads besides.
     alphabet = ALPHABET if config.environment is None else f"{ALPHABET}[]()"
-    tokenizer = character_tokenizer(alphabet, VOCABULARY, EOS)
+    tokenizer = character_tokenizer(alphabet, CHAIN_VOCABULARY, EOS)
     return FoundModel(arch, tokenizer, checkpoint=None, revision=None)
 
 

@@ -5,11 +5,11 @@ import time
 
 from safetensors import SafetensorError
 
+from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, thawed_heap
 from fp8core.run.policy import initial_trainer
 from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
-from fp8core.store.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry

@@ -2,12 +2,12 @@
 
 import time
 
+from fp8core import durable
 from fp8core.alignment.bounds import unverifiable
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import percentiles
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shards_of
-from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.layout import manifest_place
 from fp8core.store.ledger import START, LedgerView, StepEntry

@@ -1,6 +1,6 @@
 """The kernels of a training, compiled before it begins: `fp8-grpo compile`, and what `fp8-grpo run` does first.
 
-Products by DeepGEMM are planned from shapes (`plan.kernels`). The packed trainer compiles its own
+Products by DeepGEMM are planned from shapes (`resources.kernels`). The packed trainer compiles its own
 kernels, on the shortest and on the longest pack. Its model has the same widths, few layers and a small vocabulary.
 An engine may keep the results of its start by itself, as vLLM does (`torch.compile`).
 """
@@ -35,10 +35,9 @@ from fp8core.numerics.fused import (
 )
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import packed_length
-from fp8core.plan.kernels import Product, Sample, samples
-from fp8core.plan.memory import longest_sequence
+from fp8core.resources.kernels import Product, Sample, samples
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.run.build import build_sft_trainer, build_trainer
 from fp8core.store.manifest import current_code, installed_version
 from fp8core.training.registry import trainer_of

@@ -28,11 +28,11 @@ from fp8core.data.prompt import (
     refuse_length,
 )
 from fp8core.environments.chat import AT_LEAST, ObservationError, Talk
-from fp8core.environments.protocol import Action, Key, Reply, Said, Task, Turn, opening_of, said_of
+from fp8core.environments.protocol import Action, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.environments.protocol import Outcome as EnvironmentOutcome
 from fp8core.errors import InvalidReply, NotRecordedError, UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import Answer, Outcome, Verdict
+from fp8core.rewards.scorer import Answer, Key, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Completion, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.steps import PlannedStep, import_step
+from fp8core.durable import io_seconds
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext
 from fp8core.run.policy import SyncError
 from fp8core.store.artifacts import Ref
-from fp8core.store.durable import io_seconds
 from fp8core.store.json_text import canonical_json
 from fp8core.store.ledger import START, TaskEntry
 from fp8core.store.metrics import Interval

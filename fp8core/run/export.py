@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 
 from fp8core.config.run import RunConfig
+from fp8core.durable import make_folder, read_stored, sync_path, write_file
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
@@ -20,7 +21,6 @@ from fp8core.run.execute import carried
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
 from fp8core.store.checkpoints import is_intact
-from fp8core.store.durable import make_folder, read_stored, sync_path, write_file
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.layout import POLICY
 from fp8core.store.ledger import START, CheckpointEntry

@@ -19,6 +19,7 @@ from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.config.steps import TEACHER, Plan, check_pipeline, import_spec
 from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, failed_answer
+from fp8core.durable import refuse_unwritable
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import StoredFileError, UserError, without_passwords
 from fp8core.freed_memory import keep_freed_memory
@@ -46,16 +47,15 @@ from fp8core.run.build import (
 from fp8core.run.context import RunContext, register, release
 from fp8core.run.episodes import check_observation, check_openings, failed_trial, refuse_invalid, tool_calls_of, trial
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
-from fp8core.store.durable import refuse_unwritable
 from fp8core.store.layout import LEDGER, shards_of_steps
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
+from fp8core.store.outputs import refuse_in_run
 from fp8core.store.run_directory import RunDescription, RunDirectory, read_description, refuse_in_use
 from fp8core.store.start_tasks import CARRIED_KINDS
 from fp8core.store.step_manifests import read_manifest
 from fp8core.training.lora import frozen_line
 from fp8core.training.registry import trainer_of
-from fp8core.user_files import refuse_in_run
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -8,11 +8,11 @@ from typing import Any
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import longest_prompt
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Key
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.logprobs import Truncation
+from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import PromptGroup, RolloutEngine, Sampling, StreamingEngine
 from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, ask_again, run_episodes
 from fp8core.rollout.registry import longest_row

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8core.alignment.bounds import beyond, stop_bounds
-from fp8core.alignment.metrics import EXPONENT_BOUND
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import StoredFileError
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.weights import Shipped
+from fp8core.rl.alignment_metrics import EXPONENT_BOUND
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
     PolicyScales,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.alignment.metrics import clamp_exponent
 from fp8core.config.run import RunConfig
 from fp8core.evaluation.measure import (
     bootstrap_interval,
@@ -24,6 +23,7 @@ from fp8core.evaluation.measure import (
 )
 from fp8core.models.decoder import Decoder
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
+from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
 from fp8core.run.build import build_engine

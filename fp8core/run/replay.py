@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import config_digest, numeric_differences, reload_config
 from fp8core.config.run import RunConfig, public_dump
+from fp8core.durable import read_lines, read_stored
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
@@ -33,7 +34,6 @@ from fp8core.run.resume import RedoError, rewind_to, versions_in_flight
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
-from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.layout import LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, LedgerView

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fp8core import durable
 from fp8core.config.derived import sft_training
 from fp8core.config.run import WarmStartConfig
 from fp8core.config.training import TrainingConfig
@@ -43,7 +44,6 @@ from fp8core.run.resume import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
 from fp8core.run.scales import covered, read_scales, store_scales
 from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
-from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START

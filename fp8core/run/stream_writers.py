@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from fp8core.environments.protocol import Key
+from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
 from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.registry import continuation_of

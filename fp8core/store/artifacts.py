@@ -23,11 +23,12 @@ from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 from torch import Tensor
 
+from fp8core import durable
+from fp8core.durable import io_timer
 from fp8core.errors import StoredFileError, printable
 from fp8core.models.safetensors_stream import FileTensors
-from fp8core.store import durable, schemas
+from fp8core.store import schemas
 from fp8core.store.deletion_log import read_deletions
-from fp8core.store.durable import io_timer
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
 from fp8core.store.layout import ARTIFACTS
 from fp8core.store.manifest import StepManifest

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from fp8core.durable import folder_digest
 from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.store.durable import folder_digest
 from fp8core.store.ledger import CheckpointEntry, LedgerView
 
 

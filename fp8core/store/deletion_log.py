@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fp8core.durable import append_durably, read_lines, sole_file, sync_path, unwritable, whole_end
 from fp8core.errors import StoredFileError
-from fp8core.store.durable import append_durably, read_lines, sole_file, sync_path, unwritable, whole_end
 from fp8core.store.json_text import Bytes, StepNumber, mistake
 from fp8core.store.layout import DELETION_LOG
 

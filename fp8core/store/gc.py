@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
+from fp8core.durable import refuse_link, remove_folder
 from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.checkpoints import held_policy, is_intact, last_written
 from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.durable import refuse_link, remove_folder
 from fp8core.store.layout import ARTIFACTS, CHECKPOINTS, LEDGER
 from fp8core.store.ledger import START, CheckpointEntry, LedgerView
 from fp8core.store.manifest import StepManifest

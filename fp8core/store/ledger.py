@@ -1,6 +1,6 @@
 """The ledger of a run: what is committed, one JSON line an event, fsynced line by line.
 
-A torn last line (`store.durable`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1. Step 0
+A torn last line (`durable`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1. Step 0
 precedes them (warm start, first scales, first evaluation), so that the policy after step n is version n. When a task or
 a step was computed again, its later entry wins.
 
@@ -20,9 +20,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import Ref
-from fp8core.store.durable import (
+from fp8core.durable import (
     Line,
     append_durably,
     lines_backward,
@@ -35,6 +33,8 @@ from fp8core.store.durable import (
     unwritable,
     whole_end,
 )
+from fp8core.errors import StoredFileError, UserError
+from fp8core.store.artifacts import Ref
 from fp8core.store.json_text import MOST_STEPS, Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
 from fp8core.store.layout import checkpoint_place
 
@@ -82,7 +82,7 @@ class CheckpointEntry(_Entry):
     event: Literal["checkpoint"] = "checkpoint"
     step: StepNumber
     uri: str = Field(pattern=r"^checkpoints/[0-9]{5,8}$", description="Path relative to the run directory.")
-    digest: Digest = Field(description="Of the folder (`store.durable`).")
+    digest: Digest = Field(description="Of the folder (`durable`).")
     weights_digest: Digest = Field(description="Of the policy in it (`numerics.fingerprint`).")
     seconds: Seconds = Field(0.0, description="How long it took, up to this line.")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fp8core.durable import NotOwnFileError, read_stored, sole_file, stored_file, unwritable
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.durable import NotOwnFileError, read_stored, sole_file, stored_file, unwritable
 from fp8core.store.layout import ARTIFACTS, DESCRIPTION, LEDGER
 
 _PROBE_SECONDS = 0.1  # Longer than `is_held` ever holds the lock.

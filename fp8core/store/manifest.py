@@ -31,8 +31,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
+from fp8core import durable
 from fp8core.errors import UserError
-from fp8core.store import durable
 from fp8core.store.json_text import MOST_STEPS, Bytes, Seconds, StepNumber, canonical_json
 from fp8core.store.layout import signature_place
 

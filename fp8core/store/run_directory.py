@@ -21,8 +21,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from fp8core import durable
 from fp8core.errors import StoredFileError, UserError, not_unicode
-from fp8core.store import durable
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.json_text import parse_model
 from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, FOLDERS, LEDGER, LOCK, shards_of_steps

@@ -17,10 +17,10 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
+from fp8core.durable import read_lines, read_stored
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, Ref, read_checked
 from fp8core.store.deletion_log import Deletion, read_deletions
-from fp8core.store.durable import read_lines, read_stored
 from fp8core.store.json_text import mistake, parse_model
 from fp8core.store.layout import CHECKPOINTS, DELETION_LOG, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import (

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from fp8core.durable import read_stored
 from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
-from fp8core.store.durable import read_stored
 from fp8core.store.json_text import canonical_json, parse_json, parse_model, value_differences
 from fp8core.store.layout import LEDGER, manifest_place
 from fp8core.store.ledger import LedgerView, StepEntry

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fp8core.environments.protocol import Key
+from fp8core.durable import stored_file
 from fp8core.errors import StoredFileError, first_line, printable
-from fp8core.store.durable import stored_file
+from fp8core.rewards.scorer import Key
 
 COMPLETION_KEY = ("group", "sample")
 """Columns whose values are the `Key` of a completion, or of an episode."""

@@ -12,9 +12,9 @@ from fp8core.config.run import RunConfig
 from fp8core.config.steps import FILTER, is_shipped
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import Formats, fused_linear, is_linear, layer_of, training_formats
-from fp8core.plan.memory import (
-    HEAD,
+from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
+from fp8core.resources.memory import (
+    EMULATED,
     ROUTER,
     Need,
     Part,
@@ -22,23 +22,22 @@ from fp8core.plan.memory import (
     StoredBytes,
     count,
     count_parameters,
+    emulated_bytes,
     is_expert,
-    longest_sequence,
     stages,
     stored_bytes,
 )
 from fp8core.rl.objective import named_correction
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.training.lora import adapter_shapes, frozen_names
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
 # CUDA context, communication. An estimate.
 AT_REST = 2_000_000_000
-_FP64, _FP32, _BF16, _CODE = 8, 4, 2, 1
+_FP32, _BF16 = 4, 2
 _MOMENTS = 2 * _FP32
 MOMENTS = "optimiser states"
-EMULATED = "FP64 beside codes or FP32, ready for exact products"
 
 
 @dataclass(frozen=True)
@@ -241,15 +240,3 @@ def most_activations(config: RunConfig, arch: Architecture) -> Need | None:
     token = arch.num_layers * _FP32 * (widths + 4.3 * arch.num_heads * length)
     note = f"training.micro_batch: {sequences} sequences of {length:,} tokens"
     return Need("activations, at most", math.ceil(sequences * length * token), note)
-
-
-def emulated_bytes(arch: Architecture, formats: Formats) -> int:
-    """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
-    names = formats.stored_names()
-    # Scales that are no powers of two are applied to FP32 values.
-    coded = _CODE + (_FP32 if formats.scale_rule == "fp32" else 0)
-    size = 0
-    for name, shape in parameter_shapes(arch).items():
-        twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
-        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else _FP32) + (_FP64 if twice else 0))
-    return size + (count_parameters(arch).head * (_FP32 + _FP64) if arch.tie_embeddings else 0)

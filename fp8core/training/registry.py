@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fp8core.config.steps import import_attribute
-from fp8core.rollout.registry import Arithmetic, no_products, no_refusals
+from fp8core.rollout.registry import Arithmetic, engine_entry, no_products, no_refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.config.training import TrainingConfig
     from fp8core.models.architecture import Architecture
-    from fp8core.plan.kernels import Product
-    from fp8core.plan.memory import Machine
+    from fp8core.resources.kernels import Product
+    from fp8core.resources.memory import Machine
     from fp8core.training.memory import Parallel, TrainerMemory
     from fp8core.training.ranks import Ranks
     from fp8core.training.trainer import LocalTrainer, SftTrainer
@@ -106,6 +106,11 @@ def trainers() -> tuple[TrainerEntry, ...]:
 def trainer_of(training: "TrainingConfig") -> TrainerEntry:
     """The entry that a configuration selects."""
     return next(entry for entry in reversed(trainers()) if entry.chosen(training))
+
+
+def packages_of(config: "RunConfig") -> tuple[str, ...]:
+    """Distributions whose versions the chosen engine and trainer ask a machine for (`config.capability.this_node`)."""
+    return (*engine_entry(config).packages, *trainer_of(config.training).packages)
 
 
 def trainer_grid(config: "RunConfig", machine: "Machine") -> "Parallel | None":

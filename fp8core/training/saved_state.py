@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
+from fp8core.durable import read_stored
 from fp8core.errors import StoredFileError, UserError, printable
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.fingerprint import digest_of, fingerprint
-from fp8core.store.durable import read_stored
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
 from fp8core.store.layout import POLICY
 from fp8core.store.schemas import tensor_header

@@ -5,8 +5,8 @@ import pytest
 from benchmarks.cold_start import _options, _settings, main
 from benchmarks.grpo_8gpu import SHAPES
 from fp8core.config.load import load_config
-from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.resources.memory import GPUS, Machine
 from fp8core.training.registry import trainer_grid
 
 SGLANG = [

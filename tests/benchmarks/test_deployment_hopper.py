@@ -9,8 +9,8 @@ from fp8core.config.capability import Node, check_contract
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
 from fp8core.models.hub import PUBLISHED
-from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.resources.memory import GPUS, Machine
 from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
 from fp8core.training.registry import trainer_grid, trainer_of
 

@@ -4,14 +4,15 @@ import pytest
 
 from benchmarks import export_check
 from benchmarks.export_check import LOADERS, PAIRS, _finished, main
-from fp8core.data.chain import ALPHABET, EOS, VOCABULARY
+from fp8core.config.data import CHAIN_VOCABULARY
+from fp8core.data.chain import ALPHABET, EOS
 from fp8core.models.tokenizer import character_tokenizer
 
 
 @pytest.fixture
 def exported_tokenizer(tmp_path):
     transformers = pytest.importorskip("transformers")
-    character_tokenizer(ALPHABET, VOCABULARY, EOS).save(tmp_path)
+    character_tokenizer(ALPHABET, CHAIN_VOCABULARY, EOS).save(tmp_path)
     return transformers.AutoTokenizer.from_pretrained(tmp_path)
 
 

@@ -24,9 +24,9 @@ from benchmarks.tables import loop_tables
 from fp8core.config.capability import Node, check_contract
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.report.run_data import read_run
+from fp8core.resources.memory import GPUS, Device, Machine
 from fp8core.rollout.sglang import requirements as sglang
 from fp8core.rollout.vllm import requirements as vllm
 from fp8core.store.layout import LEDGER, SUMMARY

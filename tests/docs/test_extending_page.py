@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from fp8core.config.load import load_config
+from fp8core.config.shipped import ENGINES
 from fp8core.report.console import Console
-from fp8core.rollout.registry import ENGINES
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, plan_of

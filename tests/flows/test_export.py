@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from flows.cli import main
 from flows.tracking.record import TrackingRecord, write_record
 from fp8core.config.load import load_config
+from fp8core.durable import folder_digest
 from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_dequantisation, plan_quantisation, write_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.build import build_base
-from fp8core.store.durable import folder_digest
 
 PROMPT = "2*7*6+0+9="
 

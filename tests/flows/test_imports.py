@@ -39,7 +39,7 @@ def test_a_check_of_stored_tables_imports_no_pandas(whole_run):
     program = (
         "import sys; from pathlib import Path\n"
         "from fp8core.store.run_view import RunView\n"
-        "from fp8core.store.verify import verify\n"
+        "from fp8core.run.verify import verify\n"
         "assert not list(verify(RunView.read(Path(sys.argv[1])), lambda more: None))\n"
         "print('pandas' in sys.modules)"
     )

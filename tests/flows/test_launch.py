@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 from flows.launch import end_without_prefect
 from flows.tracking.record import read_record, write_record
-from fp8core.user_files import SUMMARY, Output
+from fp8core.store.outputs import SUMMARY, Output
 folder, api, summary, status, error = sys.argv[1:]
 end_without_prefect(Path(folder), api, Output("--json", summary, SUMMARY))
 time.sleep(0.1)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -31,7 +32,6 @@ from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import contract_refusals, find_build, model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_formats, check_report

@@ -12,7 +12,7 @@ from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multip
 from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
-from fp8core.plan.kernels import Product, samples
+from fp8core.resources.kernels import Product, samples
 from fp8core.run.compilation import learn, planned_jobs, score
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]

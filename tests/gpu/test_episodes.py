@@ -14,6 +14,7 @@ from episode_cases import check_no_token_of_a_long_play_differs, long_play
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -26,7 +27,6 @@ from fp8core.processes.variables import set_variables
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import PolicyScales
 from fp8core.rollout.episodes import Episode
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.run.policy import check_report

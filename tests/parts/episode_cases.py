@@ -10,8 +10,9 @@ from scripted_pool import ScriptedPool
 from torch import Tensor
 
 from fp8core.environments.chat import Talk
-from fp8core.environments.protocol import Action, Key, Outcome, Said, Task, Turn
+from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.rewards.scorer import Key
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes

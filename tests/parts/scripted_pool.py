@@ -4,7 +4,8 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from fp8core.environments.protocol import Action, Key, Outcome, Reply, Said, Task, Tool, Turn
+from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Tool, Turn
+from fp8core.rewards.scorer import Key
 
 Answer = Callable[[Key, int, Action], Turn | Outcome]
 CALCULATOR = Tool(

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import set_variables
-from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import WORKER, required_environment, suggested_environment
 

@@ -16,9 +16,9 @@ from fp8core.run.loop import begin, iterate
 from fp8core.run.open import pipeline_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.scoring import compared_rows
+from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 from fp8core.training.trainer import LogprobError
 
 STEPS = range(1, 5)

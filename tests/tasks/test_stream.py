@@ -22,11 +22,11 @@ from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.stream_writers import Part
+from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 from fp8core.training.micro_batch import MicroBatchTrainer
 
 SETTINGS = {

@@ -20,9 +20,9 @@ from fp8core.rollout.engine import sample_seed
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import begin, train
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 from tasks import stream
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()

@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from flows.cli import main
+from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 
 SETTINGS = {
     "warm_start.steps": 20,

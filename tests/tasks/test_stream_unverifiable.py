@@ -23,11 +23,11 @@ from fp8core.run.resume import rewind_to
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import token_batch
 from fp8core.run.stream_writers import Part, SegmentWriter
+from fp8core.run.verify import verify
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import SEGMENTS
-from fp8core.store.verify import verify
 
 SETTINGS = {
     "pipeline.mode": "asynchronous",

@@ -16,10 +16,10 @@ from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
 from fp8core.run.open import plan_of
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 from tasks import stream
 
 DIGITS = Path(__file__).parents[1] / "parts" / "digits_environment.py"

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.attention import Fp8Attention
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import filled_shapes, find_shares
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.settings import model_config
 
 CONTRACT, METHOD = PrecisionContract(rounding_points="kernels"), "fp8_grpo_test_codes"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
@@ -30,7 +31,6 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, SyncReport
 from fp8core.rollout.shared_weights import share_weights, specs_of
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
 from fp8core.training.exact import ExactTrainer

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
@@ -33,7 +34,6 @@ from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
 from fp8core.rollout.routes import routes_of
-from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusals
 from fp8core.rollout.sglang.settings import (

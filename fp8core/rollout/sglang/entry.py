@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary
-from fp8core.plan.kernels import Product, layer_products
-from fp8core.plan.memory import (
+from fp8core.resources.kernels import Product, layer_products
+from fp8core.resources.memory import (
     Device,
     EngineMemory,
     Need,
@@ -17,7 +17,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import EngineEntry, longest_refusals
+from fp8core.rollout.registry import EngineEntry, longest_refusals, longest_sequence
 from fp8core.rollout.sglang.requirements import (
     SglangBuild,
     contract_refusals,
@@ -38,7 +38,7 @@ def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     # SGLang is optional.
     from fp8core.rollout.sglang.engine import SglangEngine
 
-    settings = config.precision, rollout.sglang, rollout.max_batch, _build_on(this_node())
+    settings = config.precision, rollout.sglang, rollout.max_batch, find_build(this_platform())
     return SglangEngine(arch, *settings, routes=rollout.router_replay)
 
 
@@ -58,7 +58,7 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 
 def _requirements() -> str:
-    return f"{_build_on(this_node()).described}, block FP8 and BF16"
+    return f"{find_build(this_platform()).described}, block FP8 and BF16"
 
 
 def _environment(config: RunConfig, node: Node) -> Environment:
@@ -76,7 +76,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     size = "rollout.sglang." + ("kv_cache_gib" if sized else "mem_fraction_static")
     static = gpu.memory if sized else int(gpu.memory * options.mem_fraction_static)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    room = cache_room(config, arch, options.kv_cache_gib, static - weights.bytes)
+    room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, static - weights.bytes)
     advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
 
     def beside(share: float) -> str | None:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Final
 
+from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
@@ -17,7 +18,6 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.rollout.aligned import contract_refusals as aligned_refusals
 from fp8core.rollout.aligned import shape_refusals
-from fp8core.rollout.sglang.config import SglangConfig
 
 SUPPORTED: Final = "0.5.15"
 _HOPPER = "sm_90"

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
-from fp8core.plan.memory import cache_bytes_per_token
+from fp8core.resources.memory import cache_bytes_per_token
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
-from fp8core.rollout.sglang.config import SglangConfig
 
 REGISTERED, ALIGNED = "fp8_grpo", "fp8_grpo_aligned"
 """Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""

@@ -28,6 +28,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
@@ -44,7 +45,6 @@ from fp8core.rollout.slots import (
     find_shares,
     padded_shapes,
 )
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.internals import end_calls, load_model_class, probe_client, register_aligned_models
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
 from fp8core.rollout.vllm.settings import (

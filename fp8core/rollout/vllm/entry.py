@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8core.config.capability import Environment, Node, this_node
+from fp8core.config.capability import Environment, Node, this_platform
+from fp8core.config.engines import VllmConfig
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
 from fp8core.numerics.e4m3 import TILE
-from fp8core.plan.kernels import Product, layer_products
-from fp8core.plan.memory import (
+from fp8core.resources.kernels import Product, layer_products
+from fp8core.resources.memory import (
     GIB,
     CacheRoom,
     Device,
@@ -23,8 +24,7 @@ from fp8core.plan.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import Arithmetic, EngineEntry, longest_refusals
-from fp8core.rollout.vllm.config import VllmConfig
+from fp8core.rollout.registry import Arithmetic, EngineEntry, longest_refusals, longest_sequence
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,
@@ -43,7 +43,7 @@ _ASLEEP = 2_000_000_000
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
     rollout = config.rollout
-    settings = config.precision, _options(config), rollout.max_batch, _build_on(this_node())
+    settings = config.precision, _options(config), rollout.max_batch, find_build(this_platform())
     # vLLM is optional, and reads its environment when it is imported.
     from fp8core.rollout.vllm.engine import VllmEngine
 
@@ -87,7 +87,7 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 
 def _requirements() -> str:
-    build = _build_on(this_node())
+    build = find_build(this_platform())
     formats = "block FP8 and BF16" if build.platform == "cuda" else "BF16, on this CPU"
     return f"{build.distribution} {build.version}, {formats}"
 
@@ -114,7 +114,9 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
         return cache_refusal(room, "rollout.vllm.max_model_len", _longest(config, arch), size)
 
     if gpu is None:
-        room = cache_room(config, arch, options.kv_cache_gib, int(CPU_CACHE_GIB * GIB), shared)
+        room = cache_room(
+            config, arch, longest_sequence(config, arch), options.kv_cache_gib, int(CPU_CACHE_GIB * GIB), shared
+        )
         cache = _cache(room)
         on_host = weights, Need(cache.item, shared * cache.bytes, cache.note)
         return EngineMemory(on_host, cache=room, refusal=refusal(room))
@@ -123,7 +125,14 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     # With a cache of a given size it takes what it needs.
     limit = gpu.memory if sized else int(gpu.memory * options.gpu_memory_utilization)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    room = cache_room(config, arch, options.kv_cache_gib, limit - weights.bytes - workspace.bytes, shared)
+    room = cache_room(
+        config,
+        arch,
+        longest_sequence(config, arch),
+        options.kv_cache_gib,
+        limit - weights.bytes - workspace.bytes,
+        shared,
+    )
     advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
 
     def beside(share: float) -> str | None:

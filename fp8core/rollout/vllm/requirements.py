@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Literal
 
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import (
@@ -28,11 +29,10 @@ from fp8core.models.architecture import (
     with_whole_tiles,
 )
 from fp8core.numerics.e4m3 import TILE
-from fp8core.plan.memory import gib
+from fp8core.resources.memory import gib
 from fp8core.rollout.aligned import contract_refusals as contract_needs
 from fp8core.rollout.aligned import shape_refusals
 from fp8core.rollout.slots import padded_shapes
-from fp8core.rollout.vllm.config import VllmConfig
 
 _Release = tuple[int, int]
 # Distribution -> first and last release that this engine is written for.

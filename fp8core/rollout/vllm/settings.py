@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import (
     Architecture,
@@ -34,7 +35,6 @@ from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, SCALE_RULE, aligned_config, is_aligned
 from fp8core.rollout.slots import padded_shapes
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.

@@ -10,7 +10,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.errors import refuse
 from fp8core.models.architecture import Architecture
-from fp8core.plan.memory import longest_sequence
+from fp8core.rollout.registry import longest_sequence
 from fp8core.training.megatron.requirements import (
     MEMORY,
     advice,
@@ -48,15 +48,17 @@ def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 
 def _requirements() -> str:
-    node = this_node()
+    node = this_node(_PACKAGES)
     refuse(package_refusals(node))
     formats = "FP32 on this CPU" if node.platform == "cpu" else "block FP8 and BF16 on Hopper"
     return f"megatron-core {node.packages['megatron-core']}, {formats}"
 
 
+_PACKAGES = "megatron-core", "transformer-engine"
+
 TRAINER = TrainerEntry(
     name="megatron",
-    packages=("megatron-core", "transformer-engine"),
+    packages=_PACKAGES,
     chosen=lambda training: training.trainer == "megatron",
     build=_build,
     arithmetic="own",

@@ -14,7 +14,8 @@ from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import TILE, round_up
-from fp8core.plan.memory import Need, StoredBytes, count_parameters, held, longest_sequence
+from fp8core.resources.memory import Need, StoredBytes, count_parameters, held
+from fp8core.rollout.registry import longest_sequence
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
 

@@ -13,8 +13,9 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
-from fp8core.plan.kernels import Product, gradient_products, layer_products, weight_gradient_products
-from fp8core.plan.memory import Need, count_parameters, longest_sequence, stored_bytes
+from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
+from fp8core.resources.memory import Need, count_parameters, stored_bytes
+from fp8core.rollout.registry import longest_sequence
 from fp8core.training.memory import (
     MOMENTS,
     Parallel,

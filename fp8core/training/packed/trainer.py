@@ -34,7 +34,7 @@ from fp8core.numerics.packed import (
     packed_length,
     token_logprobs,
 )
-from fp8core.plan.memory import count_parameters
+from fp8core.resources.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref

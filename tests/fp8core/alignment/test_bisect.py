@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from fp8core.alignment.bisect import OPERATIONS, DecoderPart, Side, Task, bisect, logprobs, mixed, place_of, units_of
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, reference_formats, rollout_formats
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import TokenBatch
 
 FP8 = PrecisionContract()

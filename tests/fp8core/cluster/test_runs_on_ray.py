@@ -43,10 +43,11 @@ from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
 from fp8core.run.sft import train_on_demonstrations
+from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
+from fp8core.training.registry import packages_of
 from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
@@ -433,7 +434,7 @@ def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_wh
 
 def job_of_a_question(config: RunConfig) -> str:
     """Of the connection that a question to a node leaves; members share it."""
-    here, asked = this_node(), members_node(config)
+    here, asked = this_node(packages_of(config)), members_node(config)
     assert (asked.platform, asked.memory, asked.packages) == (here.platform, here.memory, here.packages)
     return ray.get_runtime_context().get_job_id()
 

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from fp8core.environments.pool import EnvironmentPool
-from fp8core.environments.protocol import Action, Key, Outcome, Said, Task, Turn
+from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
 from fp8core.processes.supervisor import signals_are_confined
+from fp8core.rewards.scorer import Key
 from tests.fp8core.environments.conftest import LIMITS
 
 StartPool = Callable[..., EnvironmentPool]

@@ -11,7 +11,7 @@ from fp8core.errors import UserError
 from fp8core.kernels import cuda
 from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, run_jobs
 from fp8core.numerics import dispatch
-from fp8core.plan.kernels import Product, samples
+from fp8core.resources.kernels import Product, samples
 
 VERSIONS = "torch 1, GPU"
 

@@ -8,8 +8,8 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import RunPlan, plan_run
+from fp8core.resources.memory import GPUS, Device, Machine
 from fp8core.training.memory import Parallel
 
 _NAMES = {

@@ -4,7 +4,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
-from fp8core.plan.kernels import Product, Tiling, kernels, samples
+from fp8core.resources.kernels import Product, Tiling, kernels, samples
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 

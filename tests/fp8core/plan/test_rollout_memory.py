@@ -12,7 +12,7 @@ from fp8core.models.architecture import architecture_from_hf
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import rollout_formats, stored_weights
-from fp8core.plan.memory import cache_bytes_per_token, count_parameters, shipped_bytes
+from fp8core.resources.memory import cache_bytes_per_token, count_parameters, shipped_bytes
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "sync_hopper.json"
 

@@ -10,8 +10,8 @@ import pytest
 from fp8core.config.load import UNDECIDED, load_config, load_open_config, reload_config, shipped_names
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED, model_shape
-from fp8core.plan.memory import GPUS, Device, Machine, named_gpu, this_machine
 from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
+from fp8core.resources.memory import GPUS, Device, Machine, named_gpu, this_machine
 from fp8core.training.memory import Parallel
 from fp8core.training.registry import trainer_grid
 

@@ -9,8 +9,8 @@ from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.hub import model_shape
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.plan.frozen_trainers import frozen_trainers
-from fp8core.plan.memory import GPUS, Device, Machine
 from fp8core.plan.run_plan import plan_run
+from fp8core.resources.memory import GPUS, Device, Machine
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_base, build_teacher, build_trainer
 from fp8core.training.registry import trainer_grid

@@ -7,9 +7,9 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.text import plan_text
+from fp8core.resources.memory import GPUS, Machine
 from fp8core.training.registry import trainer_grid
 
 ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "large_ledger.json"

@@ -13,8 +13,8 @@ from fp8core.errors import UserError
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import load_policy, training_formats
-from fp8core.plan.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.plan.run_plan import plan_run
+from fp8core.resources.memory import GPUS, Device, DevicePlan, Machine
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_trainer
 from fp8core.run.scales import covered, scales_of

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.alignment.metrics import alignment_metrics
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.numerics.logprobs import Truncation
+from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.training.trainer import LogprobError

@@ -13,17 +13,19 @@ from fp8core.config import capability
 from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RolloutConfig
+from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import Machine
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
-from fp8core.rollout.registry import ENGINES, continuation_of, find_entry, longest_row
+from fp8core.resources.memory import Machine
+from fp8core.rollout.registry import continuation_of, find_entry, longest_row
 from fp8core.run.build import check_engine, check_inputs, members_node
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run, pipeline_of, plan_of
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
+from fp8core.training.registry import packages_of
 
 TOY = '''
 from fp8core.models.weights import rollout_formats
@@ -91,7 +93,7 @@ def test_an_engine_from_outside_trains(toy, small, tmp_path):
 def test_its_own_checks_and_memory_are_taken(toy):
     config = load_config("tiny", {**toy, "rollout.group_size": 32, "rollout.temperature": 0.5})
     with pytest.raises(UserError, match=r"^rollout.group_size=32: .*; also rollout.temperature=0.5: "):
-        check_engine(config, this_node())
+        check_engine(config, this_node(packages_of(config)))
     plan = plan_run(config, model_shape(config), Machine(None, None))
     (host,) = plan.devices
     assert "engine weights" in {need.item for need in host.phases[0].needs}
@@ -146,7 +148,7 @@ def test_a_temperature_that_an_engine_has_not_is_refused_before_it_starts(engine
 )
 def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
     with pytest.raises(UserError, match=f"^{complaint}"):
-        check_engine(load_config("tiny", {"rollout.engine": name}), this_node())
+        check_engine(load_config("tiny", {"rollout.engine": name}), this_node(find_entry(name).packages))
 
 
 @pytest.mark.parametrize(("entry", "given"), [("YES", "True"), ("NO", "False")])
@@ -174,7 +176,7 @@ def test_an_environment_is_refused_where_a_second_turn_would_be_answered_without
 def test_a_registered_engine_has_the_section_of_its_name(name):
     assert find_entry(name).name == name
     section = RolloutConfig.model_fields.get(name)
-    assert section is None or section.annotation.__module__ == f"fp8core.rollout.{name}.config"
+    assert section is None or section.annotation.__module__ == "fp8core.config.engines"
 
 
 class _AskedNode(Node):
@@ -196,7 +198,7 @@ def test_a_machine_knows_the_versions_that_an_engine_asks_for(name, monkeypatch)
     assert sorted(_AskedNode.asked) == sorted(entry.packages)
     monkeypatch.setattr(capability, "installed_version", lambda distribution: f"1.0 of {distribution}")
     assert {distribution: f"1.0 of {distribution}" for distribution in entry.packages}.items() <= (
-        this_node().packages.items()
+        this_node(entry.packages).packages.items()
     )
 
 

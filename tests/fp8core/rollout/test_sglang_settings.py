@@ -12,6 +12,7 @@ from torch import nn
 
 from flows.environment import kernel_folders
 from fp8core.alignment.bounds import contract_of
+from fp8core.config.engines import SglangConfig
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.errors import EngineLost, UserError
@@ -21,7 +22,6 @@ from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.sglang import internals
-from fp8core.rollout.sglang.config import SglangConfig
 from fp8core.rollout.sglang.engine import SglangEngine
 from fp8core.rollout.sglang.requirements import (
     SglangBuild,

@@ -6,10 +6,10 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
+from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,

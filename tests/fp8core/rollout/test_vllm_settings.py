@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from fp8core.config.capability import Node
+from fp8core.config.engines import VllmConfig
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.registry import engine_entry
-from fp8core.rollout.vllm.config import VllmConfig
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
 )

@@ -32,7 +32,7 @@ from fp8core.run.build import (
 )
 from fp8core.run.open import open_directory, open_run, plan_of
 from fp8core.store.layout import LEDGER
-from fp8core.training.registry import trainer_of
+from fp8core.training.registry import packages_of, trainer_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -227,7 +227,7 @@ def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
     config = gsm8k(**{"rollout.engine": "vllm"})
     for ask in (check_engine, engine_environment):
         with pytest.raises(UserError, match=r"^rollout.engine=vllm: vLLM is not installed; "):
-            ask(config, this_node())
+            ask(config, this_node(packages_of(config)))
 
 
 def test_the_embedded_engine_asks_for_nothing(gsm8k):
@@ -278,7 +278,8 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert settings == sft_training(load_config("h200-small"))
     assert trainer_of(settings).name == "packed"
     assert settings.deterministic
-    assert engine_environment(megatron, this_node()).required["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    needed = engine_environment(megatron, this_node(packages_of(megatron))).required
+    assert needed["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(loop_run):

@@ -2,9 +2,9 @@
 
 import shutil
 
+from fp8core.durable import partial_folder
 from fp8core.run.checkpoint import save_state
 from fp8core.run.loop import begin
-from fp8core.store.durable import partial_folder
 from fp8core.store.layout import LEDGER
 
 

@@ -14,7 +14,7 @@ from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
 from fp8core.models.hub import model_shape
 from fp8core.numerics import dispatch
-from fp8core.plan.kernels import Product, kernels
+from fp8core.resources.kernels import Product, kernels
 from fp8core.run.compilation import compile_kernels, decode, learn, planned_jobs, score, sweep_gradients, warm_up
 from fp8core.training.registry import trainer_of
 

@@ -14,10 +14,10 @@ from fp8core.run import loop
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, save_last
 from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 
 AHEAD = {
     "pipeline.mode": "asynchronous",

@@ -18,10 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from fp8core.errors import UserError
-from fp8core.store import durable
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, RolloutShards
-from fp8core.store.durable import (
+from fp8core import durable
+from fp8core.durable import (
     PRIVATE,
     append_durably,
     ensure_copy,
@@ -42,6 +40,8 @@ from fp8core.store.durable import (
     why_not_written,
     write_file,
 )
+from fp8core.errors import UserError
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, RolloutShards
 
 
 def test_write_file_makes_folders_and_replaces(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.run import BestConfig, KeepConfig
+from fp8core.durable import folder_digest
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import log_deletions, read_deletions
-from fp8core.store.durable import folder_digest
 from fp8core.store.gc import Removal, kept_steps, plan_removal, remove
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import CheckpointEntry, LedgerView, RedoEntry, StepEntry, TaskEntry

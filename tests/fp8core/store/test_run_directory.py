@@ -153,7 +153,7 @@ def test_any_error_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("fp8core.store.durable.sweep", interrupted)
+        patched.setattr("fp8core.durable.sweep", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             RunDirectory.create_or_open(tmp_path)
     RunDirectory.create_or_open(tmp_path).close()

@@ -14,18 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8core.config.load import config_digest, load_config, reload_config
+from fp8core.durable import folder_digest
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.run.verify import references, verified_bytes, verify
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.durable import folder_digest
+from fp8core.store.heads import Chain, ExpectedHead
 from fp8core.store.json_text import canonical_json
 from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
 from fp8core.store.manifest import Head, StepManifest
 from fp8core.store.run_view import Finding, RunView, spans
-from fp8core.store.verify import Chain, ExpectedHead, references, verified_bytes, verify
 
 ZEROS = "0" * 64
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.run import KeepConfig
+from fp8core.run.verify import verify
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
-from fp8core.store.verify import verify
 
 
 @pytest.fixture

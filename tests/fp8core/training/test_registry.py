@@ -9,11 +9,11 @@ import pytest
 from fp8core.config.capability import Environment, this_node
 from fp8core.config.load import load_config
 from fp8core.models.hub import model_shape
-from fp8core.plan.memory import GPUS, Machine
 from fp8core.plan.run_plan import plan_run
+from fp8core.resources.memory import GPUS, Machine
 from fp8core.run.build import build_base, build_trainer, engine_environment
 from fp8core.training import registry
-from fp8core.training.registry import TRAINERS, find_trainer, trainer_grid, trainer_of, trainers
+from fp8core.training.registry import TRAINERS, find_trainer, packages_of, trainer_grid, trainer_of, trainers
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TOY", toy, raising=False)
     monkeypatch.setattr(registry, "TRAINERS", {**registry.TRAINERS, "toy": f"{__name__}:TOY"})
     assert trainer_of(config.training) is toy
-    assert engine_environment(config, this_node()).required["TOY"] == "1"
+    assert engine_environment(config, this_node(packages_of(config))).required["TOY"] == "1"
     base = build_base(config)
     assert built == [base.arch]
     assert build_trainer(config, base.arch, base.tensors).version == 0

@@ -23,7 +23,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.build import engine_environment
 from fp8core.training.megatron import parallel
 from fp8core.training.ranks import ALONE
-from fp8core.training.registry import trainer_of
+from fp8core.training.registry import packages_of, trainer_of
 from fp8core.training.trainer import NotFiniteError
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
@@ -55,7 +55,7 @@ def alone(policy):
 def cluster_of_two():
     """A configuration of two ranks, and its cluster."""
     config = load_config("tiny", {**SETTINGS, "training.megatron.tensor_parallel": 2, "cluster.ranks": 2})
-    cluster = Cluster(config, True, engine_environment(config, this_node()))
+    cluster = Cluster(config, True, engine_environment(config, this_node(packages_of(config))))
     yield config, cluster
     cluster.close()
 

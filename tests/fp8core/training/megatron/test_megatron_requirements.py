@@ -75,7 +75,7 @@ def test_a_missing_package_is_named():
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
-    here = this_node()
+    here = this_node(("megatron-core", "transformer-engine"))
     rules = {
         rule: engine_environment(config(f"precision.scale_rule={rule}"), here).required for rule in ("pow2", "fp32")
     }

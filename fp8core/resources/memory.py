@@ -9,9 +9,8 @@ from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContrac
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import StoredNames, is_linear, layer_of, rollout_formats
+from fp8core.models.weights import Formats, StoredNames, is_linear, layer_of, rollout_formats
 from fp8core.numerics.e4m3 import TILE
-from fp8core.rollout.registry import engine_entry
 
 _MIB = 1 << 20
 
@@ -164,8 +163,11 @@ Part = list[tuple[Shapes, int]]
 
 _WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": 2, "fp32": 4}
 _SCALE_BYTES = 4
+_FP64, _FP32, _CODE = 8, 4, 1
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER = ".mlp.gate.weight"
+EMULATED = "FP64 beside codes or FP32, ready for exact products"
+"""Note on what `emulated_bytes` counts."""
 
 
 @dataclass(frozen=True)
@@ -277,15 +279,17 @@ class CacheRoom:
     engines: int
 
 
-def cache_room(config: RunConfig, arch: Architecture, gib: float | None, free: int, shared: int = 1) -> CacheRoom:
-    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together.
+def cache_room(
+    config: RunConfig, arch: Architecture, sequence: int, gib: float | None, free: int, shared: int = 1
+) -> CacheRoom:
+    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together, for sequences this long.
 
     Its size is `gib`, or the bytes that are free where that is None.
     """
     rollout = config.rollout
     size = max(0, free) if gib is None else int(gib * GIB)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // shared
-    tokens, sequence = size // per_token, longest_sequence(config, arch)
+    tokens = size // per_token
     batch = math.ceil(rollout.drawn_prompts / config.cluster.engines) * rollout.group_size
     return CacheRoom(
         bytes=size,
@@ -368,7 +372,13 @@ def engine_weights(shipped: StoredBytes) -> Need:
     return Need("engine weights", shipped.total, "as they are sent")
 
 
-def longest_sequence(config: RunConfig, arch: Architecture) -> int:
-    """Tokens of the longest prompt with its completion."""
-    longest = engine_entry(config).longest(config, arch)
-    return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)
+def emulated_bytes(arch: Architecture, formats: Formats) -> int:
+    """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
+    names = formats.stored_names()
+    # Scales that are no powers of two are applied to FP32 values.
+    coded = _CODE + (_FP32 if formats.scale_rule == "fp32" else 0)
+    size = 0
+    for name, shape in parameter_shapes(arch).items():
+        twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
+        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else _FP32) + (_FP64 if twice else 0))
+    return size + (count_parameters(arch).head * (_FP32 + _FP64) if arch.tie_embeddings else 0)

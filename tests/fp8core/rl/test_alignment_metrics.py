@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.alignment.metrics import (
+from fp8core.rl.alignment_metrics import (
     AlignmentAccumulator,
     alignment_metrics,
     clamp_exponent,

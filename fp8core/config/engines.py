@@ -1,10 +1,24 @@
-"""The section `rollout.vllm`: it decides speed and memory, and formats belong to the precision contract."""
+"""The engine that `rollout.engine` names, and the settings of those of the package below `rollout`.
 
-from typing import Annotated, Literal
+They decide speed and memory, and formats belong to the precision contract.
+"""
+
+import re
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from fp8core.config.section import SAME_SPEED, Section
+from fp8core.config.shipped import ENGINES
+
+ENTRY_PATH: Final = r".+:[A-Za-z_]\w*"
+
+
+def check_engine_name(name: str) -> str:
+    """The name; raises ValueError where it is neither registered nor an import path."""
+    if name not in ENGINES and re.fullmatch(ENTRY_PATH, name) is None:
+        raise ValueError(f"{name} is none of {', '.join(ENGINES)}, and no engine of your own (module:NAME)")
+    return name
 
 
 class VllmConfig(Section):
@@ -65,4 +79,36 @@ class VllmConfig(Section):
         "deep_gemm",
         description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
         "share of it, and is the one that batch_invariant knows.",
+    )
+
+
+class SglangConfig(Section):
+    """Settings of SGLang; `rollout.max_batch` is its max_running_requests."""
+
+    model: Literal["stock", "aligned"] = Field(
+        "stock",
+        description="stock runs SGLang's own model; aligned runs ours, as rollout.vllm.model, with pages of a multiple "
+        "of 16 tokens.",
+    )
+    mem_fraction_static: Annotated[float, SAME_SPEED] = Field(
+        0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
+    )
+    kv_cache_gib: Annotated[float | None, SAME_SPEED] = Field(
+        None, gt=0, le=4096, description="Size of the KV cache; null takes what mem_fraction_static leaves."
+    )
+    context_length: Annotated[int | None, SAME_SPEED] = Field(
+        None, ge=8, le=1 << 20, description="Longest prompt with its completion; null takes the model's positions."
+    )
+    chunked_prefill_size: int = Field(
+        8192, ge=256, le=1 << 17, description="Tokens of prompts that one step of the engine reads."
+    )
+    page_size: int = Field(1, ge=1, le=1024, description="Tokens of a cache page, the unit of prefix caching.")
+    graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
+    batch_invariant: bool = Field(
+        False,
+        description="SGLang's deterministic inference: operations whose results do not depend on the batch, where it "
+        "has them.",
+    )
+    sleep: bool = Field(
+        False, description="Give weights, cache and graphs back to the device between rollout and sync."
     )

@@ -6,9 +6,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fp8core.errors import UserError
+from fp8core.store.heads import Chain, ExpectedHead, signature_lines
 from fp8core.store.manifest import Head, SigningKey, signature_file, write_signature
 from fp8core.store.run_view import Finding
-from fp8core.store.verify import Chain, ExpectedHead, signature_lines
 
 DIGESTS = [f"{step:x}" * 64 for step in range(4)]
 LINKS = Chain(dict(enumerate(DIGESTS)))

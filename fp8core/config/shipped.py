@@ -1,0 +1,18 @@
+"""Names that a configuration can give to what the package ships, with where that is: no code of the user's own.
+
+Child processes that run an environment import this module, hence it imports nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+ENGINES: Final[Mapping[str, str]] = {
+    "embedded": "fp8core.rollout.embedded:ENGINE",
+    "vllm": "fp8core.rollout.vllm.entry:ENGINE",
+    "sglang": "fp8core.rollout.sglang.entry:ENGINE",
+}
+"""Name in `rollout.engine` -> import path of its entry."""
+SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
+"""Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
+SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify")
+"""Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""
