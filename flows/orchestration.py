@@ -34,7 +34,7 @@ from rich.text import Text
 from flows.launch import say
 from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
-from fp8core.config.steps import Plan, PlannedStep
+from fp8core.config.step_graph import Plan, PlannedStep
 from fp8core.errors import UserError, first_line, printable_lines
 from fp8core.report.text import progress_markdown
 from fp8core.run.commit import step_metrics

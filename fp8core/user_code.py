@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -134,3 +135,30 @@ def _is_free(file: Path) -> bool:
         return False
     spec = importlib.util.find_spec(file.stem)
     return spec is not None and spec.origin == str(file)
+
+
+def import_attribute(path: str, place: str) -> Any:
+    """The object at an import path `package.module:name`; raises UserError, which begins with `place`."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == module_name or module_name.startswith(f"{missing}."):
+            raise UserError(f"{place}: there is no module {missing}") from error
+        raise UserError(f"{place}: {module_name} imports {missing}, which is not installed") from error
+    except ImportError as error:
+        raise UserError(f"{place}: {module_name} cannot be imported: {error}") from error
+    except SyntaxError as error:
+        raise UserError(f"{place}: {error.filename}:{error.lineno}: {error.msg}") from error
+    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
+        raise UserError(f"{place}: {_raised_at(error)}{described_error(error)}") from error
+    if not hasattr(module, attribute):
+        raise UserError(f"{place}: module {module_name} has no {attribute}")
+    return getattr(module, attribute)
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of a module that was being imported, `file:line: `; nothing for one that is no Python."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""

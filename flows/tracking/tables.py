@@ -1,7 +1,7 @@
 """The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
 
 from flows.tracking.tracker import Table
-from fp8core.config.steps import UPDATES
+from fp8core.config.shipped_steps import UPDATES
 from fp8core.report.completions import (
     Row,
     heldout_pairs,

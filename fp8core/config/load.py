@@ -23,9 +23,10 @@ from typing import Any
 import yaml
 from pydantic import JsonValue, ValidationError
 
+from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.run import RunConfig, public_dump, unmeant
 from fp8core.config.section import refusal, step_name, suggestion
-from fp8core.config.steps import FILTER, RECORD, PipelineConfig
+from fp8core.config.shipped_steps import FILTER, RECORD
 from fp8core.config.yaml_text import SETTING, Block, content_of, parse_yaml
 from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input

@@ -16,11 +16,12 @@ from fp8core.config.engines import ENTRY_PATH, SglangConfig, VllmConfig, check_e
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_dual_clip
 from fp8core.config.parity import ParityConfig
+from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
 from fp8core.config.section import Section, UserPath, UserSource
 from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS
-from fp8core.config.steps import FILTER, TEACHER, PipelineConfig, is_shipped, with_episodes, with_mode, with_source
+from fp8core.config.shipped_steps import FILTER, TEACHER, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
 from fp8core.errors import without_passwords
 

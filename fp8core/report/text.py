@@ -6,7 +6,7 @@ from itertools import zip_longest
 from statistics import fmean
 
 from fp8core.alignment.bisect import Bisection, LogprobError
-from fp8core.config.steps import Plan, PlannedStep
+from fp8core.config.step_graph import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from fp8core.config.shipped import ENGINES
-from fp8core.config.steps import import_attribute
 from fp8core.errors import UserError
+from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
     from fp8core.config.capability import Environment, Node

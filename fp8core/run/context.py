@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fp8core.config.run import RunConfig
-from fp8core.config.steps import Plan
+from fp8core.config.step_graph import Plan
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.kernels.compilation import KernelFolders

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fp8core.config.steps import PlannedStep, import_step
+from fp8core.config.step_graph import PlannedStep
+from fp8core.config.steps import import_step
 from fp8core.durable import io_seconds
 from fp8core.errors import NotRecordedError, UserError, described_error, printable
 from fp8core.run.context import RunContext

@@ -16,7 +16,9 @@ from fp8core.config.capability import check_contract
 from fp8core.config.load import config_digest, config_digest_at, may_continue, reload_config
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.config.steps import TEACHER, Plan, check_pipeline, import_spec
+from fp8core.config.shipped_steps import TEACHER
+from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.steps import import_spec
 from fp8core.data.prompt import Problem
 from fp8core.data.source import build_source, failed_answer
 from fp8core.durable import refuse_unwritable

@@ -12,7 +12,8 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from fp8core.alignment.bounds import unverifiable
-from fp8core.config.steps import PlannedStep, import_step
+from fp8core.config.step_graph import PlannedStep
+from fp8core.config.steps import import_step
 from fp8core.errors import StoredFileError
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import code_of, step_metrics, stored_manifest

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from fp8core.config.load import config_digest_at
-from fp8core.config.steps import PipelineConfig
+from fp8core.config.pipeline import PipelineConfig
 from fp8core.durable import Report, file_digest, folder_digest
 from fp8core.errors import StoredFileError, UserError
 from fp8core.numerics.fingerprint import policy_digest

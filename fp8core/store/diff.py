@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import NON_NUMERIC_KEYS, dump_digest, leaves
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.config.steps import with_mode
+from fp8core.config.shipped_steps import with_mode
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import Difference, shown, value_differences

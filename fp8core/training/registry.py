@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from fp8core.config.steps import import_attribute
 from fp8core.rollout.registry import Arithmetic, engine_entry, no_products, no_refusals
+from fp8core.user_code import import_attribute
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from fp8core.config.load import load_config
+from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.section import Section
-from fp8core.config.steps import PipelineConfig, Plan, StepSpec, check_pipeline, import_spec, import_step
+from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.steps import StepSpec, import_spec, import_step
 from fp8core.errors import UserError
 
 ITERATION = str(Path(__file__).with_name("iteration.yaml"))

@@ -2,7 +2,9 @@
 
 import pytest
 
-from fp8core.config.steps import PipelineConfig, Plan, StepSpec, check_pipeline
+from fp8core.config.pipeline import PipelineConfig
+from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import Counting, EvaluationResult, measure, paired_differences, score_prompt
 from fp8core.report.text import evaluation_text, pipeline_mermaid, pipeline_text, progress_markdown
 from fp8core.rewards.scorer import RIGHT, crashed, wrong

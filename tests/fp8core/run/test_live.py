@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.config.steps import Plan
+from fp8core.config.step_graph import Plan
 from fp8core.config.training import LoraConfig
 from fp8core.data.source import build_source
 from fp8core.errors import StoredFileError, UserError

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from fp8core.config.pipeline import StepConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.steps import StepConfig
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.diff import (

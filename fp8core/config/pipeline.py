@@ -1,0 +1,103 @@
+"""The section `pipeline`: the steps of one iteration by import path, what each reads and stores, and their mode.
+
+An artifact has one name and one producer in an iteration. `needs` and `provides` map a step's ports to artifact names;
+a port that is not mentioned has the artifact of its own name.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fp8core.config.section import Section
+
+
+class StepConfig(Section):
+    """One step of the iteration."""
+
+    name: str = Field(
+        min_length=1, max_length=60, pattern=r"^[a-z][a-z0-9_]*$", description="Name of the step in the pipeline."
+    )
+    uses: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path of the step: `tasks.rollout:rollout`."
+    )
+    needs: dict[str, str] | list[str] = Field(
+        default_factory=list, description="Input ports: a list of artifact names, or port -> artifact."
+    )
+    provides: dict[str, str] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
+    options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
+
+    def inputs(self) -> dict[str, str]:
+        """Input ports and the artifacts they read."""
+        return dict(self.needs) if isinstance(self.needs, dict) else {name: name for name in self.needs}
+
+
+class PipelineConfig(Section):
+    """The steps of one iteration, what one iteration hands to the next, and whether generation waits for the update."""
+
+    mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
+        "synchronous",
+        description="`one_step_off` generates the completions of the next step beside the update. `asynchronous` goes "
+        "on with what is in flight under the next policy.",
+    )
+    max_staleness: int = Field(
+        1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
+    )
+    ahead_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="With `asynchronous`: tokens one after the other beside an update; 0: none, and engines may sleep; "
+        "null: until the update has ended, and how many these were is recorded.",
+    )
+    chunk_tokens: int = Field(
+        32,
+        ge=1,
+        le=1 << 20,
+        description="With `asynchronous`: tokens that completions write before the next prompts enter, and before the "
+        "update is looked at; of an episode at most to the end of its turn.",
+    )
+    max_inflight_prompts: int | None = Field(
+        None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
+    )
+    drop_or_wait: Literal["wait", "drop"] = Field(
+        "wait",
+        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and those "
+        "that get older than `max_staleness` are evicted; needs `asynchronous`.",
+    )
+    in_flight_weight_updates: bool = Field(
+        True,
+        description="false: with `asynchronous`, completions that have begun end before engines take new weights, so "
+        "that each is of one version.",
+    )
+    recompute_kv_cache_after_weight_update: bool = Field(
+        True,
+        description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
+        "their log-probs then, and the run is `unverifiable`.",
+    )
+    verified_share: float = Field(
+        0.0625,
+        gt=0,
+        le=1,
+        description="Share of the completions, drawn from the seed, whose log-probs are computed again with the "
+        "weights of the version that wrote each token.",
+    )
+    steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
+    carries: dict[str, str] = Field(
+        default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
+        description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
+    )
+
+    @property
+    def in_turn(self) -> bool:
+        """True where nothing is generated while the policy learns."""
+        return self.mode == "synchronous" or self.ahead_tokens == 0
+
+    @property
+    def kept_policies(self) -> int:
+        """Policies that are kept to score the tokens that they wrote: the newest, and those that a step learns from."""
+        return 0 if self.mode == "synchronous" else self.max_staleness + 2
+
+    @property
+    def reach(self) -> int:
+        """Updates before the newest policy from which a resumed run may need a policy to score tokens with."""
+        return max(0, self.kept_policies - 1)

@@ -1,0 +1,175 @@
+"""The graph of one iteration: steps are connected by their artifacts before any work, or refused with the reason.
+
+An edge is an artifact, from the step that provides it to each step that needs it.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ValidationError
+
+from fp8core.config.pipeline import PipelineConfig, StepConfig
+from fp8core.config.section import refusal, suggestion
+from fp8core.config.steps import StepSpec
+from fp8core.errors import UserError
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step with every port connected: `inputs` and `outputs` map a port to its artifact."""
+
+    name: str
+    uses: str
+    spec: StepSpec
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    options: BaseModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One iteration that can run: steps in an order in which inputs come before their readers."""
+
+    steps: tuple[PlannedStep, ...]
+    carries: Mapping[str, str]
+
+    def ready(self, done: set[str]) -> list[PlannedStep]:
+        """Steps, not in `done`, that need only what the steps named in `done` provide and what is carried."""
+        available = set(self.carries).union(*(step.outputs.values() for step in self.steps if step.name in done))
+        return [step for step in self.steps if step.name not in done and available.issuperset(step.inputs.values())]
+
+    def artifact_of(self, port: str) -> str:
+        """The artifact that the first step with an output port of this name provides there."""
+        return next(step.outputs[port] for step in self.steps if port in step.outputs)
+
+    def levels(self) -> list[list[PlannedStep]]:
+        """Steps by the earliest moment at which they can start; those of one level can run side by side."""
+        done: set[str] = set()
+        levels: list[list[PlannedStep]] = []
+        while level := self.ready(done):
+            levels.append(level)
+            done |= {step.name for step in level}
+        return levels
+
+
+def check_pipeline(
+    pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
+) -> Plan:
+    """Connect the steps of an iteration, or raise UserError with the place and the reason.
+
+    `carried_kinds` maps the artifacts that exist before the first iteration to their kinds; `resolve` gives
+    the declaration of the step at an import path.
+    """
+    _refuse_repeated_names(pipeline.steps)
+    steps = [_connect(step, resolve) for step in pipeline.steps]
+    producers = _producers(steps, pipeline.carries)
+    kinds = {artifact: step.spec.outputs[port] for step in steps for port, artifact in step.outputs.items()}
+    _check_carried(pipeline.carries, carried_kinds, kinds)
+    kinds |= {artifact: carried_kinds[artifact] for artifact in pipeline.carries}
+    for step in steps:
+        _check_inputs(step, kinds)
+    return Plan(tuple(_ordered(steps, producers)), dict(pipeline.carries))
+
+
+def _refuse_repeated_names(steps: Sequence[StepConfig]) -> None:
+    seen: dict[str, str] = {}
+    for step in steps:
+        if step.name in seen:
+            raise UserError(f"step {step.name}: two steps have this name ({seen[step.name]} and {step.uses})")
+        seen[step.name] = step.uses
+
+
+def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedStep:
+    try:
+        spec = resolve(step.uses)
+    except UserError as error:
+        raise UserError(f"step {step.name}: {error}") from error
+    inputs = step.inputs()
+    _refuse_unknown_ports(step.name, "input", inputs, spec.input_kinds)
+    _refuse_unknown_ports(step.name, "output", step.provides, spec.outputs)
+    missing = [port for port in spec.inputs if port not in inputs]
+    if missing:
+        raise UserError(f"step {step.name}: needs does not name the required input {missing[0]}")
+    outputs = {port: step.provides.get(port, port) for port in spec.outputs}
+    return PlannedStep(step.name, step.uses, spec, inputs, outputs, _options(step, spec))
+
+
+def _refuse_unknown_ports(step: str, direction: str, ports: Iterable[str], known: Mapping[str, str]) -> None:
+    for port in ports:
+        if port not in known:
+            raise UserError(f"step {step}: it has no {direction} port {port}; {suggestion(port, known)}")
+
+
+def _options(step: StepConfig, spec: StepSpec) -> BaseModel:
+    try:
+        return spec.options.model_validate_json(json.dumps(step.options), strict=True)
+    except ValidationError as error:
+        raise refusal(error, spec.options, step.options, prefix=f"pipeline.steps.{step.name}.with") from error
+
+
+def _producers(steps: Sequence[PlannedStep], carries: Mapping[str, str]) -> dict[str, PlannedStep]:
+    producers: dict[str, PlannedStep] = {}
+    for step in steps:
+        for port, artifact in step.outputs.items():
+            if not artifact.isidentifier():
+                raise UserError(f"step {step.name}: output {port}: {artifact!r} is not a name for an artifact")
+            if artifact in carries:
+                raise UserError(f"step {step.name}: provides {artifact}, which the previous iteration hands over")
+            if artifact in producers:
+                first = producers[artifact].name
+                raise UserError(f"artifact {artifact}: provided by two steps, {first} and {step.name}")
+            producers[artifact] = step
+    return producers
+
+
+def _check_carried(carries: Mapping[str, str], carried_kinds: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+    for start, end in carries.items():
+        place = f"pipeline.carries.{start}"
+        if start not in carried_kinds:
+            raise UserError(
+                f"{place}: nothing of this name exists before the first iteration; {suggestion(start, carried_kinds)}"
+            )
+        if end not in kinds:
+            raise UserError(f"{place}: no step provides {end}; {suggestion(end, kinds)}")
+        if kinds[end] != carried_kinds[start]:
+            raise UserError(f"{place}: wants kind {carried_kinds[start]}, but artifact {end} is of kind {kinds[end]}")
+
+
+def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
+    for port, artifact in step.inputs.items():
+        place, wanted = f"step {step.name}: input {port}", step.spec.input_kinds[port]
+        if artifact not in kinds:
+            raise UserError(f"{place}: there is no artifact {artifact}; {suggestion(artifact, kinds)}")
+        if kinds[artifact] != wanted:
+            raise UserError(f"{place} wants kind {wanted}, but artifact {artifact} is of kind {kinds[artifact]}")
+
+
+def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
+    """Steps in topological order; of those that could come next, the first one in the configuration does."""
+    waiting = {step.name: step for step in steps}
+    predecessors = {
+        step.name: {producers[artifact].name: artifact for artifact in step.inputs.values() if artifact in producers}
+        for step in steps
+    }
+    ordered: list[PlannedStep] = []
+    while waiting:
+        free = [name for name in waiting if waiting.keys().isdisjoint(predecessors[name])]
+        if not free:
+            raise UserError(_describe_cycle(waiting, predecessors))
+        ordered.append(waiting.pop(free[0]))
+    return ordered
+
+
+def _describe_cycle(waiting: Mapping[str, PlannedStep], predecessors: Mapping[str, Mapping[str, str]]) -> str:
+    # Every waiting step waits for another one, so walking backwards must meet a step again.
+    path = [next(iter(waiting))]
+    while path[-1] not in path[:-1]:
+        path.append(next(name for name in predecessors[path[-1]] if name in waiting))
+    cycle = path[path.index(path[-1]) :][::-1]
+    links = ", ".join(
+        f"{reader} reads {predecessors[reader][provider]} of {provider}"
+        for provider, reader in itertools.pairwise(cycle)
+    )
+    return f"pipeline: cycle {' -> '.join(cycle)}: {links}"
