@@ -24,8 +24,9 @@ def main(asked: Path) -> int:
     from fp8core.rollout.engine import PromptGroup, Sampling
     from fp8core.rollout.registry import engine_entry
     from fp8core.run.build import build_engine, build_trainer
+    from fp8core.run.checks.settings import plan_of
     from fp8core.run.compilation import compile_kernels
-    from fp8core.run.open import open_directory, open_run, plan_of
+    from fp8core.run.open import open_directory, open_run
     from fp8core.run.policy import push
     from fp8core.run.scales import read_scales
     from fp8core.run.start import first_scales, warm_start

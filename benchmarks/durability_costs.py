@@ -41,10 +41,11 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import checkpoint_due, save_state
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step, train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.artifacts import ArtifactStore, Ref, RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, LedgerView

@@ -27,8 +27,9 @@ from benchmarks.grpo_8gpu import options_of, prepared
 from benchmarks.harness import MODELS, Row, provenance, table, write_rows
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.loop import begin
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import push
 from fp8core.run.scales import read_scales
 from fp8core.store.ledger import START

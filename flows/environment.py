@@ -247,12 +247,12 @@ def set_engine_variables(config: "RunConfig") -> None:
     Those on a cluster of the user's own have it from `fp8core.cluster`.
 
     Raises:
-        UserError: the engine is not available (`fp8core.run.build.check_engine`).
+        UserError: the engine is not available (`fp8core.run.checks.machine.check_engine`).
     """
     if config.cluster.address is not None:
         return
     from fp8core.config.capability import this_node
-    from fp8core.run.build import engine_environment
+    from fp8core.run.machine import engine_environment
     from fp8core.training.registry import packages_of
 
     environment = engine_environment(config, this_node(packages_of(config)))

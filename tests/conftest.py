@@ -29,9 +29,10 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView

@@ -23,10 +23,11 @@ from flows.environment import set_engine_variables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import compare_probe, trainer_probe
 from fp8core.run.scales import read_scales
 

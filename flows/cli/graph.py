@@ -21,7 +21,7 @@ def graph(options: argparse.Namespace) -> int:
     """Print both; returns the exit code, raises UserError."""
     from fp8core.config.load import load_open_config
     from fp8core.report.text import pipeline_mermaid, pipeline_text
-    from fp8core.run.open import pipeline_of
+    from fp8core.run.checks.settings import pipeline_of
 
     search_last(Path.cwd())
     plan = pipeline_of(load_open_config(options.config, options.overrides))

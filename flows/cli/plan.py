@@ -47,8 +47,9 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.models.hub import model_shape
     from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
-    from fp8core.run.build import check_shape, wants_gpus
-    from fp8core.run.open import plan_on
+    from fp8core.run.checks.machine import check_shape
+    from fp8core.run.checks.settings import plan_on
+    from fp8core.run.machine import wants_gpus
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)

@@ -27,7 +27,9 @@ def run(options: argparse.Namespace) -> int:
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)
-    from fp8core.run.open import resume_command  # Imports torch, after mistakes of the configuration are found.
+    from fp8core.run.checks.continuation import (
+        resume_command,  # Imports torch, after mistakes of the configuration are found.
+    )
 
     name = config.run or made_name(config.name, secrets.token_hex(4))
     given = {"config": options.config, "run": name, "overrides": options.overrides}

@@ -36,9 +36,11 @@ from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
+from fp8core.run.checks.continuation import resume_command
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused, next_step
-from fp8core.run.open import open_directory, open_run, plan_of, resume_command, signing_key
+from fp8core.run.open import open_directory, open_run, signing_key
 from fp8core.run.resume import ensure
 from fp8core.store.ledger import START
 from fp8core.store.lock import FolderIdentity, lies_at, original_of

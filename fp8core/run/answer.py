@@ -12,14 +12,8 @@ from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine
 from fp8core.rollout.registry import longest_row
-from fp8core.run.build import (
-    build_base,
-    build_engine,
-    build_environment,
-    build_trainer,
-    check_stop_strings,
-    open_cluster,
-)
+from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
+from fp8core.run.checks.inputs import check_stop_strings
 from fp8core.run.episodes import check_openings, ending_of, score
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report

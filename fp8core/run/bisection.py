@@ -22,7 +22,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, PromptGroup, sample_seed
 from fp8core.run.build import BaseModel, build_base, build_engine, build_local_trainer
-from fp8core.run.open import refuse_truncation
+from fp8core.run.checks.settings import refuse_truncation
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.scales import covered, scales_of
 from fp8core.store.artifacts import ArtifactStore

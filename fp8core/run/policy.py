@@ -17,9 +17,7 @@ from fp8core.rollout.engine import (
     Probe,
     SyncReport,
 )
-from fp8core.run.build import (
-    build_trainer,
-)
+from fp8core.run.build import build_trainer
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import prompt_table
 from fp8core.store.ledger import START

@@ -1,8 +1,12 @@
 """The refusal of a training that cannot run, before it has a folder, a server or a model in memory."""
 
 from fp8core.config.run import RunConfig
-from fp8core.run.build import check_cluster, check_inputs, check_memory, members_node, stored_ledger
-from fp8core.run.open import plan_of, refuse_conflict, signing_key
+from fp8core.run.checks.continuation import refuse_conflict, stored_ledger
+from fp8core.run.checks.inputs import check_inputs
+from fp8core.run.checks.machine import check_cluster, check_memory
+from fp8core.run.checks.settings import plan_of
+from fp8core.run.machine import members_node
+from fp8core.run.open import signing_key
 
 
 def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:

@@ -24,11 +24,12 @@ from fp8core.durable import read_lines, read_stored
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.commit import stored_manifest, stored_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import open_run, plan_of
+from fp8core.run.open import open_run
 from fp8core.run.policy import SyncError
 from fp8core.run.resume import RedoError, rewind_to, versions_in_flight
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref

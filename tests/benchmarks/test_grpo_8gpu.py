@@ -10,7 +10,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.plan.run_plan import plan_run, refuse_unfit
 from fp8core.resources.memory import GPUS, Machine
-from fp8core.run.open import pipeline_of
+from fp8core.run.checks.settings import pipeline_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.training.registry import trainer_grid
 

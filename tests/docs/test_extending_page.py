@@ -12,9 +12,10 @@ import yaml
 from fp8core.config.load import load_config
 from fp8core.config.shipped import ENGINES
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 

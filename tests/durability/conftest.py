@@ -29,9 +29,10 @@ from fp8core.durable import folder_digest
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Entry, Ledger, LedgerView, SegmentEntry, TaskEntry

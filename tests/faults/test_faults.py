@@ -31,10 +31,11 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PolicyScales, SyncReport
 from fp8core.run.build import build_trainer
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import BoundError, begin, iterate, next_step, watch
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import SyncError, push
 from fp8core.run.scales import read_scales
 

@@ -16,7 +16,7 @@ from flows import cli
 from fp8core.config.load import load_config
 from fp8core.config.run import public_dump
 from fp8core.errors import UserError
-from fp8core.run.build import check_inputs
+from fp8core.run.checks.inputs import check_inputs
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.ledger import START, SegmentEntry, TaskEntry
 from fp8core.store.manifest import StepManifest

@@ -22,7 +22,7 @@ from flows.tracking.store import default_tracking_uri
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
-from fp8core.run.open import plan_of
+from fp8core.run.checks.settings import plan_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest
 

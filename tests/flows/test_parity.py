@@ -23,7 +23,7 @@ from flows.parity_plan import ParityRequest, refuse
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
-from fp8core.run.open import plan_of
+from fp8core.run.checks.settings import plan_of
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rl.objective import Objective
+from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import pipeline_of, uncorrected_lag
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description
 from fp8core.training.micro_batch import MicroBatchTrainer

@@ -11,9 +11,9 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import pipeline_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.scoring import compared_rows
 from fp8core.run.verify import verify

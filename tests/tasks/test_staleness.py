@@ -13,8 +13,8 @@ from fp8core.report.run_data import read_run, read_runs
 from fp8core.rl.correction import CorrectionRule, Weighting
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.staleness import lag_metrics
+from fp8core.run.checks.settings import uncorrected_lag
 from fp8core.run.commit import stored_metrics
-from fp8core.run.open import uncorrected_lag
 from fp8core.store.diff import compare
 from fp8core.store.run_view import RunView
 

@@ -15,9 +15,9 @@ from fp8core.report.console import Console
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
-from fp8core.run.open import pipeline_of, uncorrected_lag
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.resume import rewind_to
 from fp8core.run.scales import read_scales

@@ -12,9 +12,9 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
-from fp8core.run.open import plan_of
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore

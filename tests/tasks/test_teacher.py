@@ -14,7 +14,8 @@ from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_che
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
-from fp8core.run.build import build_base, check_inputs
+from fp8core.run.build import build_base
+from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.commit import stored_metrics
 from fp8core.run.scoring import token_batch
 

@@ -10,7 +10,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
-from fp8core.run.open import pipeline_of
+from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.replay import RunSnapshot, replay
 from fp8core.store.run_directory import read_description

@@ -25,8 +25,9 @@ from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 
 # Two checkpoints; held-out accuracy at steps 0, 2 and 3.
 STEPS = 3

@@ -20,9 +20,10 @@ from flows.tracking.tracker import TRAINING
 from fp8core.config.load import load_config, reload_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import open_directory, open_run, plan_of, signing_key
+from fp8core.run.open import open_directory, open_run, signing_key
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.manifest import Head, StepManifest, read_signature, signature_file

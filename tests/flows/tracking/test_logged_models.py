@@ -21,8 +21,9 @@ from flows.tracking.publish import (
 from flows.tracking.store import default_tracking_uri
 from flows.tracking.tracker import Tracker
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 
 
 @dataclass

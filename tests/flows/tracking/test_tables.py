@@ -7,8 +7,9 @@ from typing import Any
 from flows.tracking.tables import COMPLETION_COLUMNS, completion_table
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 
 
 def test_advantages_are_shown_wherever_old_log_probs_come_from(small: dict[str, Any], tmp_path: Path) -> None:

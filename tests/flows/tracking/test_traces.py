@@ -11,8 +11,9 @@ from flows.tracking.traces import log_traces
 from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 
 DIGITS = Path(__file__).parents[2] / "parts" / "digits_environment.py"
 SPOKEN = {

@@ -11,8 +11,9 @@ from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import InitialWeights
 from fp8core.report.console import Console
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 
 
 def live(settings: Mapping[str, Any], name: str) -> None:

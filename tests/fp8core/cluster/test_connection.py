@@ -22,7 +22,7 @@ from fp8core.cluster import connection
 from fp8core.cluster.connection import HeadWatch
 from fp8core.config.load import load_config
 from fp8core.errors import HeadLost, UserError
-from fp8core.run.build import members_node
+from fp8core.run.machine import members_node
 
 OTHER = "it did not answer `ray status` as a Ray head"
 

@@ -20,7 +20,7 @@ from fp8core.cluster.member import HostProcess
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.run.build import members_node
+from fp8core.run.machine import members_node
 from fp8core.store.manifest import current_code
 
 

@@ -23,7 +23,8 @@ from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.load import SHIPPED, load_config
 from fp8core.errors import MemberLost, UserError
-from fp8core.run.build import members_node, open_cluster
+from fp8core.run.build import open_cluster
+from fp8core.run.machine import members_node
 
 
 @contextmanager

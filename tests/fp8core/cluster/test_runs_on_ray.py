@@ -38,10 +38,11 @@ from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run import resume
-from fp8core.run.build import build_base, build_sft_trainer, build_trainer, members_node, open_cluster
+from fp8core.run.build import build_base, build_sft_trainer, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
+from fp8core.run.machine import members_node
 from fp8core.run.sft import train_on_demonstrations
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore

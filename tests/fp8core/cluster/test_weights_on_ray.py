@@ -19,8 +19,9 @@ from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run import start
 from fp8core.run.build import build_base, build_teacher, build_trainer, open_cluster
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.ledger import START
 
 WIDER = {"architecture.hidden_size": 256, "architecture.intermediate_size": 1024}

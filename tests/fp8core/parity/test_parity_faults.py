@@ -22,10 +22,11 @@ from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, ObjectiveTerms
 from fp8core.rollout.engine import PolicyScales, SyncReport
+from fp8core.run.checks.settings import plan_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.training.exact import ExactTrainer
 
 VARIANT = "fp8-end-to-end-kv"

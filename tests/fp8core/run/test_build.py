@@ -21,16 +21,12 @@ from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
-from fp8core.run.build import (
-    build_base,
-    build_engine,
-    build_trainer,
-    check_engine,
-    check_inputs,
-    check_memory,
-    engine_environment,
-)
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.build import build_base, build_engine, build_trainer
+from fp8core.run.checks.inputs import check_inputs
+from fp8core.run.checks.machine import check_engine, check_memory
+from fp8core.run.checks.settings import plan_of
+from fp8core.run.machine import engine_environment
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.layout import LEDGER
 from fp8core.training.registry import packages_of, trainer_of
 

@@ -16,7 +16,8 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run import loop
-from fp8core.run.open import open_directory, open_run, plan_of
+from fp8core.run.checks.settings import plan_of
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.tables import ROLLOUTS
 
 Acknowledge = Callable[[str], None]

@@ -1,0 +1,130 @@
+"""Refusals of a run that exists and cannot be continued as it is configured."""
+
+import shlex
+from pathlib import Path
+
+from fp8core.config.load import config_digest_at, may_continue, reload_config
+from fp8core.config.run import RunConfig, own_code, public_dump
+from fp8core.durable import refuse_unwritable
+from fp8core.errors import StoredFileError, UserError, without_passwords
+from fp8core.store.artifacts import ArtifactStore
+from fp8core.store.layout import LEDGER
+from fp8core.store.ledger import LedgerView, SegmentEntry
+from fp8core.store.manifest import current_code
+from fp8core.store.outputs import refuse_in_run
+from fp8core.store.run_directory import RunDescription, read_description, refuse_in_use
+from fp8core.store.step_manifests import read_manifest
+
+
+def stored_ledger(config: RunConfig) -> LedgerView | None:
+    """The ledger of the run that a configuration names; None where it has not begun. Errors: `LedgerView.glance`."""
+    if config.run is None or not (ledger := config.runs / config.run / LEDGER).exists():
+        return None
+    return LedgerView.glance(ledger)
+
+
+def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
+    """Refuse a named run that exists and cannot be continued, before anything is started.
+
+    Raises:
+        UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
+            or both code versions); its folder cannot be made; or `runs` lies in a run's own folder.
+    """
+    refuse_in_run(f"runs {config.runs}", config.runs)
+    if config.run is None:
+        refuse_unwritable(config.runs.absolute())
+        return
+    folder = config.runs.absolute() / config.run
+    refuse_unwritable(folder)
+    described = read_description(folder)
+    if described is not None:
+        refuse_in_use(folder)
+        if (folder / LEDGER).exists():
+            refuse_other_run(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
+
+
+def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:
+    """Raises UserError: a run with finished work read other problems, by its last start."""
+    last = ledger.last_segment()
+    if not ledger.holds_work() or last is None or last.data in (None, data):
+        return
+    sources = [f"data.source={config.data.source}"]
+    if config.evaluation.source is not None:
+        sources.append(f"evaluation.source={config.evaluation.source}")
+    raise UserError(
+        f"{', '.join(sources)}: the problems are others than the run began with ({str(data)[:12]}, then "
+        f"{str(last.data)[:12]}); put those back, or start another run"
+    )
+
+
+def refuse_other_run(
+    described: RunDescription, ledger: LedgerView, config: RunConfig, name: str, *, new_code: bool
+) -> None:
+    """A run is continued as it was begun, but for more steps and what makes no numbers.
+
+    A run in which nothing was finished yet, as one whose data was not found, is no run to be true to.
+    """
+    if not ledger.holds_work():
+        return
+    try:
+        begun = reload_config(described.config)
+    except StoredFileError as error:
+        raise StoredFileError(f"{config.runs.absolute() / name}/{error}") from error
+    differing = may_continue(public_dump(begun), public_dump(config))
+    if not differing and ledger.step(config.steps + 1) is not None:
+        raise UserError(f"run {name} has step {config.steps + 1} already, and steps={config.steps} asks for fewer")
+    if differing:
+        # Unset, it follows `steps`, so that a longer run would have had another past.
+        over = "training.learning_rate_schedule.over_steps: "
+        keep = f"; to keep it: {resume_command(config, name)} --set steps={config.steps}"
+        hint = keep if len(differing) == 1 and differing[0].startswith(over) else ""
+        if not all(each.startswith(("steps: ", over)) for each in differing):
+            hint = "; begin another one for that: fp8-grpo run ... --set run=NAME"
+        raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
+    if not new_code:
+        refuse_other_code(described, ledger.last_segment(), config, name)
+    _refuse_edited(begun, config.runs.absolute() / name, ledger)
+
+
+def _refuse_edited(begun: RunConfig, folder: Path, ledger: LedgerView) -> None:
+    """run.json has the settings that the last step was made with: a resume follows it, and would not see an edit."""
+    last = ledger.last_step()
+    entry = None if last is None else ledger.step(last)
+    if entry is None:
+        return
+    try:
+        record = read_manifest(ArtifactStore(folder), folder, entry).record
+    except StoredFileError:
+        return  # `restore` says so, or puts it back.
+    if record.code_version == current_code() and config_digest_at(begun, record.level) != record.config_digest:
+        raise UserError(
+            f"{folder}/run.json has other settings than step {last} was made with: undo the change, or begin "
+            "another run with it: fp8-grpo run ... --set run=NAME"
+        )
+
+
+def resume_command(config: RunConfig, name: str) -> str:
+    """The command that continues a run of this name: a name alone is looked for below ./runs."""
+    default = type(config).model_fields["runs"].default
+    place = name if config.runs == default else str(config.runs.absolute() / name)
+    command, store = f"fp8-grpo resume {shlex.quote(place)}", config.tracking.uri
+    if store is not None and store == without_passwords(store):
+        # `resume` takes no store from the folder, which may be a stranger's.
+        command += f" --set {shlex.quote(f'tracking.uri={store}')}"
+    return f"{command} --trust" if own_code(config) else command
+
+
+def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:
+    """A run is continued by the code that last ran it, or digests mean nothing."""
+    before = other_code(described, last)
+    if before is not None:
+        raise UserError(
+            f"run {name} was made by code version {before[:12]}, this is {current_code()[:12]}: continue it with that "
+            f"code, start a new segment with this one ({resume_command(config, name)} --new-code), or start another run"
+        )
+
+
+def other_code(described: RunDescription, last: SegmentEntry | None) -> str | None:
+    """The code version that last ran a run, None when it is this one."""
+    before = described.code_version if last is None else last.code_version
+    return before if before != current_code() else None

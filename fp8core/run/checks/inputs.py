@@ -1,0 +1,143 @@
+"""Refusals of a model, data, verifiers and an environment that cannot be used together.
+
+`check_inputs` is called before a run has a folder or a server. `run.open.open_run` repeats its parts.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from fp8core.config.run import RunConfig
+from fp8core.data.demonstrations import own_demonstrations
+from fp8core.data.prompt import Problem, PromptSource, longest_prompt
+from fp8core.data.source import build_source, check_problems, check_turns
+from fp8core.environments.pool import EnvironmentPool
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.report.console import Console
+from fp8core.rewards.verifier import Verifier, build_verifier
+from fp8core.rl.objective import refuse_unmeant_dual_clip
+from fp8core.rollout.registry import longest_row
+from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
+from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
+from fp8core.run.episodes import check_observation, check_openings, failed_trial, refuse_invalid, tool_calls_of, trial
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Refuse a model, data, verifiers and an environment that cannot be used, before a run has a folder or a server.
+
+    Raises:
+        UserError: as `build_base` (but for broken values of weights), `find_teacher`, `own_demonstrations`,
+            `build_source`, `build_verifier`, `refuse_other_data`, `check_opened`, `check_new`,
+            `StoredCheckpoint.check_head`, `tool_calls_of`, `build_environment`, `check_openings` and
+            `check_observation` have it.
+    """
+    source = build_source(config.data, config.evaluation)
+    if (ledger := stored_ledger(config)) is not None:
+        refuse_other_data(config, ledger, source.digest())
+    base = find_base(config)
+    if config.warm_start is not None and config.warm_start.demonstrations is not None:
+        own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
+    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+        teacher = check_opened(config, base, source, verifier)
+    # As `open_run` judges it: a run that was killed in its warm start may still be refused.
+    is_new = ledger is None or not ledger.holds_work()
+    if is_new:
+        check_new(config, base, source, teacher)
+        if base.checkpoint is not None:
+            base.checkpoint.check_head()
+    if config.environment is not None:
+        tool_calls_of(config.environment, base.tokenizer)
+        with closing(build_environment(config.environment)) as pool:
+            problems = list(source.to_check())
+            check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), pool, config.seed)
+            if is_new and base.tokenizer.has_template:
+                check_observation(trial(problems[0], config, pool), config, base.tokenizer)
+
+
+def check_opened(
+    config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier
+) -> Architecture | None:
+    """Refuse parts of any run that do not go together; returns the shape of its teacher, if it has one.
+
+    Raises:
+        UserError: as `check_stop_strings`, `find_teacher` and `check_problems`.
+    """
+    check_stop_strings(config, base.tokenizer)
+    distils = config.loss.distillation.teacher is not None
+    teacher = find_teacher(config, base.tokenizer).architecture if distils else None
+    check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
+    return teacher
+
+
+def check_new(
+    config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, teacher: Architecture | None
+) -> None:
+    """Refuse what a run that has begun goes on with.
+
+    Raises:
+        UserError: as `refuse_unmeant_dual_clip`, `refuse_small_teacher` and `check_turns`.
+    """
+    refuse_unmeant_dual_clip(config.loss, config.correction)
+    if teacher is not None:
+        refuse_small_teacher(config, base.arch, teacher)
+    check_turns(source, config, base.tokenizer)
+
+
+def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError: the tokenizer cannot write one of `rollout.stop_strings`, or leaves a part out of texts."""
+    for string in config.rollout.stop_strings:
+        try:
+            tokens = tokenizer.encode(string, add_special_tokens=False)
+        except UserError as error:
+            raise UserError(f"rollout.stop_strings: {error}") from error
+        if tokenizer.decode(tokens) != tokenizer.decode(tokens, special=True):
+            raise UserError(
+                f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
+                "name its id as eos_token_id in the model's generation_config.json instead"
+            )
+
+
+def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
+    """Refuse a teacher that cannot score all that a policy of shape `arch` may write.
+
+    Raises:
+        UserError: it has fewer positions than the longest row, or no embedding of a token.
+    """
+    named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
+    positions = longest_row(config, arch)
+    longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
+    if teacher.max_positions < longest:
+        raise UserError(
+            f"{named}: it has {teacher.max_positions} positions, and a prompt with its completion may have {longest} "
+            "tokens; lower data.max_prompt_tokens or rollout.max_new_tokens, or take another teacher"
+        )
+    if teacher.vocab_size < arch.vocab_size:
+        raise UserError(
+            f"{named}: its vocab_size={teacher.vocab_size} is below the model's {arch.vocab_size}, of which every "
+            "token may be written; take another teacher"
+        )
+
+
+def try_environment(
+    environment: EnvironmentPool,
+    config: RunConfig,
+    base: BaseModel,
+    problems: Sequence[Problem],
+    console: Console,
+    *,
+    is_new: bool,
+) -> None:
+    """Begin an episode of each of these problems, and play one.
+
+    Raises:
+        UserError: as `check_openings`; of a new run also as `refuse_invalid` and `check_observation`.
+    """
+    check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
+    replies = trial(problems[0], config, environment)
+    if is_new:
+        refuse_invalid(replies, config)
+    if (failure := failed_trial(replies, config)) is not None:
+        console.note(failure)
+    if is_new:
+        check_observation(replies, config, base.tokenizer)

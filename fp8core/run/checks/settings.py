@@ -1,0 +1,227 @@
+"""Refusals of settings that do not go together, and the graph of steps that is left: nothing is loaded for them.
+
+They are asked first, in the order of this file.
+"""
+
+from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_holds_age, unverifiable
+from fp8core.config.capability import check_contract
+from fp8core.config.run import RunConfig
+from fp8core.config.shipped_steps import TEACHER
+from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.steps import import_spec
+from fp8core.errors import UserError
+from fp8core.rl.correction import CorrectionRule
+from fp8core.rl.objective import Objective, named_correction, whole_batch_setting
+from fp8core.rollout.registry import continuation_of, engine_entry
+from fp8core.run.checks.machine import check_engine
+from fp8core.run.machine import members_node
+from fp8core.store.start_tasks import CARRIED_KINDS
+from fp8core.training.registry import trainer_of
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration whose precision contract can be kept where it computes.
+
+    Raises:
+        UserError: the contract is beyond the engines, the correction names what does not exist, or as `pipeline_of`
+            and `run.machine.members_node`.
+    """
+    node = members_node(config)
+    check_engine(config, node)
+    return plan_on(config, node.platform)
+
+
+def plan_on(config: RunConfig, platform: str) -> Plan:
+    """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`).
+
+    Raises:
+        UserError: the contract is beyond the platform, the correction names what does not exist, or as `pipeline_of`.
+    """
+    # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
+    where = platform if config.training.device == "cuda" else "cpu"
+    check_contract(config.precision, where, corrected=config.correction.method != "none")
+    Objective(config.loss, config.correction)
+    return pipeline_of(config)
+
+
+def pipeline_of(config: RunConfig) -> Plan:
+    """The checked pipeline of a configuration, wherever it is to run.
+
+    Raises:
+        UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
+            or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
+    """
+    plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
+    if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
+        raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
+    asked = {"reference_kl": config.loss.reference_kl, "reward_kl": config.loss.reward_kl}
+    for name, weight in asked.items():
+        if weight and not any("reference" in planned.inputs for planned in plan.steps):
+            raise UserError(
+                f"loss.{name}={weight} needs log-probs of the reference policy: insert the step "
+                "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
+            )
+    if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in plan.steps):
+        raise UserError(
+            f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
+            "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
+        )
+    if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in plan.steps):
+        raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
+    _refuse_source(config)
+    refuse_truncation(config)
+    _refuse_ahead(config)
+    return plan
+
+
+def _refuse_source(config: RunConfig) -> None:
+    """Refuse old log-probs without a pass where they come too late, or where nothing promises that they are equal."""
+    source, trainer = config.logprobs.source, trainer_of(config.training)
+    if source == "pass":
+        return
+    place = f"logprobs.source={source}"
+    if not trainer.scores_updates:
+        raise UserError(f"{place}: the {trainer.name} trainer does not give the log-probs of an update; set it to pass")
+    if source == "training" and (setting := whole_batch_setting(config.loss, config.correction)) is not None:
+        raise UserError(
+            f"{place}: {setting}: that needs the log-probs of the whole batch before its first backward; set it to pass"
+        )
+    contract, reason = contract_of(config)
+    if source == "rollout" and contract not in EQUAL:
+        raise UserError(f"{place}: log-probs are not promised to be equal bit for bit ({reason}); set it to training")
+
+
+def refuse_truncation(config: RunConfig) -> None:
+    """Refuse top-k and top-p where the trainer may leave out a token that was sampled: its log-prob would be -inf.
+
+    GPUs are refused too: engines there draw from whole distributions, and aligned models give their log-probs.
+    """
+    rollout = config.rollout
+    contract, reason = contract_of(config)
+    if (asked := rollout.truncated_by) is not None and contract != "exact":
+        raise UserError(
+            f"{asked}: rollout.engine={rollout.engine} with the {trainer_of(config.training).name} trainer may leave "
+            f"other tokens on each side ({contract} contract: {reason}); unset it, or take the embedded engine and the "
+            "exact trainer, or the packed one on a CPU with precision.rounding_points=kernels, in equal formats"
+        )
+
+
+def _refuse_ahead(config: RunConfig) -> None:
+    """Refuse to generate beside an update where nothing goes on from a prefix, or what older policies do not give."""
+    if config.pipeline.mode == "synchronous":
+        return
+    place, rollout = f"pipeline.mode={config.pipeline.mode}", config.rollout
+    if config.pipeline.mode == "asynchronous" and continuation_of(config) == "none":
+        raise UserError(
+            f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded, or "
+            "pipeline.mode to one_step_off"
+        )
+    if not config.pipeline.recompute_kv_cache_after_weight_update:
+        _refuse_kept_cache(config)
+    if not config.training.deterministic and trainer_of(config.training).device(config.training) == "cuda":
+        raise UserError(
+            f"{place}: training.deterministic=false: a resumed run makes older policies again, bit for bit; set it to "
+            "true"
+        )
+    if (reason := unverifiable(config)) is not None:
+        _refuse_unverified(config, reason)
+    _refuse_nothing_ahead(config)
+    others = {
+        "rollout.stop_strings": bool(rollout.stop_strings),
+        "rollout.router_replay": rollout.router_replay,
+        f"rollout.{rollout.engine}.sleep": engine_entry(config).sleeps(config) and not config.pipeline.in_turn,
+        "rollout.top_k": rollout.top_k is not None,
+        "rollout.top_p": rollout.top_p < 1,
+        f"training.trainer={config.training.trainer}": not trainer_of(config.training).scores_updates,
+    }
+    for setting in (setting for setting, used in others.items() if used):
+        raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
+    _refuse_inert_correction(config)
+
+
+def _refuse_kept_cache(config: RunConfig) -> None:
+    """Refuse to keep a cache of older weights where no engine does, or where a replay is to be equal without it."""
+    place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
+    if not engine_entry(config).keeps_cache:
+        raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
+    if not config.pipeline.in_flight_weight_updates:
+        raise UserError(f"{place}: with pipeline.in_flight_weight_updates=false no update finds a cache; unset one")
+    if config.replay.level != "tolerant":
+        raise UserError(
+            f"{place}: a replay and a resumed run lack that cache; replay.level={config.replay.level} promises equal "
+            "digests, set it to tolerant"
+        )
+
+
+def _refuse_unverified(config: RunConfig, reason: str) -> None:
+    """Refuse bounds of equal bits where no pass gives them, and to learn from such tokens without a weight."""
+    if (setting := only_equal_bits(config)) is not None:
+        raise UserError(
+            f"{setting}: with pipeline.mode={config.pipeline.mode} the run is unverifiable ({reason}); loosen it, "
+            "or set it to none"
+        )
+    if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
+        raise UserError(
+            f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
+            f"unverifiable ({reason}), and nothing weighs its tokens; set it to token_tis, or "
+            "precision.accept_mismatch to true"
+        )
+
+
+def _refuse_nothing_ahead(config: RunConfig) -> None:
+    """Refuse settings with which the prompts of later steps wait for the part beside the update, which is empty."""
+    pipeline = config.pipeline
+    if pipeline.max_staleness == 0 and not pipeline.in_flight_weight_updates:
+        raise UserError(
+            "pipeline.in_flight_weight_updates=false: with pipeline.max_staleness=0 no update finds a completion in "
+            "flight; unset one of both"
+        )
+    if pipeline.ahead_tokens != 0:
+        return
+    waiting = {
+        "environment": config.environment is not None,
+        "pipeline.in_flight_weight_updates=false": not pipeline.in_flight_weight_updates,
+        "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+        "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None and pipeline.drop_or_wait == "wait",
+    }
+    for setting in (setting for setting, used in waiting.items() if used):
+        raise UserError(f"pipeline.ahead_tokens=0: with {setting} nothing would be generated ahead; unset one of both")
+
+
+def _refuse_inert_correction(config: RunConfig) -> None:
+    """Refuse to weigh old over rollout where both are the log-probs of the version that wrote the token."""
+    source, mode = config.logprobs.source, config.pipeline.mode
+    if source != "rollout" or not ratio_holds_age(config):
+        return
+    named, threshold = named_correction(config.correction), config.correction.seq_logprob_error_threshold
+    correction, bypassed = config.correction, named.mode == "bypass"
+    name = f"preset={correction.preset}" if correction.method == "preset" else f"method={correction.method}"
+    inert = {
+        f"correction.{name}": _weighs_or_rejects(named.rule) and not bypassed,
+        f"correction.baseline={correction.baseline}": bypassed and correction.baseline == "kept",
+        f"correction.seq_logprob_error_threshold={threshold}": threshold is not None,
+    }
+    for setting in (setting for setting, used in inert.items() if used):
+        raise UserError(
+            f"logprobs.source={source} with pipeline.mode={mode}: old log-probs are the rollout's own, of whatever "
+            f"version, so {setting} changes nothing; set correction.method to none, or correction.preset to one in "
+            "bypass mode, or logprobs.source to pass"
+        )
+
+
+def _weighs_or_rejects(rule: CorrectionRule) -> bool:
+    return rule.weighting.level != "none" or rule.rejects
+
+
+def uncorrected_lag(config: RunConfig) -> str | None:
+    """A warning where tokens of older policies count as if the newest had written them; None where there is none."""
+    pipeline, named = config.pipeline, named_correction(config.correction)
+    # Its loss has no ratio, and so no clip.
+    plain = "reinforce" in (config.loss.policy, named.loss)
+    weighed = _weighs_or_rejects(named.rule) or (ratio_holds_age(config) and not plain)
+    if pipeline.mode == "synchronous" or pipeline.max_staleness == 0 or weighed:
+        return None
+    return (
+        f"warning: pipeline.mode={pipeline.mode} without a correction: tokens of older policies count as those of the "
+        "newest, and the clip does not see their age; set correction.method to token_tis, or max_staleness to 0"
+    )
