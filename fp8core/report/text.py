@@ -9,7 +9,8 @@ from fp8core.alignment.bisect import Bisection, LogprobError
 from fp8core.config.step_graph import Plan, PlannedStep
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
-from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
+from fp8core.plan.devices import AheadSpace
+from fp8core.plan.run_plan import CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
 from fp8core.report.chart import short
 from fp8core.report.summary import MISSING
