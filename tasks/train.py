@@ -1,6 +1,6 @@
 """One GRPO update from stored rollouts and rewards, with stored log-probs or those of its own forward."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import pyarrow as pa
 import torch
@@ -47,8 +47,8 @@ def train(
 ) -> dict[str, Ref]:
     """Policy v_i becomes v_{i+1}."""
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
-    table = store.get_table(rollouts, UPDATE_COLUMNS)
-    batch, masking = update_batch(run, index, table, rewards, store.get_table(logprobs), reference, teacher, turns)
+    table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
+    batch, masking = update_batch(run, index, table, store.get_table(logprobs), signals)
     report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
     return stored_update(run, report, masking)
 
@@ -88,7 +88,8 @@ def train_scoring(
     version = trainer.version
     versions = ["versions"] if ratio_holds_age(config) else []
     table = store.get_table(rollouts, [*UPDATE_COLUMNS, *versions])
-    batch, masking = update_batch(run, index, table, rewards, None, reference, teacher, turns)
+    signals = LearningSignals(rewards, reference, teacher, turns)
+    batch, masking = update_batch(run, index, table, None, signals)
     sampled = config.logprobs.source == "rollout"
     if sampled:
         keys, compared = enumerate(keys_of(table)), compared_rows(config, index, batch.mask).tolist()
@@ -102,24 +103,34 @@ def train_scoring(
     return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
 
 
+@dataclass(frozen=True)
+class LearningSignals:
+    """Artifacts of a step that say in which direction its rollouts move the policy.
+
+    Attributes:
+        rewards: of each completion.
+        reference: log-probs of the reference policy; None without its penalty.
+        teacher: log-probs of the teacher; None without distillation.
+        turns: of episodes; None without an environment.
+    """
+
+    rewards: Ref
+    reference: Ref | None
+    teacher: Ref | None
+    turns: Ref | None
+
+
 def update_batch(
-    run: RunContext,
-    index: int,
-    rollouts: pa.Table,
-    rewards: Ref,
-    logprobs: pa.Table | None,
-    reference: Ref | None,
-    teacher: Ref | None,
-    turns: Ref | None,
+    run: RunContext, index: int, rollouts: pa.Table, logprobs: pa.Table | None, signals: LearningSignals
 ) -> tuple[RolloutBatch, dict[str, float]]:
     """The batch of a step's update, as `rollout_batch`, with what the teacher and the step itself add."""
     store = run.directory.store
-    penalty = store.get_table(reference) if reference else None
-    played = store.get_table(turns) if turns else None
-    batch, masking = rollout_batch(rollouts, store.get_table(rewards), logprobs, penalty, run.config, played)
+    penalty = store.get_table(signals.reference) if signals.reference else None
+    played = store.get_table(signals.turns) if signals.turns else None
+    batch, masking = rollout_batch(rollouts, store.get_table(signals.rewards), logprobs, penalty, run.config, played)
     if played is not None:
         batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
-    taught = padded(store.get_table(teacher)["logprobs"], torch.float32, 0.0) if teacher else None
+    taught = padded(store.get_table(signals.teacher)["logprobs"], torch.float32, 0.0) if signals.teacher else None
     refuse_edited_loss(run)
     return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
 
