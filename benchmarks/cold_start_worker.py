@@ -24,7 +24,7 @@ def main(asked: Path) -> int:
     from fp8core.rollout.engine import PromptGroup, Sampling
     from fp8core.rollout.registry import engine_entry
     from fp8core.run.build import build_engine, build_trainer
-    from fp8core.run.checks.settings import plan_of
+    from fp8core.run.checks.settings import graph_of
     from fp8core.run.compilation import compile_kernels
     from fp8core.run.open import open_directory, open_run
     from fp8core.run.policy import push
@@ -32,7 +32,7 @@ def main(asked: Path) -> int:
     from fp8core.run.start import first_scales, warm_start
 
     config, console = load_config(given["config"], given["settings"]), Console(sys.stdout, 1)
-    plan = plan_of(config)
+    graph = graph_of(config)
     set_engine_variables(config)
     folders = kernel_folders()
     clock("imports")
@@ -41,7 +41,7 @@ def main(asked: Path) -> int:
     )
     clock("compilation")
     assert config.run is not None
-    with open_directory(config, config.run) as directory, open_run(config, plan, directory, console) as run:
+    with open_directory(config, config.run) as directory, open_run(config, graph, directory, console) as run:
         clock("weights")
         warm_start(run)
         clock("digest")

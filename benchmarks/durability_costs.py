@@ -41,7 +41,7 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import checkpoint_due, save_state
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step, train
@@ -128,7 +128,7 @@ def writing(config: RunConfig) -> dict[str, Any]:
     began = time.perf_counter()
     with TimedDirectory.create_or_open(config.runs / config.run) as directory:
         directory.write_description(public_dump(config), current_code())
-        with open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run:
+        with open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run:
             begin(run)
             directory.timed.seconds.clear()
             outside, iterations, checkpoints = 0.0, 0.0, 0.0
@@ -266,8 +266,8 @@ def resume(settings: dict[str, Any], *lengths: int) -> list[Row]:
 @contextmanager
 def opened(config: RunConfig) -> Iterator[RunContext]:
     assert config.run is not None
-    plan, console = plan_of(config), Console(io.StringIO(), config.steps)
-    with open_directory(config, config.run) as directory, open_run(config, plan, directory, console) as run:
+    graph, console = graph_of(config), Console(io.StringIO(), config.steps)
+    with open_directory(config, config.run) as directory, open_run(config, graph, directory, console) as run:
         yield run
 
 

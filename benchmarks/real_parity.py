@@ -32,7 +32,7 @@ from pathlib import Path
 
 from benchmarks.harness import Row, ended, provenance, start, training_command, write_rows
 from benchmarks.small_hopper import alignment_row, draw_variants, step_ledger_row
-from flows.parity_plan import ParityRequest, Plan, Training, committed, refuse
+from flows.parity_plan import ParityPlan, ParityRequest, Training, committed, refuse
 from fp8core.report.run_data import read_run
 
 CONFIG, RESULT = "real-h200", "real_parity"
@@ -100,7 +100,7 @@ def _done(training: Training) -> bool:
     return committed(training.folder) == training.config.steps
 
 
-def _write(out: Path, plan: Plan) -> None:
+def _write(out: Path, plan: ParityPlan) -> None:
     """Rows and curves of all trainings that have a step."""
     rows, shown = list[Row](), {}
     for training in plan.trainings:
@@ -117,7 +117,7 @@ def _write(out: Path, plan: Plan) -> None:
         draw_variants(shown, out / f"{RESULT}.png", "A pretrained checkpoint in BF16 and in FP8")
 
 
-def _judge(out: Path, plan: Plan, settings: dict[str, str]) -> int:
+def _judge(out: Path, plan: ParityPlan, settings: dict[str, str]) -> int:
     """The parity flow, which finds all trainings done."""
     variants = [word for variant in plan.variants for word in ("--variant", variant)]
     seeds = ",".join(map(str, plan.seeds))

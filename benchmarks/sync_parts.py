@@ -27,7 +27,7 @@ from benchmarks.grpo_8gpu import options_of, prepared
 from benchmarks.harness import MODELS, Row, provenance, table, write_rows
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import begin
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.policy import push
@@ -83,7 +83,7 @@ def measured(model: str, precision: str, options: argparse.Namespace) -> Row:
     found = list[dict[str, float]]()
     with (
         open_directory(config, f"sync-{training.folder.name}") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         begin(run)
         engine, trainer = run.ready_engine(), run.ready_trainer()

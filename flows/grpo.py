@@ -160,7 +160,7 @@ class FlowExecution(PrefectExecution):
         interrupt: Interrupt,
         stop: StopRequest,
     ) -> None:
-        super().__init__(session.run.plan, step_runs)
+        super().__init__(session.run.graph, step_runs)
         self._session, self._artifacts = session, artifacts
         self._interrupt, self._stop = interrupt, stop
         self._began, self._intervals = 0.0, dict[str, Interval]()

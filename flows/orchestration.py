@@ -34,7 +34,7 @@ from rich.text import Text
 from flows.launch import say
 from flows.step_runs import StepRuns
 from flows.tracking.store import Outage
-from fp8core.config.step_graph import Plan, PlannedStep
+from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import UserError, first_line, printable_lines
 from fp8core.report.text import progress_markdown
 from fp8core.run.commit import step_metrics
@@ -65,9 +65,9 @@ def as_task(name: str) -> Callable[[Callable[..., Any]], Any]:
 class PrefectExecution(Execution):
     """Every part of a training as a Prefect task; steps of an iteration run as soon as their inputs exist."""
 
-    def __init__(self, plan: Plan, step_runs: StepRuns) -> None:
-        self._steps = {planned.name: _prefect_step(planned) for planned in plan.steps}
-        self._producers = {planned.name: _producers(plan, planned) for planned in plan.steps}
+    def __init__(self, graph: StepGraph, step_runs: StepRuns) -> None:
+        self._steps = {planned.name: _prefect_step(planned) for planned in graph.steps}
+        self._producers = {planned.name: _producers(graph, planned) for planned in graph.steps}
         self._step_runs = step_runs
         self._calls: dict[str, Any] = {}
         self._last: set[RunInput] = set()
@@ -114,13 +114,13 @@ class PrefectExecution(Execution):
                     {"inputs": {ended[producer].run for producer in self._producers[planned.name]}},
                     here=planned.spec.redo,
                 )
-                for planned in run.plan.ready(set(ended))
+                for planned in run.graph.ready(set(ended))
             }
 
         run.halted.clear()
         with self._step_runs.place():
             ended = side_by_side(ready, run.halted.set)
-        assert len(ended) == len(run.plan.steps), "a checked plan runs to its end"
+        assert len(ended) == len(run.graph.steps), "a checked graph runs to its end"
         self._last = {ended[name].run for name in ended.keys() - set().union(*self._producers.values())}
         return {name: outcome.result for name, outcome in ended.items()}
 
@@ -192,10 +192,10 @@ def _value(result: TaskOutcome | State[Any] | None) -> TaskOutcome:
     return cast(TaskOutcome, outcome)
 
 
-def _producers(plan: Plan, reader: PlannedStep) -> set[str]:
+def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
     """The steps of the same iteration whose artifacts a step reads."""
     read = set(reader.inputs.values())
-    return {step.name for step in plan.steps if not read.isdisjoint(step.outputs.values())}
+    return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
 
 
 def _prefect_step(planned: PlannedStep) -> Any:

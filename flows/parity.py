@@ -18,7 +18,7 @@ from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
 from flows.parameters import ConfigName, FlowOverrides
-from flows.parity_plan import USUAL_VARIANTS, ParityRequest, Plan, VariantName, committed, record_of, refuse
+from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
 from flows.parity_training import read_memory, train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
@@ -80,18 +80,18 @@ def _date() -> str:
 
 
 @task(name="preflight", persist_result=False, cache_policy=NO_CACHE)
-def _golden(plan: Plan) -> Golden:
+def _golden(plan: ParityPlan) -> Golden:
     return preflight(plan.corrected)
 
 
-def _preflight(plan: Plan) -> Golden:
+def _preflight(plan: ParityPlan) -> Golden:
     golden: Golden = _golden(plan)
     for line in golden.wrong:
         say(f"preflight: {line}")
     return golden
 
 
-def _train(plan: Plan) -> dict[tuple[str, int], str]:
+def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
     """Every unfinished training, as a flow run of its own; returns why some failed."""
     failures = {}
     for number, training in enumerate(plan.trainings, start=1):
@@ -106,7 +106,7 @@ def _train(plan: Plan) -> dict[tuple[str, int], str]:
     return failures
 
 
-def _verdict(plan: Plan, golden: Golden, failures: dict[tuple[str, int], str]) -> Any:
+def _verdict(plan: ParityPlan, golden: Golden, failures: dict[tuple[str, int], str]) -> Any:
     """Judge what is on disk, and write, post and log the report."""
     runs: dict[str, list[Any]] = {variant: [] for variant in plan.variants}
     measured: list[Measured] = []

@@ -13,7 +13,7 @@ from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, corrected, variant_settings
-from fp8core.parity.verdict import ParityResult, Verdict
+from fp8core.parity.verdict import ParityResult, ParityVerdict
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.machine import members_node
@@ -81,7 +81,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParityPlan:
     """Everything a parity run does. Seeds come one after another, so that each shares one warm start."""
 
     name: str
@@ -106,7 +106,7 @@ class Plan:
         return members_node(self.config).platform if engine_entry(self.config).gpus(self.config) else "cpu"
 
 
-def refuse(asked: ParityRequest, date: str) -> Plan:
+def refuse(asked: ParityRequest, date: str) -> ParityPlan:
     """The plan, checked. `date` goes into the name of a parity run that has none.
 
     Raises:
@@ -133,7 +133,7 @@ def refuse(asked: ParityRequest, date: str) -> Plan:
     for unfinished in left[-1:]:
         check_inputs(unfinished)
         refuse_silent_store(unfinished)
-    return Plan(name, config, variants, seeds, trainings)
+    return ParityPlan(name, config, variants, seeds, trainings)
 
 
 def _training(named: str, overrides: Overrides, config: RunConfig, night: str, variant: str, seed: int) -> Training:
@@ -160,7 +160,7 @@ def committed(folder: Path) -> int | None:
     return max(steps) if steps else None
 
 
-def record_of(plan: Plan, verdict: Verdict) -> ParityResult:
+def record_of(plan: ParityPlan, verdict: ParityVerdict) -> ParityResult:
     """Record for the next parity run to compare itself with."""
     return ParityResult(
         name=plan.name,

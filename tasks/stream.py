@@ -146,7 +146,7 @@ def _chunks(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterab
 
 def _until_updated(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterator[int]:
     """Chunks until the ledger has the policy that the step makes, and the stream all that a killed process wrote."""
-    updated, chunks = run.plan.carries["policy"], _until_halted(run)
+    updated, chunks = run.graph.carries["policy"], _until_halted(run)
     yield run.config.pipeline.chunk_tokens
     while updated not in run.directory.ledger.artifacts(index) or has_more():
         yield next(chunks)

@@ -29,7 +29,7 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
@@ -370,7 +370,7 @@ class LoopRun:
         try:
             with (
                 open_directory(config, self.folder.name, new_code=new_code) as directory,
-                open_run(config, plan_of(config), directory, Console(console, config.steps)) as run,
+                open_run(config, graph_of(config), directory, Console(console, config.steps)) as run,
             ):
                 yield run
         finally:
@@ -384,7 +384,7 @@ class LoopRun:
 def _trained(config: RunConfig, name: str) -> LoopRun:
     with (
         open_directory(config, name) as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
     return LoopRun(config.runs / name)

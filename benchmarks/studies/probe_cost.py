@@ -23,7 +23,7 @@ from flows.environment import set_engine_variables
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, next_step
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_engine_variables(config)
     with (
         open_directory(config, f"probe-{config.name}") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         begin(run)
         steps = [_seconds_of_step(run) for _ in range(options.steps)]

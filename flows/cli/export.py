@@ -14,7 +14,7 @@ from flows.run_lookup import admit_code, description_of, find_run
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
-    from fp8core.run.export import Policy
+    from fp8core.run.export import ExportedPolicy
     from fp8core.run.replay import RunSnapshot
 
 
@@ -73,7 +73,7 @@ def export_step(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _writer(written: str, original: "RunSnapshot", step: int, policy: "Policy") -> Callable[[Path], None]:
+def _writer(written: str, original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> Callable[[Path], None]:
     """A function that fills a folder in a format; block FP8 leaves in BF16 the layers that the rollouts kept so."""
     from flows.cli.quantise import print_remarks, write_with_bar
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation

@@ -48,7 +48,7 @@ def plan_config(options: argparse.Namespace) -> int:
     from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
     from fp8core.report.text import plan_text
     from fp8core.run.checks.machine import check_shape
-    from fp8core.run.checks.settings import plan_on
+    from fp8core.run.checks.settings import graph_on
     from fp8core.run.machine import wants_gpus
 
     search_last(Path.cwd())
@@ -63,7 +63,7 @@ def plan_config(options: argparse.Namespace) -> int:
     arch = model_shape(config)
     check_shape(config, arch)
     machine = _machine(options, config)
-    plan_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
+    graph_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine, _parallel(options, config, machine))
     say(plan_text(plan))
     if options.json is not None:

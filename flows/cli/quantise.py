@@ -16,7 +16,7 @@ from flows.launch import say
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
-    from fp8core.models.quantised_checkpoint import Plan, Report
+    from fp8core.models.quantised_checkpoint import CheckpointConversion, Report
 
 _SHOWN = 8
 
@@ -65,7 +65,7 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
     return parser
 
 
-def print_remarks(plan: "Plan") -> None:
+def print_remarks(plan: "CheckpointConversion") -> None:
     """Print limits of a quantisation: tensors not converted, files not copied, tensors that others may not read."""
     _print_names("kept in BF16, unrecognised", plan.unrecognised)
     narrow = [spec.name for spec in plan.converted if any(side < 128 for side in spec.shape)]
@@ -73,7 +73,7 @@ def print_remarks(plan: "Plan") -> None:
     _print_names("not copied", [str(path) for path in plan.left_out])
 
 
-def write_with_bar(plan: "Plan", target: Path) -> float:
+def write_with_bar(plan: "CheckpointConversion", target: Path) -> float:
     """Carry out the plan; returns seconds."""
     import torch
 
@@ -112,7 +112,7 @@ def _bar(tensors: int, size: int) -> Iterator["Report"]:
         yield report
 
 
-def _summary(plan: "Plan", seconds: float) -> str:
+def _summary(plan: "CheckpointConversion", seconds: float) -> str:
     from fp8core.report.text import with_unit
 
     before = sum(conversion.stored.spec.size for conversion in plan.conversions)

@@ -17,7 +17,7 @@ from fp8core.errors import UserError
 from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
-    from fp8core.run.replay import Verdict
+    from fp8core.run.replay import ReplayResult
 
 _WITHIN = "equal within the bounds"
 
@@ -58,7 +58,7 @@ def replay_steps(options: argparse.Namespace) -> int:
     return ExitCode.DONE if equal else ExitCode.FAILED
 
 
-def verdict_lines(verdict: "Verdict") -> list[str]:
+def verdict_lines(verdict: "ReplayResult") -> list[str]:
     """The verdict as text: one line for an equal step, causes and the first difference after it for others."""
     words = {"equal": "equal", "within": _WITHIN, "different": "different"}
     asked = f", {verdict.asked_again} answers of environments asked again" if verdict.asked_again else ""
@@ -69,7 +69,7 @@ def verdict_lines(verdict: "Verdict") -> list[str]:
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
-def _verdicts(options: argparse.Namespace) -> "Iterator[Verdict]":
+def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.report.console import Console
     from fp8core.run.replay import RunSnapshot, replay
     from fp8core.store.run_directory import RunDirectory

@@ -65,8 +65,8 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     tracker.set_tags({"alignment_contract": bounds.contract, "alignment_bounds": bounds.summary})
     tracker.set_tags({"config": run.config.name, "precision": precision(run.config), MLFLOW_RUN_NOTE: _note(run)})
     tracker.log_dict(public_dump(run.config), "config.yaml")
-    tracker.log_text(pipeline_text(run.plan), "graph.txt")
-    tracker.log_text(f"```mermaid\n{pipeline_mermaid(run.plan)}\n```\n", "graph.md")
+    tracker.log_text(pipeline_text(run.graph), "graph.txt")
+    tracker.log_text(f"```mermaid\n{pipeline_mermaid(run.graph)}\n```\n", "graph.md")
     tags = {"code_version": run.code_version, RUN_DIRECTORY: str(run.directory.path)}
     tracker.set_tags(tags if run.signing_key is None else {**tags, SIGNED_BY: run.signing_key.fingerprint})
     log_datasets(tracker, run.config, run.source)

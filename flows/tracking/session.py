@@ -37,7 +37,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.checks.continuation import resume_command
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused, next_step
 from fp8core.run.open import open_directory, open_run, signing_key
@@ -269,14 +269,14 @@ def open_session(
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
     MLflow shows a run that was opened and failed as FAILED, one that was stopped or paused as KILLED.
     """
-    plan, key = plan_of(config), signing_key(config, name)
+    graph, key = graph_of(config), signing_key(config, name)
     with open_directory(config, name, new_code=new_code) as directory:
         tracker, file, news = _open_tracker(directory, config, name)
         console.header(name, {"folder": str(directory.path), "MLflow": tracker.uri})
         for line in news:
             console.note(line)
         try:
-            with open_run(config, plan, directory, console, key, kernels) as run:
+            with open_run(config, graph, directory, console, key, kernels) as run:
                 mlflow = MlflowBacklog(run, tracker, file)
                 with publishing(console, mlflow) as publisher:
                     try:

@@ -159,7 +159,7 @@ def _prompts(run: RunContext, index: int) -> dict[str, str]:
 def _advantages(run: RunContext, index: int) -> dict[Key, float]:
     """Advantage of each completion of a step, as the update computed it; a mean over its tokens where they differ."""
     store, artifacts = run.directory.store, run.directory.ledger.artifacts(index)
-    planned = next((step for step in run.plan.steps if step.uses in UPDATES), None)
+    planned = next((step for step in run.graph.steps if step.uses in UPDATES), None)
     if planned is None:
         return {}
     ports = [port for port in ("rollouts", "rewards", "logprobs", "reference", "turns") if port in planned.inputs]

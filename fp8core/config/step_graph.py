@@ -29,7 +29,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepGraph:
     """One iteration that can run: steps in an order in which inputs come before their readers."""
 
     steps: tuple[PlannedStep, ...]
@@ -56,7 +56,7 @@ class Plan:
 
 def check_pipeline(
     pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
-) -> Plan:
+) -> StepGraph:
     """Connect the steps of an iteration, or raise UserError with the place and the reason.
 
     `carried_kinds` maps the artifacts that exist before the first iteration to their kinds; `resolve` gives
@@ -70,7 +70,7 @@ def check_pipeline(
     kinds |= {artifact: carried_kinds[artifact] for artifact in pipeline.carries}
     for step in steps:
         _check_inputs(step, kinds)
-    return Plan(tuple(_ordered(steps, producers)), dict(pipeline.carries))
+    return StepGraph(tuple(_ordered(steps, producers)), dict(pipeline.carries))
 
 
 def _refuse_repeated_names(steps: Sequence[StepConfig]) -> None:

@@ -187,7 +187,7 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointConversion:
     """A conversion, known from the source's headers.
 
     Attributes:
@@ -222,7 +222,7 @@ class Plan:
         return sum(spec.size for conversion in self.conversions for spec in conversion.results)
 
 
-def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
+def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> CheckpointConversion:
     """BF16, FP16 or FP32 (both by way of BF16) to block FP8.
 
     FP32 tensors beside linears in BF16 or FP16 were left wide on purpose (corrections of a router, decay rates), and
@@ -249,7 +249,7 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Plan:
             return Quantised(tensor, rule)
         return Kept(tensor, "BF16" if tensor.spec.dtype in narrowed else tensor.spec.dtype)
 
-    return Plan(
+    return CheckpointConversion(
         source,
         {**_with_bf16(config), "quantization_config": block_fp8_section(selection.kept_modules)},
         tuple(convert(name) for name in in_layer_order(stored)),
@@ -273,7 +273,7 @@ def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
     return {**BLOCK_FP8, "modules_to_not_convert": list(kept_modules)}
 
 
-def plan_dequantisation(source: Path) -> Plan:
+def plan_dequantisation(source: Path) -> CheckpointConversion:
     """Block FP8 to BF16: `code * scale` in FP32, rounded once; all other tensors as they are.
 
     Raises:
@@ -296,7 +296,7 @@ def plan_dequantisation(source: Path) -> Plan:
             raise stored[name].refused(f"{stored[name].spec.dtype} without a place in a block-FP8 checkpoint")
         return Kept(stored[name], stored[name].spec.dtype)
 
-    return Plan(
+    return CheckpointConversion(
         source,
         {key: value for key, value in _with_bf16(config).items() if key != "quantization_config"},
         tuple(convert(name) for name in in_layer_order(stored.keys() - scales)),
@@ -304,7 +304,7 @@ def plan_dequantisation(source: Path) -> Plan:
     )
 
 
-def write_checkpoint(plan: Plan, target: Path, report: Report, shard_bytes: int = SHARD_BYTES) -> None:
+def write_checkpoint(plan: CheckpointConversion, target: Path, report: Report, shard_bytes: int = SHARD_BYTES) -> None:
     """Carry out a plan. The folder appears whole or not at all; equal input gives equal bytes.
 
     Args:

@@ -332,7 +332,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ConfidenceInterval:
     """A mean over pairs with its interval."""
 
     mean: float
@@ -348,17 +348,17 @@ class Delay:
     that never reach it where BF16 does; they count with their last step, which is less than they need.
     """
 
-    estimate: Estimate | None
+    estimate: ConfidenceInterval | None
     baseline: float
     unreached: int
 
 
-def curve_difference(pairs: Sequence[Pair], confidence: float) -> Estimate:
+def curve_difference(pairs: Sequence[Pair], confidence: float) -> ConfidenceInterval:
     """Accuracy of variants minus BF16, the mean of all evaluations after the first update; two pairs at least."""
     return _difference(pairs, lambda curve: curve.scores[1:] if len(curve.steps) > 1 else curve.scores, confidence)
 
 
-def end_difference(pairs: Sequence[Pair], last: int, confidence: float) -> Estimate:
+def end_difference(pairs: Sequence[Pair], last: int, confidence: float) -> ConfidenceInterval:
     """Accuracy of variants minus BF16, the mean of the last `last` evaluations; two pairs at least."""
     return _difference(pairs, lambda curve: curve.scores[-last:], confidence)
 
@@ -376,7 +376,9 @@ def delay(pairs: Sequence[Pair], reach: float, confidence: float) -> Delay:
         baselines.append(end if theirs is None else theirs)
     if len(differences) < 2:
         return Delay(None, fmean(baselines) if baselines else math.inf, unreached)
-    return Delay(Estimate(fmean(differences), *mean_interval(differences, confidence)), fmean(baselines), unreached)
+    return Delay(
+        ConfidenceInterval(fmean(differences), *mean_interval(differences, confidence)), fmean(baselines), unreached
+    )
 
 
 def steps_to_reach(curve: LearningCurve, reach: float) -> float | None:
@@ -393,12 +395,12 @@ def steps_to_reach(curve: LearningCurve, reach: float) -> float | None:
 
 def _difference(
     pairs: Sequence[Pair], window: Callable[[LearningCurve], NDArray[np.float64]], confidence: float
-) -> Estimate:
+) -> ConfidenceInterval:
     table = np.stack([(window(pair.variant) - window(pair.baseline)).mean(axis=0) for pair in pairs])
     return crossed_interval(table, confidence)
 
 
-def crossed_interval(table: NDArray[np.float64], confidence: float) -> Estimate:
+def crossed_interval(table: NDArray[np.float64], confidence: float) -> ConfidenceInterval:
     """Interval of the mean of [seed, prompt], of which both are samples of more: two seeds at least.
 
     The variance is that of two crossed random effects, (MS_seeds + MS_prompts - MS_rest) / cells (Searle, Casella and
@@ -415,4 +417,4 @@ def crossed_interval(table: NDArray[np.float64], confidence: float) -> Estimate:
         rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
         variance += max(0.0, of_prompts - rest)
     half = t_quantile(0.5 + confidence / 2, seeds - 1) * math.sqrt(variance / table.size)
-    return Estimate(mean, mean - half, mean + half)
+    return ConfidenceInterval(mean, mean - half, mean + half)

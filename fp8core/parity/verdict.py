@@ -25,7 +25,7 @@ from fp8core.parity.measure import (
     LEAST_STEPS_OF_A_SLOPE,
     STRESS,
     VARIANTS,
-    Estimate,
+    ConfidenceInterval,
     Measured,
     Pair,
     block_means,
@@ -61,7 +61,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityVerdict:
     """All checks; `outcome` is what they add up to."""
 
     checks: tuple[Check, ...]
@@ -97,7 +97,7 @@ def judge(
     seeds: Sequence[int],
     platform: str,
     failures: Mapping[tuple[str, int], str],
-) -> Verdict:
+) -> ParityVerdict:
     """The verdict.
 
     Args:
@@ -120,7 +120,7 @@ def judge(
         if name not in (BASELINE, STRESS):
             checks += _learning(name, runs, by_variant.get(BASELINE, []), config)
             checks.append(_speed(name, runs, by_variant.get(BASELINE, []), config, platform))
-    return Verdict(tuple(checks))
+    return ParityVerdict(tuple(checks))
 
 
 def _golden_check(golden: Golden) -> Check:
@@ -258,7 +258,7 @@ def _delay(name: str, pairs: Sequence[Pair], config: ParityConfig) -> Check:
     return Check(name, what, outcome, words, bound, limit.reason, found.estimate.mean)
 
 
-def _shown(estimate: Estimate, form: str, seeds: int) -> str:
+def _shown(estimate: ConfidenceInterval, form: str, seeds: int) -> str:
     return f"{estimate.mean:{form}} ({estimate.low:{form}} to {estimate.high:{form}}, {seeds} seeds)"
 
 

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from statistics import fmean
 
 from fp8core.alignment.bisect import Bisection, LogprobError
-from fp8core.config.step_graph import Plan, PlannedStep
+from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
 from fp8core.plan.devices import AheadSpace
@@ -174,19 +174,19 @@ def _sync(sync: StoredBytes) -> str:
 _WRAP = 60
 
 
-def pipeline_text(plan: Plan) -> str:
+def pipeline_text(graph: StepGraph) -> str:
     """The steps by level with what each needs and provides; a star marks what the previous iteration hands over.
 
     A port that has another artifact than that of its own name is written `port=artifact`.
     """
-    levels = plan.levels()
+    levels = graph.levels()
     rows: list[tuple[str, ...]] = [("level", "step", "needs", "provides")]
     for number, level in enumerate(levels):
-        rows += [row for step in level for row in _rows(number, step, plan.carries)]
+        rows += [row for step in level for row in _rows(number, step, graph.carries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "  ".join("-" * width for width in widths)
-    carried = ", ".join(f"{start} (was {end})" for start, end in plan.carries.items()) or "nothing"
+    carried = ", ".join(f"{start} (was {end})" for start, end in graph.carries.items()) or "nothing"
     together = [", ".join(step.name for step in level) for level in levels if len(level) > 1]
     notes = [
         f"* from the previous iteration: {carried}",
@@ -195,18 +195,18 @@ def pipeline_text(plan: Plan) -> str:
     return "\n".join([lines[0], rule, *lines[1:], "", *notes])
 
 
-def pipeline_mermaid(plan: Plan, durations: Mapping[str, float] | None = None) -> str:
+def pipeline_mermaid(graph: StepGraph, durations: Mapping[str, float] | None = None) -> str:
     """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration.
 
     `durations` are seconds by step, shown below its name.
     """
     seconds = durations or {}
     lines = ["flowchart LR"]
-    for step in plan.steps:
+    for step in graph.steps:
         label = f"{step.name}<br/>{seconds[step.name]:.2f} s" if step.name in seconds else step.name
         lines.append(f'    {_node(step)}["{label}"]')
-    lines += [f'    {_node(source)} -->|"{label}"| {_node(target)}' for source, target, label in _edges(plan)]
-    lines += [f'    {_node(source)} -.->|"{label}"| {_node(target)}' for source, target, label in _carried(plan)]
+    lines += [f'    {_node(source)} -->|"{label}"| {_node(target)}' for source, target, label in _edges(graph)]
+    lines += [f'    {_node(source)} -.->|"{label}"| {_node(target)}' for source, target, label in _carried(graph)]
     return "\n".join(lines)
 
 
@@ -229,18 +229,18 @@ def _node(step: PlannedStep) -> str:
     return f"step_{step.name}"
 
 
-def _edges(plan: Plan) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
-    for source in plan.steps:
-        for target in plan.steps:
+def _edges(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
+    for source in graph.steps:
+        for target in graph.steps:
             shared = [artifact for artifact in source.outputs.values() if artifact in target.inputs.values()]
             if shared:
                 yield source, target, ", ".join(shared)
 
 
-def _carried(plan: Plan) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
-    for start, end in plan.carries.items():
-        source = next(step for step in plan.steps if end in step.outputs.values())
-        for target in plan.steps:
+def _carried(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
+    for start, end in graph.carries.items():
+        source = next(step for step in graph.steps if end in step.outputs.values())
+        for target in graph.steps:
             if start in target.inputs.values():
                 yield source, target, f"{end} as {start}"
 

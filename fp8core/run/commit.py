@@ -79,9 +79,9 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
     tasks = run.directory.ledger.tasks(index)
     outputs = run.directory.ledger.artifacts(index)
     available = outputs if index == START else {**carried(run, index), **outputs}
-    policy = available["policy" if index == START else run.plan.carries["policy"]]
-    scales = available["scales" if index == START else run.plan.carries["scales"]]
-    reads = {planned.name: planned.inputs for planned in run.plan.steps} if index > START else {}
+    policy = available["policy" if index == START else run.graph.carries["policy"]]
+    scales = available["scales" if index == START else run.graph.carries["scales"]]
+    reads = {planned.name: planned.inputs for planned in run.graph.steps} if index > START else {}
     record = StepRecord(
         step=index,
         steps=run.config.steps,

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fp8core.config.run import RunConfig
-from fp8core.config.step_graph import Plan
+from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.kernels.compilation import KernelFolders
@@ -44,7 +44,7 @@ class RunContext:
     config: RunConfig
     config_digest: str
     code_version: str
-    plan: Plan
+    graph: StepGraph
     directory: RunDirectory
     tokenizer: Tokenizer
     arch: Architecture

@@ -61,7 +61,7 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
 def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> list[PlannedStep]:
     """The steps of an iteration, in order, whose stored results `run_step` takes; `start` is what it starts from."""
     stored, artifacts, finished = run.directory.ledger.tasks(index), dict(start), list[PlannedStep]()
-    for planned in run.plan.steps:
+    for planned in run.graph.steps:
         if planned.name in stored and artifacts.keys() >= set(planned.inputs.values()):
             inputs = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             if stored[planned.name].key == task_key(run, index, planned.name, _parts(run, index, planned, inputs)):
@@ -156,6 +156,6 @@ def carried(run: RunContext, index: int) -> dict[str, Ref]:
     """The artifacts that iteration `index` starts from: outputs of the one before it, or of step 0."""
     if index == START + 1:
         tasks = run.directory.ledger.tasks(START)
-        return {artifact: tasks[CARRIED_FROM[artifact]].outputs[artifact] for artifact in run.plan.carries}
+        return {artifact: tasks[CARRIED_FROM[artifact]].outputs[artifact] for artifact in run.graph.carries}
     before = run.directory.ledger.effective_outputs(index - 1)
-    return {artifact: before[source] for artifact, source in run.plan.carries.items()}
+    return {artifact: before[source] for artifact, source in run.graph.carries.items()}

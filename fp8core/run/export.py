@@ -39,7 +39,7 @@ class Tracked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class ExportedPolicy:
     """A policy on disk.
 
     Attributes:
@@ -79,7 +79,7 @@ def read_origin(folder: Path) -> Origin:
 
 
 @contextmanager
-def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[Policy]:
+def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterator[ExportedPolicy]:
     """The policy after a committed step: that of its checkpoint, else restored in a folder that goes with the block.
 
     Its weights have the digest of the step's record, computed anew, or that of a redo from which the run went on.
@@ -96,7 +96,7 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
         folder = original.folder / checkpoint.uri
         check_checkpoint(folder, step, checkpoint.weights_digest, original.config(step).training)
         check_weights(folder, checkpoint.weights_digest)
-        yield Policy(folder / POLICY, checkpoint.weights_digest, folder)
+        yield ExportedPolicy(folder / POLICY, checkpoint.weights_digest, folder)
         return
     config = original.config(step)
     original.refuse_removed(config, step)
@@ -117,13 +117,13 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
             if config.training.lora is not None:  # The state of a whole model is large, and nothing of it is exported.
                 trainer.save(state)
         # The caller may need the places of its processes.
-        yield Policy(folder / POLICY, digest, state)
+        yield ExportedPolicy(folder / POLICY, digest, state)
 
 
 def export(
     original: RunSnapshot,
     step: int,
-    policy: Policy,
+    policy: ExportedPolicy,
     format: Format,
     target: Path,
     write: Callable[[Path], None],
@@ -176,7 +176,7 @@ def refuse_format(config: RunConfig, format: Format) -> None:
         raise UserError("--format peft: the run has no adapters (training.lora is null); choose bf16 or fp8")
 
 
-def write_adapter(policy: Policy, config: RunConfig, target: Path) -> None:
+def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> None:
     """Write the adapters of a policy as a folder that PEFT loads over the policy after step 0. Raises OSError.
 
     That has the values of `model`, rounded to BF16, unless a warm start or frozen linears in FP8 changed it. Then the

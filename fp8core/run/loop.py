@@ -38,7 +38,7 @@ class Execution:
     def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
         """Run the pipeline of iteration `index` on what is carried to it; returns results by step."""
         artifacts, results = dict(inputs), dict[str, TaskResult]()
-        for planned in run.plan.steps:
+        for planned in run.graph.steps:
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             results[planned.name] = run_step(run, index, planned, ports)
             artifacts |= results[planned.name].entry.outputs
@@ -140,7 +140,7 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     stage("warm_start", policy)
     scales = stage("calibrate", lambda: start.first_scales(run)).entry.outputs["scales"]
     evaluation = stage("evaluate", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
-    if "stream" in run.plan.carries:
+    if "stream" in run.graph.carries:
         stage("stream", lambda: start.first_stream(run))
     committed = ledger.step(START) is not None
     # A step 0 that an earlier version has committed stays as it is.

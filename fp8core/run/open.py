@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from fp8core.config.load import config_digest
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.config.step_graph import Plan
+from fp8core.config.step_graph import StepGraph
 from fp8core.data.source import build_source, failed_answer
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
@@ -88,7 +88,7 @@ def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
 @contextmanager
 def open_run(
     config: RunConfig,
-    plan: Plan,
+    graph: StepGraph,
     directory: RunDirectory,
     console: Console,
     key: SigningKey | None = None,
@@ -138,7 +138,7 @@ def open_run(
             config=config,
             config_digest=config_digest(config),
             code_version=version,
-            plan=plan,
+            graph=graph,
             directory=directory,
             tokenizer=base.tokenizer,
             arch=base.arch,

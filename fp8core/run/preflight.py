@@ -4,7 +4,7 @@ from fp8core.config.run import RunConfig
 from fp8core.run.checks.continuation import refuse_conflict, stored_ledger
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_cluster, check_memory
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.machine import members_node
 from fp8core.run.open import signing_key
 
@@ -29,10 +29,10 @@ def refuse_unrunnable_settings(config: RunConfig, *, new_code: bool = False) -> 
     Trainings that differ in precision and seed alone have the other part in common.
 
     Raises:
-        UserError: as `plan_of`, `signing_key`, `refuse_conflict`, `check_memory` and `check_cluster`.
+        UserError: as `graph_of`, `signing_key`, `refuse_conflict`, `check_memory` and `check_cluster`.
     """
     assert config.run is not None, "the command or the flow names the run"
-    plan_of(config)
+    graph_of(config)
     signing_key(config, config.run)
     refuse_conflict(config, new_code=new_code)
     node = members_node(config)

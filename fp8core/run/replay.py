@@ -24,7 +24,7 @@ from fp8core.durable import read_lines, read_stored
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
 from fp8core.run.checkpoint import save_state
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.commit import stored_manifest, stored_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, carried
@@ -98,12 +98,12 @@ class RunSnapshot:
 
         So must be so many `older` policies, with their scales.
         """
-        removed, plan = read_deletions(self.folder), plan_of(config)
+        removed, graph = read_deletions(self.folder), graph_of(config)
         oldest = max(START, step - older)
         kept = [entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir()]
         nearest = max((checkpoint for checkpoint in kept if checkpoint <= oldest), default=START)
-        read = {name for planned in plan.steps if planned.spec.redo for name in planned.inputs.values()}
-        scales = {plan.carries["scales"]}
+        read = {name for planned in graph.steps if planned.spec.redo for name in planned.inputs.values()}
+        scales = {graph.carries["scales"]}
         which = f"the policy after step {step}" if oldest == step else f"policies {oldest} to {step}"
         for index in range(min(nearest + 1, oldest), step + 1):
             needed = (read if index > nearest else set()) | (scales if oldest <= index < step else set())
@@ -168,10 +168,10 @@ def scratch_run(
         UserError: the configuration cannot be run, or model or data cannot be read.
     """
     own = config.model_copy(update={"runs": folder.parent})
-    plan = plan_of(own)
+    graph = graph_of(own)
     with (
         RunDirectory.create_or_open(folder, origin=original) as directory,
-        open_run(own, plan, directory, console, recorded=recorded) as run,
+        open_run(own, graph, directory, console, recorded=recorded) as run,
     ):
         torch.set_num_threads(own.threads)
         run.followed = LedgerView.read(original / LEDGER)
@@ -209,7 +209,7 @@ FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayResult:
     """The comparison of a step's replay with the stored step.
 
     Attributes:
@@ -241,7 +241,7 @@ def replay(
     repaired: RunDirectory | None,
     *,
     rerun_environments: bool = False,
-) -> Iterator[Verdict]:
+) -> Iterator[ReplayResult]:
     """Replay consecutive steps and yield a verdict each; the first that is different is the last.
 
     Args:
@@ -310,7 +310,7 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
             console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
 
 
-def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: Sequence[str]) -> Iterator[Verdict]:
+def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: Sequence[str]) -> Iterator[ReplayResult]:
     began = time.perf_counter()
     begin(run)
     for index in steps:
@@ -352,18 +352,18 @@ def _answers(run: RunContext, index: int) -> int:
     return sum(run.directory.store.get_table(ref).num_rows for ref in played)
 
 
-def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> Verdict:
+def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float) -> ReplayResult:
     stored, ours = original.manifest(index), stored_manifest(run, index)
-    difference = first_difference(stored.record, ours.record, [planned.name for planned in run.plan.steps])
+    difference = first_difference(stored.record, ours.record, [planned.name for planned in run.graph.steps])
     level, made = run.config.replay.level, sum(len(outputs) for outputs in ours.record.outputs.values())
     why = tuple(_causes(original, run.config, stored.record, ours.record))
     if difference is None:
-        return Verdict(index, "equal", level, made, seconds, why)
+        return ReplayResult(index, "equal", level, made, seconds, why)
     why += tuple(_other_hardware(stored))
     if level == "tolerant":
         outcome, text = _tolerated(original, run, index)
-        return Verdict(index, outcome, level, made, seconds, why, text)
-    return Verdict(index, "different", level, made, seconds, why, _located(original, run, index, difference))
+        return ReplayResult(index, outcome, level, made, seconds, why, text)
+    return ReplayResult(index, "different", level, made, seconds, why, _located(original, run, index, difference))
 
 
 def _tolerated(
@@ -404,7 +404,7 @@ def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
     return {ref.digest: ref for ref in (*before.values(), *ledger.artifacts(index).values())}
 
 
-def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> Verdict:
+def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, error: Exception) -> ReplayResult:
     """Of a step that no record came of. Raises UserError: a process was lost, which is no result of a step."""
     if (lost := lost_process(error)) is not None:
         raise UserError(f"nothing was compared, as a process was lost: {lost}") from error
@@ -418,7 +418,7 @@ def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, err
         }
     )
     why = (*_causes(original, config, stored.record, now), *_other_hardware(stored))
-    return Verdict(step, "different", config.replay.level, 0, 0.0, why, (f"{where}: {error}",))
+    return ReplayResult(step, "different", config.replay.level, 0, 0.0, why, (f"{where}: {error}",))
 
 
 def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: StepRecord) -> Iterator[str]:
@@ -472,13 +472,13 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
     for key in ("model", "revision", "architecture"):
         if steps[0] > START and getattr(own, key) != getattr(changed, key):
             raise UserError(f"--set {key}: step {steps[0]} starts from a policy of the run's own model")
-    if steps[0] > START + 1 and {*plan_of(own).carries} != {*plan_of(changed).carries}:
+    if steps[0] > START + 1 and {*graph_of(own).carries} != {*graph_of(changed).carries}:
         raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
 
 
 def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> None:
     """The completions in flight that a step goes on from fit only settings that allow what was written."""
-    if steps[0] <= START + 1 or "stream" not in plan_of(own).carries:
+    if steps[0] <= START + 1 or "stream" not in graph_of(own).carries:
         return
     begun = f"step {steps[0]} goes on from completions begun"
     if (own.environment is None) != (changed.environment is None):

@@ -47,7 +47,7 @@ def restore(run: RunContext) -> int:
     begun = run.ready_trainer().version
     run.directory.ledger.refuse_gap(begun, last)
     rewind_to(run, last)
-    for artifact in run.plan.carries:
+    for artifact in run.graph.carries:
         whole(run, last + 1, artifact)
     if run.followed is None:
         _begin_anew(run, last)
@@ -65,7 +65,7 @@ def restore(run: RunContext) -> int:
 
 def versions_in_flight(run: RunContext, index: int) -> list[int]:
     """The policies that wrote tokens of the stream that iteration `index` starts from; none in a synchronous run."""
-    if "stream" not in run.plan.carries:
+    if "stream" not in run.graph.carries:
         return []
     return _versions(run.directory.store.get_table(carried(run, index)["stream"]))
 
@@ -76,7 +76,7 @@ def _versions(stream: pa.Table) -> list[int]:
 
 def _replaced_whole(run: RunContext, last: int, artifact: str) -> bool:
     """True if completions began anew after the last step, so that nothing reads the stream it stored any more."""
-    source = run.plan.carries[artifact]
+    source = run.graph.carries[artifact]
     producer = _producer(run, source)
     redo = run.directory.ledger.redone(last).get(producer.name)
     return redo is not None and not producer.spec.redo and run.directory.store.damage(redo.outputs[source]) is None
@@ -89,7 +89,7 @@ def _is_replaced(run: RunContext, version: int) -> bool:
     """
     if run.directory.ledger.step(version + 1) is None or unverifiable(run.config) is not None:
         return False
-    wrote = stored_manifest(run, version + 1).record.inputs[_producer(run, run.plan.carries["stream"]).name]["policy"]
+    wrote = stored_manifest(run, version + 1).record.inputs[_producer(run, run.graph.carries["stream"]).name]["policy"]
     return wrote.digest != carried(run, version + 1)["policy"].digest
 
 
@@ -144,9 +144,9 @@ def _begin_anew(run: RunContext, last: int) -> None:
     No pass would give their log-probs. A redo with another outcome replaced it, or other code made it. Of the latter,
     an older policy may come out otherwise whenever it is needed.
     """
-    if "stream" not in run.plan.carries:
+    if "stream" not in run.graph.carries:
         return
-    store, artifact = run.directory.store, run.plan.carries["stream"]
+    store, artifact = run.directory.store, run.graph.carries["stream"]
     producer, ledger = _producer(run, artifact).name, run.directory.ledger
     stored, makers = carried(run, last + 1)["stream"], {code_of(run, last)}
     if (damage := store.damage(stored)) is not None:
@@ -185,7 +185,7 @@ def _begin_differing_anew(run: RunContext, index: int) -> None:
     go on with the episode. Those that are over and durable are not asked. A run without a step to do stays as it is.
     """
     environment = run.config.environment
-    if environment is None or "stream" not in run.plan.carries or index > run.config.steps:
+    if environment is None or "stream" not in run.graph.carries or index > run.config.steps:
         return
     step, task, artifact, stored = _newest_stream(run, index)
     table = run.directory.store.get_table(stored)
@@ -217,7 +217,7 @@ def _newest_stream(run: RunContext, index: int) -> tuple[int, str, str, Ref]:
         for artifact, ref in run.directory.ledger.tasks(index)[planned.name].outputs.items():
             if ref.kind == "stream":
                 return index, planned.name, artifact, ref
-    artifact = run.plan.carries["stream"]
+    artifact = run.graph.carries["stream"]
     if index == 1:
         return 0, "stream", "stream", start["stream"]
     return index - 1, _producer(run, artifact).name, artifact, start["stream"]
@@ -243,8 +243,8 @@ def _generates(run: RunContext, index: int) -> bool:
         return False
     if run.config.pipeline.ahead_tokens == 0:
         # In turn, the engine sleeps beside the update.
-        finished = [*finished, _producer(run, run.plan.carries["stream"])]
-    return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.plan.steps if each not in finished)
+        finished = [*finished, _producer(run, run.graph.carries["stream"])]
+    return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in finished)
 
 
 def ensure(run: RunContext, index: int, kinds: set[str]) -> None:
@@ -256,7 +256,7 @@ def ensure(run: RunContext, index: int, kinds: set[str]) -> None:
     if index == START:
         return  # Made whole when the process began.
     version = run.ready_trainer().version
-    tasks = [planned for planned in run.plan.steps if kinds.intersection(planned.spec.outputs.values())]
+    tasks = [planned for planned in run.graph.steps if kinds.intersection(planned.spec.outputs.values())]
     if any([_recompute(run, index, planned) for planned in tasks]):
         rewind_with_engine(run, version)
 
@@ -267,7 +267,7 @@ def rewind_to(run: RunContext, version: int) -> None:
         load_state(run, version)
     for index in range(run.ready_trainer().version + 1, version + 1):
         stored = run.directory.ledger.tasks(index)
-        for planned in run.plan.steps:
+        for planned in run.graph.steps:
             if planned.spec.redo and planned.name in stored:
                 _redo(run, index, planned)
 
@@ -278,7 +278,7 @@ def _restore_open_step(run: RunContext, index: int) -> int:
     Returns the version of the policy that its next task expects.
     """
     version = index - 1
-    for planned in run.plan.steps:
+    for planned in run.graph.steps:
         # Asked anew each time: an update that gave something else undoes what was made from the old policy.
         if planned in finished_steps(run, index, carried(run, index)):
             _recompute(run, index, planned)
@@ -387,10 +387,10 @@ def _whole_inputs(run: RunContext, index: int, planned: PlannedStep) -> dict[str
 
 def whole(run: RunContext, index: int, artifact: str) -> Ref:
     """An artifact that step `index` reads; when it is damaged, its task makes it again first."""
-    if artifact in run.plan.carries:
+    if artifact in run.graph.carries:
         # Those of step 0 were recomputed when the process began.
         if index > START + 1 and not _replaced_whole(run, index - 1, artifact):
-            _recompute(run, index - 1, _producer(run, run.plan.carries[artifact]))
+            _recompute(run, index - 1, _producer(run, run.graph.carries[artifact]))
         return carried(run, index)[artifact]
     _recompute(run, index, _producer(run, artifact))
     # Of its own step a task read what was stored then, even where a redo gave something else to those after it.
@@ -398,14 +398,14 @@ def whole(run: RunContext, index: int, artifact: str) -> Ref:
 
 
 def _producer(run: RunContext, artifact: str) -> PlannedStep:
-    return next(planned for planned in run.plan.steps if artifact in planned.outputs.values())
+    return next(planned for planned in run.graph.steps if artifact in planned.outputs.values())
 
 
 def _scales_of(run: RunContext, version: int) -> Ref | None:
     """The stored scales of a policy version, or None when its calibration was not reached."""
     if version == START:
         return carried(run, START + 1)["scales"]
-    return run.directory.ledger.effective_outputs(version).get(run.plan.carries["scales"])
+    return run.directory.ledger.effective_outputs(version).get(run.graph.carries["scales"])
 
 
 def history(run: RunContext) -> list[dict[str, float]]:

@@ -258,7 +258,7 @@ def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | No
     else:
         assert run.followed is not None, "only a replay has no environment"
         # A pipeline may rename what its steps provide; the first evaluation is before them.
-        recorded = port if index == START else run.plan.artifact_of(port)
+        recorded = port if index == START else run.graph.artifact_of(port)
         yield RecordedPool(run.directory.store.get_table(run.followed.artifacts(index)[recorded]))
 
 

@@ -347,9 +347,9 @@ class EpisodeWriter:
         """The turns of the episodes in the step that a replay makes again, as kind `turns`."""
         assert self._run.followed is not None, "only a replay has no environment"
         store, artifacts = self._run.directory.store, self._run.followed.artifacts(self._index)
-        finished = store.get_table(artifacts[self._run.plan.artifact_of("turns")]).to_pylist()
+        finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
         rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
-        for row in store.get_table(artifacts[self._run.plan.artifact_of("next_stream")]).to_pylist():
+        for row in store.get_table(artifacts[self._run.graph.artifact_of("next_stream")]).to_pylist():
             number = self._number((row["batch"], row["group"]))
             rows += [{"group": number, "sample": row["sample"], **turn} for turn in row["turns"]]
         return pa.Table.from_pylist(rows, schema=TURNS)

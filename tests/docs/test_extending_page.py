@@ -12,7 +12,7 @@ import yaml
 from fp8core.config.load import load_config
 from fp8core.config.shipped import ENGINES
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.commit import stored_metrics
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
@@ -39,7 +39,7 @@ def test_the_step_changes_what_the_policy_learns_from(folder, small, monkeypatch
     config = load_config(str(folder / "brief.yaml"), {**small, "steps": 1, "runs": str(folder / "runs")})
     with (
         open_directory(config, "brief") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
         artifacts = LedgerView.read(directory.path / LEDGER).artifacts(1)
@@ -64,7 +64,7 @@ def test_engine_loss_and_metric_are_named_by_a_configuration(folder, small, monk
     config = load_config("silent.yaml", {**small, **settings, "steps": 1, "runs": str(folder / "named")})
     with (
         open_directory(config, "named") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
         ledger = LedgerView.read(directory.path / LEDGER)

@@ -29,7 +29,7 @@ from fp8core.durable import folder_digest
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, sample_seed
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
@@ -356,7 +356,7 @@ class Training:
 
     def train(self, watch: Watch) -> str:
         """The work of a child; returns the digest of the final weights."""
-        config, plan = self.config, plan_of(self.config)
+        config, graph = self.config, graph_of(self.config)
         prompts = range(config.rollout.prompts_per_step)
         places = {
             sample_seed(config.seed, step, group, 0): (step, group) for step in self._steps() for group in prompts
@@ -365,7 +365,7 @@ class Training:
             directory.ledger.close()
             directory.ledger = ledger = WatchedLedger.open(directory.path / LEDGER)
             ledger.watch = watch
-            with open_run(config, plan, directory, Console(io.StringIO(), config.steps)) as run:
+            with open_run(config, graph, directory, Console(io.StringIO(), config.steps)) as run:
                 watched = WatchedRun(**vars(run), watch=watch, places=places)
                 train(watched)
                 return watched.ready_trainer().digest()

@@ -31,7 +31,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PolicyScales, SyncReport
 from fp8core.run.build import build_trainer
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import BoundError, begin, iterate, next_step, watch
@@ -295,7 +295,7 @@ def run_with(faults: Sequence[Fault], config: str, overrides: Any, name: str = "
     set_engine_variables(asked)
     with (
         open_directory(asked, name) as directory,
-        open_run(asked, plan_of(asked), directory, Console(io.StringIO(), asked.steps)) as run,
+        open_run(asked, graph_of(asked), directory, Console(io.StringIO(), asked.steps)) as run,
     ):
         begin(run)
         found = []

@@ -22,7 +22,7 @@ from flows.tracking.store import default_tracking_uri
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.manifest import StepManifest
 
@@ -172,12 +172,12 @@ def test_mlflow_has_a_trace_of_a_completion_of_each_group_once(three_steps):
 # ---- Prefect's pages ----
 
 
-def edges_of_step(plan, index):
-    """The same of a step's page, from the plan."""
-    producers = {artifact: step.name for step in plan.steps for artifact in step.outputs.values()}
+def edges_of_step(graph, index):
+    """The same of a step's page, from the graph."""
+    producers = {artifact: step.name for step in graph.steps for artifact in step.outputs.values()}
     tasks = {
         f"{step.name}-{index}": {f"{producers[read]}-{index}" for read in step.inputs.values() if read in producers}
-        for step in plan.steps
+        for step in graph.steps
     }
     return {**tasks, f"commit-{index}": tasks.keys() - set().union(*tasks.values())}
 
@@ -207,7 +207,7 @@ def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(traini
     chain = [*start, *(f"{FLOW} / step {index}" for index in numbers)]
     page = training.state.state_details.flow_run_id
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[page]))
-    plan = plan_of(load_config("tiny", {}))
+    graph = graph_of(load_config("tiny", {}))
     after = {label: set(chain[:place][-1:]) for place, label in enumerate(chain)}
     assert graph_as(page, after) == after
     with get_client(sync_client=True) as client:
@@ -216,7 +216,7 @@ def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(traini
     assert {run.state_type.value for run in steps.values()} == {"COMPLETED"}
     saved = {checkpoint.step for checkpoint in training.ledger.checkpoints()}
     for index in {1, 2, last // 2, last}:
-        expected = edges_of_step(plan, index)
+        expected = edges_of_step(graph, index)
         if index in saved:
             expected[f"checkpoint-{index}"] = {f"commit-{index}"}
         assert graph_as(steps[f"step {index}"].id, expected) == expected

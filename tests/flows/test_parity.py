@@ -23,7 +23,7 @@ from flows.parity_plan import ParityRequest, refuse
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_every_variant_of_shipped_configurations_is_a_checked_configuration(name
     here = {"rollout.engine": "embedded", "training.device": "cpu", "model": None, "architecture": {}}
     settings = variant_settings(variant, load_config(name, here), seed=5)
     own = load_config(name, {**here, **settings})
-    plan_of(own)
+    graph_of(own)
     assert own.seed == 5
     assert (own.precision.rollout.linear == "bf16") == (variant.rollout == "bf16")
     assert (own.precision.training.kv_cache == "fp8") == (variant.training == "fp8+kv")

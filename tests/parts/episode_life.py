@@ -12,7 +12,7 @@ from fp8core.config.load import reload_config
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Reply
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 
@@ -42,7 +42,7 @@ def live(described: Path, runs: Path, after: int, till: Path | None) -> None:
     config = reload_config(json.loads(described.read_text())["config"], {"runs": str(runs)})
     with (
         open_directory(config, "killed") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
 

@@ -27,7 +27,7 @@ def halted_ahead():
 
     def fails(live, index, name="ahead"):
         live.halted.set()
-        planned = next(each for each in live.plan.steps if each.name == name)
+        planned = next(each for each in live.graph.steps if each.name == name)
         artifacts = carried(live, index) | live.directory.ledger.artifacts(index)
         ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
         with pytest.raises(StepError, match="another task of the step has failed") as failed:

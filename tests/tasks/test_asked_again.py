@@ -137,7 +137,7 @@ def test_episodes_that_are_over_and_durable_are_not_asked_again(loop_run, enviro
     drop_last_line(run)
     with run.opened() as live:
         begin(live)
-        planned = next(each for each in live.plan.steps if each.name == "rollout")
+        planned = next(each for each in live.graph.steps if each.name == "rollout")
         inputs = carried(live, 2)
         run_step(live, 2, planned, {port: inputs[artifact] for port, artifact in planned.inputs.items()})
     assert run.ledger.artifacts(2)["rollouts"] == kept, "an equal answer changes nothing"

@@ -16,7 +16,7 @@ from fp8core.report.console import Console
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.checks.settings import pipeline_of, plan_of
+from fp8core.run.checks.settings import graph_of, pipeline_of
 from fp8core.run.episodes import answers, stored_endings
 from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, begin, train
@@ -63,7 +63,7 @@ class Beside(Execution):
         monkeypatch.setattr(EmbeddedEngine, "generate", paced)
 
     def steps(self, run, index, inputs):
-        artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.plan.steps}
+        artifacts, results, tasks = dict(inputs), {}, {planned.name: planned for planned in run.graph.steps}
         self._ledger, self._step, self._left = run.directory.ledger, index, self._chunks[index]
         self._written.clear()
 
@@ -95,7 +95,7 @@ def train_unpaused(small):
         config = load_config("tiny", {**small, "steps": 4, "runs": str(runs), **settings})
         with (
             open_directory(config, "unpaused") as directory,
-            open_run(config, plan_of(config), directory, Console(io.StringIO(), 4)) as run,
+            open_run(config, graph_of(config), directory, Console(io.StringIO(), 4)) as run,
             pytest.MonkeyPatch.context() as monkeypatch,
         ):
             train(run, Beside([0, 1, 2, 0], monkeypatch))
@@ -575,7 +575,7 @@ def test_an_engine_sleeps_while_a_resumed_run_makes_the_update_of_stored_rollout
 def test_in_turn_is_refused_where_nothing_would_be_ahead(config, settings):
     asked = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 0, **settings}
     with pytest.raises(UserError, match=r"^pipeline.ahead_tokens=0: with .* nothing would be generated ahead"):
-        plan_of(load_config(config, asked))
+        graph_of(load_config(config, asked))
 
 
 def test_a_pipeline_without_a_rollout_is_refused():

@@ -255,7 +255,7 @@ def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, tmp_pat
         run.cut_after(3, "train")
         with run.opened() as opened:
             begin(opened)
-            planned = next(each for each in opened.plan.steps if each.name == "ahead")
+            planned = next(each for each in opened.graph.steps if each.name == "ahead")
             artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             for count in tries[:-1]:

@@ -12,7 +12,7 @@ from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
 from fp8core.run.replay import RunSnapshot, replay
@@ -192,4 +192,4 @@ def test_a_replay_is_equal_and_verify_finds_nothing(whole):
 def test_what_nothing_in_flight_leaves_empty_is_refused(settings, message):
     shown = {"pipeline.mode": "asynchronous", "pipeline.in_flight_weight_updates": False} | settings
     with pytest.raises(UserError, match=message):
-        plan_of(load_config("tiny", shown))
+        graph_of(load_config("tiny", shown))

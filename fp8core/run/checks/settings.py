@@ -7,7 +7,7 @@ from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_
 from fp8core.config.capability import check_contract
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped_steps import TEACHER
-from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import import_spec
 from fp8core.errors import UserError
 from fp8core.rl.correction import CorrectionRule
@@ -19,7 +19,7 @@ from fp8core.store.start_tasks import CARRIED_KINDS
 from fp8core.training.registry import trainer_of
 
 
-def plan_of(config: RunConfig) -> Plan:
+def graph_of(config: RunConfig) -> StepGraph:
     """The checked pipeline of a configuration whose precision contract can be kept where it computes.
 
     Raises:
@@ -28,10 +28,10 @@ def plan_of(config: RunConfig) -> Plan:
     """
     node = members_node(config)
     check_engine(config, node)
-    return plan_on(config, node.platform)
+    return graph_on(config, node.platform)
 
 
-def plan_on(config: RunConfig, platform: str) -> Plan:
+def graph_on(config: RunConfig, platform: str) -> StepGraph:
     """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`).
 
     Raises:
@@ -44,34 +44,34 @@ def plan_on(config: RunConfig, platform: str) -> Plan:
     return pipeline_of(config)
 
 
-def pipeline_of(config: RunConfig) -> Plan:
+def pipeline_of(config: RunConfig) -> StepGraph:
     """The checked pipeline of a configuration, wherever it is to run.
 
     Raises:
         UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
             or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
     """
-    plan = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
-    if not any("metrics" in planned.spec.outputs.values() for planned in plan.steps):
+    graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
+    if not any("metrics" in planned.spec.outputs.values() for planned in graph.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
     asked = {"reference_kl": config.loss.reference_kl, "reward_kl": config.loss.reward_kl}
     for name, weight in asked.items():
-        if weight and not any("reference" in planned.inputs for planned in plan.steps):
+        if weight and not any("reference" in planned.inputs for planned in graph.steps):
             raise UserError(
                 f"loss.{name}={weight} needs log-probs of the reference policy: insert the step "
                 "tasks.reference:reference, and rewire train: {reference: reference} (as configs/careful.yaml does)"
             )
-    if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in plan.steps):
+    if config.loss.distillation.weight and not any("teacher" in planned.inputs for planned in graph.steps):
         raise UserError(
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
             "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
         )
-    if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in plan.steps):
+    if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in graph.steps):
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
     _refuse_source(config)
     refuse_truncation(config)
     _refuse_ahead(config)
-    return plan
+    return graph
 
 
 def _refuse_source(config: RunConfig) -> None:

@@ -225,7 +225,8 @@ class Replay:
 class PolicyRouter(TopKRouter):
     """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply.
 
-    `rounding` is the contract's point `routed`, which `Policy` sets: Megatron builds this class from its own arguments.
+    `rounding` is the contract's point `routed`, which `MegatronPolicy` sets: Megatron builds this class from its
+    own arguments.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

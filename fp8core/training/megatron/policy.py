@@ -40,7 +40,7 @@ from fp8core.training.megatron.requirements import needs_padding, padded_vocabul
 from fp8core.training.packing import MicroBatch
 
 
-class Policy:
+class MegatronPolicy:
     """The model of this process; process groups exist (`parallel.join`)."""
 
     def __init__(
@@ -187,7 +187,7 @@ Loss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
 """From a micro-batch, its log-probs and its entropies, both differentiable, to its share of the loss: a scalar."""
 
 
-def score(policy: Policy, micro_batches: Sequence[MicroBatch], temperature: float, scored: Scored) -> None:
+def score(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, scored: Scored) -> None:
     """Forward passes under the caller's `no_grad`; `scored` is called in the last stage alone."""
 
     def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def score(policy: Policy, micro_batches: Sequence[MicroBatch], temperature: floa
     _run(policy, micro_batches, finish, forward_only=True)
 
 
-def accumulate(policy: Policy, micro_batches: Sequence[MicroBatch], temperature: float, loss: Loss) -> None:
+def accumulate(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, loss: Loss) -> None:
     """Add up the gradients of all micro-batches; `loss` is called in the last stage alone."""
 
     def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def accumulate(policy: Policy, micro_batches: Sequence[MicroBatch], temperature:
 
 
 def _run(
-    policy: Policy,
+    policy: MegatronPolicy,
     micro_batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
     forward_only: bool,

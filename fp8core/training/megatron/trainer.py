@@ -1,7 +1,7 @@
 """The trainer in Megatron Core: its layers, parallelism and optimiser; batches, loss and scales are ours.
 
 Every process of the grid holds one and makes the same calls with the same batches. Data-parallel
-processes take packs in turn. Results are whole on every process, but for weights (`Policy.whole`).
+processes take packs in turn. Results are whole on every process, but for weights (`MegatronPolicy.whole`).
 """
 
 import json
@@ -30,7 +30,7 @@ from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
 from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
 from fp8core.training.megatron.parallel import joint_digest
-from fp8core.training.megatron.policy import Policy, Scored, accumulate, score
+from fp8core.training.megatron.policy import MegatronPolicy, Scored, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import MicroBatch, packs
 from fp8core.training.ranks import Ranks, together
@@ -77,7 +77,7 @@ class MegatronTrainer(PolicyTrainer):
         self.arch = arch
         self._contract, self._rollout_formats, self._ranks = contract, rollout_formats, ranks
         parallel.join(training.megatron, ranks.count, device)
-        self._policy = Policy(arch, contract, training.megatron, device, deterministic)
+        self._policy = MegatronPolicy(arch, contract, training.megatron, device, deterministic)
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.scale_rule)
         self._policy.load(masters)
@@ -85,7 +85,7 @@ class MegatronTrainer(PolicyTrainer):
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The whole policy by Hugging Face name, as it is multiplied: in BF16, on a CPU in FP32 (`Policy.whole`)."""
+        """The policy by Hugging Face name, as it is multiplied: in BF16, on a CPU in FP32 (`MegatronPolicy.whole`)."""
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ class MegatronTrainer(PolicyTrainer):
     def export(self) -> ShippedTensors:
         """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout.
 
-        They lie where the whole policy does (`Policy.whole`), and are quantised where this process computes.
+        They lie where the whole policy does (`MegatronPolicy.whole`), and are quantised where this process computes.
         """
         names, rule = self._rollout_formats.stored_names(), self._rollout_formats.scale_rule
         stored: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 
@@ -81,7 +81,7 @@ def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     """The folder of a training that was never published to MLflow."""
     config = load_config("tiny", {**settings, "runs": str(tmp_path_factory.mktemp("trained"))})
     console = Console(io.StringIO(), STEPS)
-    with open_directory(config, "tiny-run") as directory, open_run(config, plan_of(config), directory, console) as run:
+    with open_directory(config, "tiny-run") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
         (directory.path / "curves.png").write_bytes(b"a picture")
         (directory.path / "summary.json").write_text("{}")

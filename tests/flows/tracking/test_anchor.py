@@ -20,7 +20,7 @@ from flows.tracking.tracker import TRAINING
 from fp8core.config.load import load_config, reload_config
 from fp8core.errors import UserError
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import open_directory, open_run, signing_key
@@ -337,7 +337,7 @@ def continue_to(step: int, folder: Path, key: Path | None) -> None:
     config = reload_config(described.config, chosen)
     with (
         open_directory(config, folder.name) as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), 3), signing_key(config, "x")) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), 3), signing_key(config, "x")) as run,
     ):
         begin(run)
         iterate(run, step, carried(run, step))
@@ -406,6 +406,6 @@ def test_a_key_that_cannot_be_used_is_one_line_before_any_work(settings, tmp_pat
 def test_a_replay_needs_no_key_though_the_run_had_one(settings, key) -> None:
     config = load_config("tiny", {**settings, "artifacts.signing_key": str(key)})
     key.unlink()
-    plan_of(config)
+    graph_of(config)
     with pytest.raises(UserError, match="cannot be read"):
         signing_key(config, "x")

@@ -21,7 +21,7 @@ from flows.tracking.publish import (
 from flows.tracking.store import default_tracking_uri
 from flows.tracking.tracker import Tracker
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.open import open_directory, open_run
 
@@ -46,7 +46,7 @@ def place(copy_of_trained, runs) -> Iterator[Place]:
     tracker = Tracker.open(uri, config.tracking.experiment, "tiny", runs, "training")
     with (
         open_directory(config, folder.name) as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), 3)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), 3)) as run,
     ):
         yield Place(run, tracker)
 

@@ -7,7 +7,7 @@ from typing import Any
 from flows.tracking.tables import COMPLETION_COLUMNS, completion_table
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 
@@ -20,7 +20,7 @@ def test_advantages_are_shown_wherever_old_log_probs_come_from(small: dict[str, 
     for source in ("pass", "training", "rollout"):
         config = load_config("tiny", {**settings, "logprobs.source": source, "runs": str(tmp_path / "runs")})
         console = Console(io.StringIO(), 1)
-        with open_directory(config, source) as directory, open_run(config, plan_of(config), directory, console) as run:
+        with open_directory(config, source) as directory, open_run(config, graph_of(config), directory, console) as run:
             train(run)
             table = completion_table(run)
         assert table is not None

@@ -11,7 +11,7 @@ from flows.tracking.traces import log_traces
 from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 
@@ -27,7 +27,7 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn(
 ) -> None:
     config = load_config("tiny", {**small, **SPOKEN, "steps": 1, "runs": str(tmp_path)})
     console = Console(io.StringIO(), 1)
-    with open_directory(config, "spoken") as directory, open_run(config, plan_of(config), directory, console) as run:
+    with open_directory(config, "spoken") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
         table, spoken = completion_table(run), episode_turns(run)
         artifacts = directory.ledger.artifacts(1)
@@ -62,7 +62,7 @@ def test_an_episode_that_was_played_ahead_has_no_lag_for_a_mismatch(small: dict[
     settings = {**small, **SPOKEN, "pipeline": ahead, "training.learning_rate": 1e-3}
     config = load_config("tiny", {**settings, "steps": 3, "runs": str(tmp_path)})
     console = Console(io.StringIO(), 3)
-    with open_directory(config, "ahead") as directory, open_run(config, plan_of(config), directory, console) as run:
+    with open_directory(config, "ahead") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
         table, spoken = completion_table(run), episode_turns(run)
         verified = {

@@ -11,7 +11,7 @@ from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import InitialWeights
 from fp8core.report.console import Console
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 
@@ -21,7 +21,7 @@ def live(settings: Mapping[str, Any], name: str) -> None:
     config = load_config("tiny", dict(settings))
     with (
         open_directory(config, name) as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
 

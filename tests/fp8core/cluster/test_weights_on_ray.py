@@ -19,7 +19,7 @@ from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.run import start
 from fp8core.run.build import build_base, build_teacher, build_trainer, open_cluster
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.open import open_directory, open_run
 from fp8core.store.ledger import START
@@ -87,10 +87,10 @@ def started(settings: dict[str, Any], folder: Path) -> Iterator[RunContext]:
     """A run that has policy 0, and a trainer with it."""
     config = load_config("tiny", {**settings, "runs": str(folder)})
     # Several packed ranks on a CPU are refused, since their records would differ; their weights do not, at first.
-    plan = plan_of(load_config("tiny", {**settings, "cluster": {}}))
+    graph = graph_of(load_config("tiny", {**settings, "cluster": {}}))
     with (
         open_directory(config, "run") as directory,
-        open_run(config, plan, directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph, directory, Console(io.StringIO(), config.steps)) as run,
     ):
         start.warm_start(run)
         start.build_workers(run)

@@ -11,7 +11,7 @@ from pydantic import Field
 from fp8core.config.load import load_config
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.section import Section
-from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import StepSpec, import_spec, import_step
 from fp8core.errors import UserError
 
@@ -52,13 +52,13 @@ def resolve(uses: str) -> StepSpec:
     return SPECS[uses.partition(":")[2]]
 
 
-def plan_of(*overrides: str) -> Plan:
+def graph_of(*overrides: str) -> StepGraph:
     return check_pipeline(load_config(ITERATION, overrides).pipeline, CARRIED, resolve)
 
 
 def refused(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
-        plan_of(*overrides)
+        graph_of(*overrides)
     return str(caught.value)
 
 
@@ -74,44 +74,44 @@ KEEP = insert("reward", "name: keep, uses: 'fake:keep', needs: [rewards], provid
 
 
 def test_the_plan_keeps_the_order_of_the_file_where_it_can_run() -> None:
-    plan = plan_of()
-    assert names(plan.steps) == ["rollout", "reward", "logprobs", "train", "calibrate", "record"]
+    graph = graph_of()
+    assert names(graph.steps) == ["rollout", "reward", "logprobs", "train", "calibrate", "record"]
     levels = [["rollout"], ["reward", "logprobs"], ["train"], ["calibrate"], ["record"]]
-    assert [names(level) for level in plan.levels()] == levels
-    assert plan.carries == {"policy": "next_policy", "scales": "next_scales"}
+    assert [names(level) for level in graph.levels()] == levels
+    assert graph.carries == {"policy": "next_policy", "scales": "next_scales"}
 
 
 def test_a_planned_step_has_its_ports_connected_and_its_options_validated() -> None:
-    plan = plan_of("pipeline.steps.rollout.with.depth=3", KEEP, "pipeline.rewire={train: {rewards: kept}}")
-    steps = {step.name: step for step in plan.steps}
+    graph = graph_of("pipeline.steps.rollout.with.depth=3", KEEP, "pipeline.rewire={train: {rewards: kept}}")
+    steps = {step.name: step for step in graph.steps}
     assert steps["rollout"].options == RolloutOptions(depth=3)
     assert steps["keep"].outputs == {"rewards": "kept"}
     assert steps["train"].inputs["rewards"] == "kept"
-    assert names(plan.levels()[1]) == ["reward", "logprobs"]
-    assert names(plan.levels()[2]) == ["keep"]
+    assert names(graph.levels()[1]) == ["reward", "logprobs"]
+    assert names(graph.levels()[2]) == ["keep"]
 
 
 def test_steps_are_ready_when_their_inputs_are() -> None:
-    plan = plan_of()
-    assert names(plan.ready(set())) == ["rollout"]
-    assert names(plan.ready({"rollout"})) == ["reward", "logprobs"]
-    assert names(plan.ready({"rollout", "logprobs"})) == ["reward"]
-    assert plan.ready({step.name for step in plan.steps}) == []
+    graph = graph_of()
+    assert names(graph.ready(set())) == ["rollout"]
+    assert names(graph.ready({"rollout"})) == ["reward", "logprobs"]
+    assert names(graph.ready({"rollout", "logprobs"})) == ["reward"]
+    assert graph.ready({step.name for step in graph.steps}) == []
 
 
 def test_an_optional_input_may_be_connected_or_not() -> None:
-    plan = plan_of("pipeline.rewire={train: {reference: logprobs}}")
-    assert next(step for step in plan.steps if step.name == "train").inputs["reference"] == "logprobs"
+    graph = graph_of("pipeline.rewire={train: {reference: logprobs}}")
+    assert next(step for step in graph.steps if step.name == "train").inputs["reference"] == "logprobs"
 
 
 @given(st.permutations([step.model_dump(by_alias=True) for step in load_config(ITERATION).pipeline.steps]))
 def test_any_order_of_declaration_gives_an_order_that_can_run(steps: list[dict[str, Any]]) -> None:
-    plan = check_pipeline(PipelineConfig.model_validate({"steps": steps}), CARRIED, resolve)
+    graph = check_pipeline(PipelineConfig.model_validate({"steps": steps}), CARRIED, resolve)
     available = set(CARRIED)
-    for step in plan.steps:
+    for step in graph.steps:
         assert available.issuperset(step.inputs.values())
         available |= set(step.outputs.values())
-    assert sorted(names(plan.steps)) == sorted(step["name"] for step in steps)
+    assert sorted(names(graph.steps)) == sorted(step["name"] for step in steps)
 
 
 @pytest.mark.parametrize(

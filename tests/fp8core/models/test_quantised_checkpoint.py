@@ -19,8 +19,8 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, rep
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import find_checkpoint, initial_weights, load_checkpoint, save_checkpoint
 from fp8core.models.quantised_checkpoint import (
+    CheckpointConversion,
     KeptInBf16,
-    Plan,
     Selection,
     in_layer_order,
     plan_dequantisation,
@@ -173,7 +173,7 @@ def ignore(tensors: int, size: int) -> None:
     """Report to nobody."""
 
 
-def write(plan: Plan, target: Path, shard_bytes: int = 10**9) -> Path:
+def write(plan: CheckpointConversion, target: Path, shard_bytes: int = 10**9) -> Path:
     write_checkpoint(plan, target, ignore, shard_bytes)
     return target
 

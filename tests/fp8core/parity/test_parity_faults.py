@@ -15,14 +15,14 @@ from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.parity.golden import Golden, compare_golden
 from fp8core.parity.measure import VARIANTS, Measured, measure, variant_settings
-from fp8core.parity.verdict import Verdict, judge
+from fp8core.parity.verdict import ParityVerdict, judge
 from fp8core.report.console import Console
 from fp8core.report.run_data import read_run
 from fp8core.rl.batch import RolloutBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, ObjectiveTerms
 from fp8core.rollout.engine import PolicyScales, SyncReport
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
@@ -112,19 +112,19 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def judged(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Verdict]:
+def judged(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ParityVerdict]:
     """The verdict on three steps with a fault, all from one warm start: judged(fault, variant, **overrides)."""
     runs = tmp_path_factory.mktemp("faults")
     # Updates that move weights by more than FP8 rounds away.
     base = {**small, "runs": str(runs), "steps": 3, "training.learning_rate": 0.05, "training.warmup_steps": 0}
 
-    def train(fault: str, variant: str = VARIANT, **overrides: Any) -> Verdict:
+    def train(fault: str, variant: str = VARIANT, **overrides: Any) -> ParityVerdict:
         asked = {**base, **overrides}
         config = load_config("tiny", {**asked, **variant_settings(VARIANTS[variant], load_config("tiny", asked), 0)})
         folder = runs / f"{variant}-{fault}".replace(" ", "-")
         with (
             open_directory(config, folder.name) as directory,
-            open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+            open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
         ):
             begin(run)
             FAULTS[fault](run)
@@ -135,7 +135,7 @@ def judged(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> C
     return train
 
 
-def verdict(measured: list[Measured], variant: str = VARIANT) -> Verdict:
+def verdict(measured: list[Measured], variant: str = VARIANT) -> ParityVerdict:
     return judge(measured, Golden(1, ()), ParityConfig(), variants=[variant], seeds=[0], platform="cpu", failures={})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fp8core.config.pipeline import PipelineConfig
-from fp8core.config.step_graph import Plan, check_pipeline
+from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import Counting, EvaluationResult, measure, paired_differences, score_prompt
 from fp8core.report.text import evaluation_text, pipeline_mermaid, pipeline_text, progress_markdown
@@ -18,7 +18,7 @@ SPECS = {
 
 
 @pytest.fixture
-def plan() -> Plan:
+def graph() -> StepGraph:
     steps = [
         {"name": "end", "uses": "m:end", "needs": ["policy"]},
         {"name": "score", "uses": "m:score", "needs": ["rollouts"], "provides": {"rewards": "scores"}},
@@ -50,14 +50,14 @@ def test_an_evaluation_says_every_estimate_difference_and_outcome():
     assert rows["fp8"] == ["fp8", "1", "2", "0", "0", "1", "4.5"]
 
 
-def test_a_pipeline_shows_levels_connections_and_what_runs_side_by_side(plan: Plan) -> None:
-    lines = pipeline_text(plan).splitlines()
+def test_a_pipeline_shows_levels_connections_and_what_runs_side_by_side(graph: StepGraph) -> None:
+    lines = pipeline_text(graph).splitlines()
     assert ["1", "score", "rollouts", "rewards=scores"] in [line.split() for line in lines]
     assert lines[-2:] == ["* from the previous iteration: policy (was next_policy)", "side by side: score, measure"]
 
 
-def test_mermaid_has_a_node_a_step_with_its_seconds_and_dashed_edges_for_what_is_carried(plan: Plan) -> None:
-    lines = {line.strip() for line in pipeline_mermaid(plan, {"train": 0.314}).splitlines()}
+def test_mermaid_has_a_node_a_step_with_its_seconds_and_dashed_edges_for_what_is_carried(graph: StepGraph) -> None:
+    lines = {line.strip() for line in pipeline_mermaid(graph, {"train": 0.314}).splitlines()}
     assert {'step_end["end"]', 'step_train["train<br/>0.31 s"]'} < lines
     assert {line for line in lines if "-->" in line or "-.->" in line} == {
         'step_end -->|"rollouts"| step_score',

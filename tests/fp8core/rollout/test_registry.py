@@ -22,7 +22,7 @@ from fp8core.resources.memory import Machine
 from fp8core.rollout.registry import continuation_of, find_entry, longest_row
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_engine
-from fp8core.run.checks.settings import pipeline_of, plan_of
+from fp8core.run.checks.settings import graph_of, pipeline_of
 from fp8core.run.loop import train
 from fp8core.run.machine import members_node
 from fp8core.run.open import open_directory, open_run
@@ -84,7 +84,7 @@ def test_an_engine_from_outside_trains(toy, small, tmp_path):
     config = load_config("tiny", {**small, **toy, "steps": 1, "runs": str(tmp_path / "runs")})
     with (
         open_directory(config, "toy") as directory,
-        open_run(config, plan_of(config), directory, Console(io.StringIO(), config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), config.steps)) as run,
     ):
         train(run)
         manifest = directory.store.get_json(LedgerView.read(directory.path / LEDGER).step(1).manifest)
@@ -171,8 +171,8 @@ def test_how_an_engine_goes_on_is_one_of_three_words(toy, entry, given):
 def test_an_environment_is_refused_where_a_second_turn_would_be_answered_without_the_first(toy, mode):
     environment = {"environment": {"name": "guess", "max_turns": 2}, "pipeline.mode": mode}
     with pytest.raises(UserError, match=r"^environment\.name=guess: rollout\.engine=toy_engine:ENGINE does not go on"):
-        plan_of(load_config("tiny", toy | environment))
-    plan_of(load_config("tiny", environment))
+        graph_of(load_config("tiny", toy | environment))
+    graph_of(load_config("tiny", environment))
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -24,7 +24,7 @@ from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.build import build_base, build_engine, build_trainer
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_engine, check_memory
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.machine import engine_environment
 from fp8core.run.open import open_directory, open_run
 from fp8core.store.layout import LEDGER
@@ -324,7 +324,7 @@ def test_a_checkpoint_in_block_fp8_is_a_start_and_the_console_says_so_once(small
     told, config = io.StringIO(), gsm8k(model=tmp_path / "fp8", **settings)
     with (
         open_directory(config, "fp8") as directory,
-        open_run(config, plan_of(config), directory, Console(told, config.steps)) as run,
+        open_run(config, graph_of(config), directory, Console(told, config.steps)) as run,
     ):
         assert {tensor.dtype for tensor in run.base.values()} == {torch.bfloat16}
     assert told.getvalue().count("14 weights in block FP8 are read as BF16") == 1

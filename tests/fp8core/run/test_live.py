@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.config.step_graph import Plan
+from fp8core.config.step_graph import StepGraph
 from fp8core.config.training import LoraConfig
 from fp8core.data.source import build_source
 from fp8core.errors import StoredFileError, UserError
@@ -33,7 +33,7 @@ def run(tmp_path):
         config=config,
         config_digest="",
         code_version="",
-        plan=Plan((), {}),
+        graph=StepGraph((), {}),
         directory=RunDirectory.create_or_open(tmp_path / "run"),
         tokenizer=base.tokenizer,
         arch=base.arch,

@@ -16,7 +16,7 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run import loop
-from fp8core.run.checks.settings import plan_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.open import open_directory, open_run
 from fp8core.store.tables import ROLLOUTS
 
@@ -82,7 +82,7 @@ def trained(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     def train_run(name: str, **settings: Any) -> Path:
         config = load_config("tiny", {**small, **_SETTINGS, "run": name, "runs": runs, **settings})
         console = Console(io.StringIO(), config.steps)
-        with open_directory(config, name) as folder, open_run(config, plan_of(config), folder, console) as run:
+        with open_directory(config, name) as folder, open_run(config, graph_of(config), folder, console) as run:
             loop.train(run)
         return runs / name
 
