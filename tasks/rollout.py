@@ -16,7 +16,7 @@ from fp8core.run.rollouts import (
     environment_of,
     prompt_groups,
     rollout_table,
-    shards_of,
+    shards_to_continue,
     while_going,
 )
 from fp8core.store.artifacts import Ref
@@ -73,7 +73,7 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     """All completions of the step, in order; with an environment, each with its turns (`SHARD_TURNS`)."""
     asked = run.directory.store.get_table(prompts)
     groups, rows = prompt_groups(run, index, asked), asked.drop_columns(["tokens"]).to_pylist()
-    shards = shards_of(run, index)
+    shards = shards_to_continue(run, index)
     for error in shards.discard_damaged():
         run.console.note(f"step {index}: {error}; its completions are generated again")
     done = shards.read()

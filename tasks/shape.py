@@ -33,7 +33,8 @@ class ShapeOptions(Section):
     options=ShapeOptions,
 )
 def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
-    """Rewards less the overlong penalty; completions that were cut off may leave the loss, never the baseline.
+    """Rewards less the overlong penalty. Completions that were cut off may leave the loss, and with
+    `correction.baseline: kept` the baseline.
 
     Lengths are of what the policy wrote: what an environment answers is no choice of the policy.
     """

@@ -16,25 +16,25 @@ class LossTraits(NamedTuple):
     Attributes:
         dual_clip: `taken`; `refused` where it is set; `unmeant`: refused for a new run alone, as runs of earlier
             versions may have it set to no effect.
-        by_rows: whether its source defines it as a mean over rows only.
+        by_rows: whether its source defines it as a mean over rows only: another is `refused`, or `unmeant` as above.
         weighted_in_bypass: whether it takes weights in bypass mode, where a ratio of others would count them twice.
     """
 
     dual_clip: Literal["taken", "refused", "unmeant"] = "taken"
-    by_rows: bool = False
+    by_rows: Literal["free", "refused", "unmeant"] = "free"
     weighted_in_bypass: bool = False
 
 
 SHIPPED_LOSSES = {
     "clipped": LossTraits(),
-    "gspo": LossTraits(),
+    "gspo": LossTraits(by_rows="unmeant"),
     "cispo": LossTraits(dual_clip="unmeant"),
     "reinforce": LossTraits(dual_clip="unmeant", weighted_in_bypass=True),
     "binary_tv": LossTraits(dual_clip="unmeant"),
     "clip_cov": LossTraits(dual_clip="refused"),
     "kl_cov": LossTraits(dual_clip="refused"),
-    "geo_mean": LossTraits(dual_clip="refused", by_rows=True),
-    "sapo": LossTraits(dual_clip="refused", by_rows=True),
+    "geo_mean": LossTraits(dual_clip="refused", by_rows="refused"),
+    "sapo": LossTraits(dual_clip="refused", by_rows="refused"),
 }
 """By name; `rl.objective` builds them. A loss of a user's own has `OWN_LOSS`."""
 OWN_LOSS = LossTraits(dual_clip="refused")
@@ -169,17 +169,28 @@ class LossConfig(Section):
         traits = SHIPPED_LOSSES.get(self.policy, OWN_LOSS)
         if self.dual_clip is not None and traits.dual_clip == "refused":
             raise ValueError(f"dual_clip: policy={self.policy} has none; set it to null")
-        by_rows = self.aggregation == "seq-mean-token-mean" and self.length_normaliser is None
-        if traits.by_rows and not by_rows:
-            raise ValueError(
-                f"policy={self.policy} is a mean over rows: set aggregation to seq-mean-token-mean, and "
-                "length_normaliser to null"
-            )
+        if traits.by_rows == "refused" and not _is_mean_over_rows(self):
+            raise ValueError(f"policy={self.policy} {_ROWS_ALONE}")
         return self
 
 
-def unmeant_dual_clip(dual_clip: float | None, policy: str) -> dict[str, str]:
-    """A dual clip that the policy loss does not have, as `run.unmeant`."""
-    if dual_clip is None or SHIPPED_LOSSES.get(policy, OWN_LOSS).dual_clip != "unmeant":
-        return {}
-    return {"loss.dual_clip": f"policy={policy} has none; set it to null"}
+_ROWS_ALONE = "is a mean over rows: set aggregation to seq-mean-token-mean, and length_normaliser to null"
+
+
+def _is_mean_over_rows(loss: LossConfig) -> bool:
+    return loss.aggregation == "seq-mean-token-mean" and loss.length_normaliser is None
+
+
+def unmeant_loss(loss: LossConfig) -> dict[str, str]:
+    """Settings of the loss that do nothing, or not what its source means, as `run.unmeant`."""
+    found, traits = dict[str, str](), SHIPPED_LOSSES.get(loss.policy, OWN_LOSS)
+    if loss.dual_clip is not None and traits.dual_clip == "unmeant":
+        found["loss.dual_clip"] = f"policy={loss.policy} has none; set it to null"
+    if traits.by_rows == "unmeant" and not _is_mean_over_rows(loss):
+        # It is set, as no default; the aggregation may be the default.
+        found["loss.policy"] = f"{loss.policy} {_ROWS_ALONE}"
+    if loss.reference_kl > 0 and (loss.reference_kl_estimate, loss.reference_kl_gradient) == ("k1", "estimate"):
+        found["loss.reference_kl_estimate"] = (
+            "is k1, whose own derivative is zero in the mean: set reference_kl_gradient to unbiased, or take k2 or k3"
+        )
+    return found

@@ -14,7 +14,7 @@ from fp8core.config.cluster import ClusterConfig
 from fp8core.config.data import DataConfig, stray_placeholder
 from fp8core.config.engines import ENTRY_PATH, SglangConfig, VllmConfig, check_engine_name
 from fp8core.config.environment import EnvironmentConfig
-from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_dual_clip
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_loss
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
@@ -421,7 +421,7 @@ class RunConfig(Section):
         if schedule.final_share == 0 and self.steps > over:
             raise ValueError(f"{place} leaves nothing for steps up to {self.steps}, because final_share=0")
         fixed = training.model_copy(update={"learning_rate_schedule": schedule.model_copy(update={"over_steps": over})})
-        return self.model_copy(update={"training": fixed})
+        return self._with_derived(training=fixed)
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "RunConfig":
@@ -444,7 +444,7 @@ class RunConfig(Section):
         pipeline = with_mode(with_source(self.pipeline, source))
         if self.environment is not None:
             pipeline = with_episodes(pipeline)
-        return self.model_copy(update={"pipeline": pipeline})
+        return self._with_derived(pipeline=pipeline)
 
     @model_validator(mode="after")
     def _episodes_are_recorded(self) -> "RunConfig":
@@ -529,7 +529,7 @@ def unmeant(config: RunConfig) -> dict[str, str]:
     if (stray := stray_placeholder(config.data)) is not None:
         found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
     found |= unmeant_training(config.training)
-    found |= unmeant_correction(config.correction) | unmeant_dual_clip(config.loss.dual_clip, config.loss.policy)
+    found |= unmeant_correction(config.correction) | unmeant_loss(config.loss)
     return found if config.environment is None else found | config.environment.unmeant()
 
 

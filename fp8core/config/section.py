@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,6 +28,15 @@ class Section(BaseModel):
 
     # An infinite number could not be read back from a run.json.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    def _with_derived(self, **values: Any) -> Self:
+        """This section, with values that its validation derives from others.
+
+        A copy would be dropped where the class itself is called: pydantic takes what the validators were given.
+        """
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        return self
 
 
 _OWN = r".+:[^\W\d]\w*"

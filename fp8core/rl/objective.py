@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, LossConfig, unmeant_dual_clip
+from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, LossConfig, unmeant_loss
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.alignment_metrics import clamp_exponent
@@ -331,14 +331,14 @@ def _loss_name(named: Preset, loss: LossConfig) -> str:
     return loss.policy if named.loss == "clipped" else named.loss
 
 
-def refuse_unmeant_dual_clip(loss: LossConfig, correction: CorrectionConfig) -> None:
-    """Refuse a dual clip that the loss of a preset does not have; a run of an earlier version may have it.
+def refuse_unmeant_loss(loss: LossConfig, correction: CorrectionConfig) -> None:
+    """Refuse settings that the loss of a preset does not have; a run of an earlier version may have them.
 
     Raises:
         UserError: naming the preset.
     """
     named = named_correction(correction)
-    for key, problem in unmeant_dual_clip(loss.dual_clip, _loss_name(named, loss)).items():
+    for key, problem in unmeant_loss(loss.model_copy(update={"policy": _loss_name(named, loss)})).items():
         raise UserError(f"{key}: with correction.preset={correction.preset} {problem}")
 
 

@@ -68,13 +68,20 @@ def problem_table(problems: Sequence[Problem], config: RunConfig, tokenizer: Tok
 
 
 def shards_of(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
-    """Where the finished groups, or episodes, of an iteration wait for its commit.
-
-    Those that another environment has played, as after a change of its code, are removed: a group has one environment.
-    """
+    """Where the finished groups, or episodes, of an iteration wait for its commit."""
     environment = run.environment_description
     made_by = run.directory.store.digest_json({**environment}) if environment else ""
     return RolloutShards(run.directory.path / shards_place(index), kind, made_by)
+
+
+def shards_to_continue(run: RunContext, index: int, kind: str = "rollouts") -> RolloutShards:
+    """`shards_of` an iteration that goes on.
+
+    Those that another environment has played, as after a change of its code, are removed: a group has one environment.
+    """
+    shards = shards_of(run, index, kind)
+    shards.discard_of_others()
+    return shards
 
 
 def prompt_groups(run: RunContext, index: int, prompts: pa.Table, size: int | None = None) -> list[PromptGroup]:

@@ -16,7 +16,7 @@ from fp8core.rollout.stream import GroupPlace, Row, group_of
 from fp8core.run.context import RunContext
 from fp8core.run.episodes import RecordedPool, begun_of, seconds_of, turn_rows
 from fp8core.run.player import EpisodePlayer
-from fp8core.run.rollouts import prompt_table, shards_of
+from fp8core.run.rollouts import prompt_table, shards_to_continue
 from fp8core.store.tables import PLAYED_EPISODES, SEGMENTS, TURNS
 
 _Sample = tuple[int, int, int]
@@ -101,7 +101,7 @@ class SegmentWriter:
     def __init__(self, run: RunContext, index: int) -> None:
         self._run = run
         self._sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
-        self._shards = shards_of(run, index, "segments")
+        self._shards = shards_to_continue(run, index, "segments")
         self._equal = continuation_of(run.config) == "equal"
         damaged = self._shards.discard_damaged()
         for error in damaged:
@@ -178,7 +178,7 @@ class EpisodeWriter:
         """`rows`: of the stream, of which some may have begun."""
         self._run, self._index, self._source = run, index, source
         self._player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
-        self._shards = shards_of(run, index, "episodes")
+        self._shards = shards_to_continue(run, index, "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
         kept = self._shards.read()

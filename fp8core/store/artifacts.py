@@ -262,12 +262,15 @@ class RolloutShards:
     """The shards of one folder, tables of one kind, which the first `append` creates; one writer."""
 
     def __init__(self, folder: Path, kind: str = "rollouts", made_by: str = "") -> None:
-        """`made_by`: what else than a step's inputs has decided their content; shards of others are removed."""
+        """`made_by`: what else than a step's inputs has decided their content (`discard_of_others`)."""
         self._folder, self._kind, self._made_by = folder, kind, made_by
         self._maker = folder / _MAKER
         self._next: int | None = None
-        known = self._maker.read_text(encoding="utf-8") if self._maker.is_file() else ""
-        if made_by and known != made_by:
+
+    def discard_of_others(self) -> None:
+        """Remove shards that something else than `made_by` has decided."""
+        known = self._maker.read_bytes() if self._maker.is_file() else b""
+        if self._made_by and known != self._made_by.encode():
             self.clear()
 
     @io_timer()

@@ -16,7 +16,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.rl.objective import refuse_unmeant_dual_clip
+from fp8core.rl.objective import refuse_unmeant_loss
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
@@ -76,9 +76,9 @@ def check_new(
     """Refuse what a run that has begun goes on with.
 
     Raises:
-        UserError: as `refuse_unmeant_dual_clip`, `refuse_small_teacher` and `check_turns`.
+        UserError: as `refuse_unmeant_loss`, `refuse_small_teacher` and `check_turns`.
     """
-    refuse_unmeant_dual_clip(config.loss, config.correction)
+    refuse_unmeant_loss(config.loss, config.correction)
     if teacher is not None:
         refuse_small_teacher(config, base.arch, teacher)
     check_turns(source, config, base.tokenizer)

@@ -27,6 +27,15 @@ PACKED_BF16 = ["training.packed=true", "precision.rounding_points=kernels", "tra
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (
+            ["loss.policy=gspo"],
+            "loss.policy: gspo is a mean over rows: set aggregation to seq-mean-token-mean",
+        ),
+        (
+            ["loss.policy=gspo", "loss.aggregation=seq-mean-token-mean", "loss.length_normaliser=9"],
+            "loss.policy: gspo is a mean over rows",
+        ),
+        (["loss.reference_kl=0.1", "loss.reference_kl_estimate=k1"], "is k1, whose own derivative is zero in the mean"),
         (["rollout.top_k=1"], "rollout.top_k: is 1: every token is certain, and none has a gradient; raise it (--set)"),
         (["training.learning_rate_schedule.over_steps=5"], "over_steps: is 5, and kind=constant has no end;"),
         (["loss.distillation.teacher=x"], "loss.distillation.teacher: nothing reads it: set loss.distillation.weight"),
@@ -91,7 +100,8 @@ def test_the_limits_of_the_tool_are_those_that_it_has_unset() -> None:
     [
         ["correction.method=custom", "correction.veto=0.1", "correction.mode=bypass"],
         ["correction.method=none", "correction.veto=0.1"],
-        ["loss.policy=gspo", "loss.dual_clip=3.0"],
+        ["loss.policy=gspo", "loss.aggregation=seq-mean-token-mean", "loss.dual_clip=3.0"],
+        ["loss.reference_kl_estimate=k1"],
         [*PACKED_BF16, "training.beta1=0.95", "training.activation_checkpointing=true"],
         # The warm start before it is trained by torch, with a beta1 of its own.
         [*MEGATRON, "training.optimiser_state=bf16", "training.device=cuda", "training.beta1=0.99"],
@@ -104,9 +114,10 @@ def test_a_setting_that_something_reads_is_taken(overrides: list[str]) -> None:
     load_config("tiny", overrides)
 
 
-def test_a_run_that_has_settings_which_do_nothing_is_read() -> None:
+@pytest.mark.parametrize("policy", ["cispo", "gspo"])
+def test_a_run_that_has_settings_which_do_nothing_is_read(policy: str) -> None:
     stored = public_dump(load_config("tiny"))
     stored["correction"] |= {"veto": 0.1, "mode": "bypass", "denominator": "kept"}
-    stored["loss"] |= {"policy": "cispo", "dual_clip": 3.0}
+    stored["loss"] |= {"policy": policy, "dual_clip": 3.0, "reference_kl": 0.1, "reference_kl_estimate": "k1"}
     stored["training"] |= {"optimiser_state": "bf16", "activation_checkpointing": True, "beta1": 0.999}
     assert public_dump(reload_config(stored)) == stored

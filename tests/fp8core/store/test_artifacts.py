@@ -268,9 +268,22 @@ def test_shards_of_another_maker_are_removed(shards_folder: Path, group: Group) 
     assert table is not None
     assert table["group"].to_pylist() == [0, 0, 1, 1]
     other = RolloutShards(shards_folder, made_by="other")
+    assert other.read() is not None, "to ask for them removes nothing"
+    RolloutShards(shards_folder).discard_of_others()
+    RolloutShards(shards_folder, made_by="one").discard_of_others()
+    assert other.read() is not None
+    other.discard_of_others()
     assert other.read() is None
     other.append(group(2))
     other.clear()
+    assert not shards_folder.exists()
+
+
+def test_shards_whose_maker_cannot_be_read_are_anothers(shards_folder: Path, group: Group) -> None:
+    RolloutShards(shards_folder, made_by="one").append(group(0))
+    (maker,) = (path for path in shards_folder.iterdir() if path.suffix != ".parquet")
+    maker.write_bytes(b"\xff")
+    RolloutShards(shards_folder, made_by="one").discard_of_others()
     assert not shards_folder.exists()
 
 
