@@ -273,7 +273,11 @@ def test_episodes_of_a_killed_host_go_on_in_another(counting: EnvironmentPool) -
 def test_an_environment_that_was_edited_takes_no_episode_over(counting: EnvironmentPool, tmp_path: Path) -> None:
     """What it would answer now is no continuation of what it has answered."""
     (tmp_path / "counting.py").write_text(f"{COUNTING}# edited\n")
-    host_of(counting).kill()
+    host = host_of(counting)
+    below = host.children(recursive=True)
+    host.kill()
+    # They may answer until they have ended.
+    psutil.wait_procs(below, timeout=10)
     with pytest.raises(UserError, match=r"counting\.py:Counting: it changed while it was used: "):
         answer_twice(counting, "three")
 
