@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from mlflow import MlflowClient
@@ -19,7 +19,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 from flows.cli import main
 from flows.parity import parity
-from flows.parity_plan import ParityRequest, refuse
+from flows.parity_plan import ParityRequest, VariantName, refuse
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
@@ -168,3 +168,8 @@ def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], s
     absent = judge_small({"reward.verifier": "nowhere:score"}, name="twice", seeds=[0])
     assert "nowhere" in absent.message
     assert not (shelf / "parity" / "twice").exists()
+
+
+def test_a_flow_takes_the_variants_that_there_are() -> None:
+    """Prefect's form lists them by a type, which cannot be made of a table."""
+    assert get_args(VariantName) == tuple(VARIANTS)
