@@ -27,7 +27,7 @@ from flows.orchestration import (
     failed,
     prepare_logs,
 )
-from flows.parameters import ConfigName, FlowOverrides
+from flows.parameters import ConfigName, FlowOverrides, RunName
 from flows.run_lookup import load_settings
 from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
@@ -38,7 +38,7 @@ from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides
-from fp8core.config.run import RUN_NAME, RunConfig, made_name
+from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
@@ -70,7 +70,7 @@ from fp8core.training.trainer import UpdateError
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
     config: ConfigName = "tiny",
-    run: Annotated[str | None, Field(max_length=120, pattern=RUN_NAME)] = None,
+    run: RunName | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
     overrides: FlowOverrides = None,

@@ -17,12 +17,11 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
-from flows.parameters import ConfigName, FlowOverrides
+from flows.parameters import ConfigName, FlowOverrides, ParityName
 from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
 from flows.parity_training import read_memory, train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
-from fp8core.config.run import RUN_NAME
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
 from fp8core.parity.golden import Golden, preflight
@@ -41,7 +40,7 @@ MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "rep
 @flow(name="fp8-parity", persist_result=False)
 def parity(
     config: ConfigName = "tiny-nightly",
-    name: Annotated[str | None, Field(max_length=80, pattern=RUN_NAME)] = None,
+    name: ParityName | None = None,
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     variants: Annotated[tuple[VariantName, ...], Field(min_length=1)] = USUAL_VARIANTS,

@@ -82,6 +82,11 @@ def override_schema() -> dict[str, Any]:
     }
 
 
+def whole(pattern: str) -> str:
+    """A pattern that ends with `$`, for a JSON schema: in Python, and so in Prefect's server, that allows a newline."""
+    return rf"{pattern}(?!\n)"
+
+
 def _layer(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a value that is merged into the one below it: a section may leave out every key."""
     node = _resolved(node, definitions)
@@ -102,6 +107,8 @@ def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
     if not isinstance(node, Mapping):
         return node
     kept = {key: value for key, value in _resolved(node, definitions).items() if key not in _WORDS}
+    if isinstance(kept.get("pattern"), str):
+        kept["pattern"] = whole(kept["pattern"])
     return {
         key: {name: _inlined(inner, definitions) for name, inner in value.items()}
         if key == "properties"
