@@ -37,7 +37,7 @@ from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
-from fp8core.config.load import merged_overrides
+from fp8core.config.load import merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
@@ -92,6 +92,7 @@ def grpo(
     flat = {"run": run, "steps": steps, "seed": seed}
     given = {key: value for key, value in flat.items() if value is not None}
     try:
+        refuse_contradiction(overrides or {}, given)
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:

@@ -181,6 +181,16 @@ def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides
     return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
 
 
+def refuse_contradiction(overrides: Overrides, flat: Mapping[str, Any]) -> None:
+    """Raises UserError: a setting of `flat`, dotted keys, has another value in the overrides."""
+    given = {key: (value, place) for layer in _override_layers(overrides) for key, value, place in _nodes(layer)}
+    for key, other in flat.items():
+        value, place = given.get(key, (other, ""))
+        if value != other:
+            shown = " and ".join(without_passwords(str(each)) for each in (other, value))
+            raise UserError(f"{key}: {shown} are both given, the second in {place}; omit one")
+
+
 def shipped_names() -> list[str]:
     """Names of the configurations that come with the package; a file without `name:` is only a base for others."""
     return [

@@ -342,6 +342,12 @@ def test_a_run_that_was_begun_keeps_prompts_that_lack_a_turn(gsm8k, tmp_path):
 # --- a place that cannot be written ---
 
 
+def test_a_setting_with_two_values(launch, runs):
+    failed = launch("two-values", steps=1, overrides={"steps": 2})
+    assert failed.state.message == "steps: 1 and 2 are both given, the second in overrides; omit one"
+    assert not (runs / "two-values").exists()
+
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_runs_that_cannot_be_a_folder(launch, tmp_path, below):
     blocked = tmp_path / "runs"

@@ -237,6 +237,10 @@ def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, c
         (["{run}", "--set", "rollout.groups=1"], "rollout.groups: unknown key"),
         (["{run}", "--json", "/no/such/folder/r.json"], "--json /no/such/folder/r.json: cannot be written"),
         (["{run}", "--set", "steps=9"], "steps: an evaluation does not use it"),
+        (
+            ["{run}", "--max-new-tokens", "9", "--set", "rollout.max_new_tokens=8"],
+            "rollout.max_new_tokens: 9 and 8 are both given, the second in --set; omit one",
+        ),
         (["{run}", "--split", "test"], "split=test: data.source=chain has no splits"),
         (["{run}", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
         (["{policy}", "--config", "tiny", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits"),

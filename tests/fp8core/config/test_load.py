@@ -20,6 +20,7 @@ from fp8core.config.load import (
     may_continue,
     numeric_differences,
     origins,
+    refuse_contradiction,
     reload_config,
     shipped_names,
 )
@@ -131,6 +132,14 @@ def test_empty_options_drop_those_of_a_base(tmp_path: Path) -> None:
 def test_the_last_override_wins_and_a_path_may_be_a_path(tmp_path: Path) -> None:
     assert load_config("tiny", ["steps=7", "steps=9"]).steps == 9
     assert load_config("tiny", {"runs": tmp_path}).runs == tmp_path
+
+
+@pytest.mark.parametrize("overrides", [{"loss": {"clip_low": 0.2}}, {"loss.clip_low": 0.2}, ["loss.clip_low=0.2"]])
+def test_a_setting_that_has_another_value_beside_the_overrides_is_refused(overrides: object) -> None:
+    refuse_contradiction(overrides, {"loss.clip_low": 0.2, "steps": 7})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^loss\.clip_low: 0\.3 and 0\.2 are both given"):
+        refuse_contradiction(overrides, {"loss.clip_low": 0.3})  # type: ignore[arg-type]
+    refuse_contradiction(["run=a", "run=b"], {"run": "b"})
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1", 1.0), (".5", 0.5), ("2E-2", 0.02)])
