@@ -37,7 +37,10 @@ from flows.environment import HEARTBEAT_SECONDS
 from flows.prefect_server import prepare_sqlite
 
 CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
-"""Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
+"""Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue.
+
+`worker_start` keeps the place of a run that is being cancelled.
+"""
 _POOLS = {
     CPU: "Runs that need no GPU, one at a time. `fp8-grpo up` starts a worker.",
     GPU: "Runs on GPUs, one at a time. `fp8-grpo up` starts a worker where there is a GPU; without one a run waits.",
@@ -135,6 +138,15 @@ def of_this_machine() -> tuple[list[str], list[str]]:
     import torch  # not above: writing the pools does not need it
 
     return ([CPU, GPU], []) if torch.cuda.is_available() else ([CPU], [GPU])
+
+
+def worker_start(pool: str) -> list[str]:
+    """Arguments of `prefect` for a worker of a pool.
+
+    The pool's limit counts flow runs that are pending or running. A worker's own limit also counts one that is
+    cancelled and still commits its step: the next one begins when its process has ended.
+    """
+    return ["worker", "start", "--pool", pool, "--limit", "1"]
 
 
 def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:

@@ -386,7 +386,7 @@ def _start_workers(
     name = f"{socket.gethostname()}-{os.getpid()}"
     served, others = pools.of_this_machine()
     for pool in served:
-        worker = [*installed("prefect"), "worker", "start", "--pool", pool, "--name", name]
+        worker = [*installed("prefect"), *pools.worker_start(pool), "--name", name]
         services.start(f"worker of {pool}", worker, STEP_SECONDS, partial(_report_crashed, new_client))
         services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
     return pools.Unserved(client, others)
@@ -410,7 +410,7 @@ def _report_crashed(new_client: Callable[[], "SyncPrefectClient"], worker: Servi
 
 def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
     """The lines that name the deployments for a GPU, and the command of a worker on another machine."""
-    from flows.pools import GPU
+    from flows.pools import GPU, worker_start
 
     ports = " ".join(f"-L {port}:127.0.0.1:{port}" for port in (url.rpartition(":")[2] for url in (prefect, mlflow)))
     return (
@@ -418,5 +418,5 @@ def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
         f"a worker, on a machine that has: ssh -N {ports} {socket.gethostname()} &\n"
         f"  PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING=... "
         f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={HEARTBEAT_SECONDS} MLFLOW_TRACKING_URI={mlflow} "
-        f"prefect worker start --pool {GPU}"
+        f"prefect {' '.join(worker_start(GPU))}"
     )

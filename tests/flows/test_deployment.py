@@ -371,6 +371,35 @@ def test_a_cancelled_run_ends_with_its_step_committed(long_run: Any, environment
 
 
 @pytest.mark.slow
+def test_the_next_run_begins_when_the_process_of_a_cancelled_one_has_ended(
+    long_run: Any, environment: dict[str, str], up: Any
+) -> None:
+    """The run that is due first, of whichever deployment; a frozen process takes long to end."""
+    going = long_run("to-cancel-slowly")
+    refused = (("fp8-grpo/tiny", {"config": "no.yaml"}), ("fp8-evaluate/tiny", {"target": "none"}))
+    with up.client() as client:
+        waiting = [
+            client.create_flow_run_from_deployment(client.read_deployment_by_name(name).id, parameters=parameters).id
+            for name, parameters in refused
+        ]
+        going.send(signal.SIGSTOP)
+        try:
+            cancelled = run(environment, "prefect", "flow-run", "cancel", str(going.flow_run().id))
+            assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+            wait_for(lambda: going.state.type == StateType.CANCELLING, "the cancellation", 20)
+            # A worker looks for runs every two seconds, and kills what does not end within thirty.
+            time.sleep(12)
+            assert going.state.type == StateType.CANCELLING
+            assert [client.read_flow_run(each).state_type for each in waiting] == [StateType.SCHEDULED] * 2
+        finally:
+            going.send(signal.SIGCONT)
+        assert going.ended_as() == "CANCELLED"
+        wait_for(lambda: all(client.read_flow_run(each).end_time for each in waiting), "the end of the others")
+        ended = [client.read_flow_run(each) for each in waiting]
+        assert ended[0].end_time <= ended[1].start_time
+
+
+@pytest.mark.slow
 def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
     going = long_run("to-evict")
     going.send(signal.SIGTERM)
