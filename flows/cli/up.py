@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -381,8 +382,13 @@ def _start_workers(
     `new_client` makes the client that reports what a worker leaves, when `client` is closed.
     """
     from flows import pools
+    from flows.deployments import with_pauses_kept
 
-    services.finish(services.begin("prefect deploy", [*installed("prefect"), "--no-prompt", "deploy", "--all"]))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "prefect.yaml")
+        file.write_text(with_pauses_kept(client, ROOT / "prefect.yaml"), "utf-8")
+        deploy = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        services.finish(services.begin("prefect deploy", deploy))
     name = f"{socket.gethostname()}-{os.getpid()}"
     served, others = pools.of_this_machine()
     for pool in served:

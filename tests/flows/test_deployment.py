@@ -419,11 +419,16 @@ def test_a_run_under_a_service_that_is_stopped_is_crashed_and_retried_by_the_nex
     own["PREFECT_HOME"] = str(prefect_home(tmp_path / "prefect"))
     first = start_up(own)
     going = begin_run({**own, **first.variables}, first, "to-stop")
+    with first.client() as client:
+        nightly = client.read_deployment_by_name("fp8-parity/nightly")
+        client.update_deployment_schedule(nightly.id, nightly.schedules[0].id, active=False)
     first.process.terminate()
     assert first.process.wait(timeout=120) == 128 + signal.SIGTERM
     second = start_up(own)
     going = LongRun(second, "to-stop", going.folder)
     assert (going.state.type, going.state.message) == (StateType.CRASHED, "`fp8-grpo up` was stopped")
+    with second.client() as client:
+        assert [each.active for each in client.read_deployment(nightly.id).schedules] == [False]
     retried = run({**own, **second.variables}, "prefect", "flow-run", "retry", str(going.flow_run().id))
     assert retried.returncode == 0, retried.stdout + retried.stderr
     # It does not train: this service has another MLflow.
