@@ -39,6 +39,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running, to_state_create
 from prefect.utilities.engine import emit_task_run_state_change_event
 
+from flows.prefect_server import answers
 from fp8core.errors import first_line, printable_lines
 
 FLOW = "fp8-grpo-step"
@@ -48,6 +49,7 @@ _ANNOUNCED, _MADE = 4, 2
 # A step waits no longer for its flow run, and the end of a training no longer for the last requests.
 _LATE_SECONDS = 5.0
 _FLUSH_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 # SQLite refuses a transaction when another one wrote in between: the server answers 503, after which Prefect's client
 # would sleep for two seconds. It answers 409 while it has not recorded the place of a flow run.
 _BUSY_STATUSES, _BUSY_PAUSES = {409, 503}, (0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0)
@@ -85,6 +87,7 @@ class StepRuns:
     def __init__(self, client: SyncPrefectClient, note: Callable[[str], None]) -> None:
         """`client` is a `step_client` for the thread alone; `note` gets the reason when a server is lost."""
         self._client, self._note = client, note
+        self._health = f"{str(client.api_url).rstrip('/')}/health"
         self._requests = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
         # A daemon: a process that ends does not wait for an answer. In the training's context: an event belongs to its
         # flow run.
@@ -116,7 +119,8 @@ class StepRuns:
         self._forget_ahead()
         self._send(self._set_wanted)
         self._requests.put(None)
-        self._thread.join(0.0 if self._away else _FLUSH_SECONDS)
+        # It may answer again since the last step, and what it has not received stands in its pages for long.
+        self._thread.join(0.0 if self._away and not answers(self._health, _LOOK_SECONDS) else _FLUSH_SECONDS)
 
     def follow(self, tag: str, last: int) -> None:
         """Before the first step: the runs have `tag`, which is the training's own, and `last` is the last step.

@@ -321,7 +321,7 @@ def up(options: argparse.Namespace) -> int:
                     )
                     if waiting := unserved.deployments():
                         say(_elsewhere(waiting, prefect, mlflow))
-                    wait(services, unserved.tell)
+                    wait(services, _look(client, unserved))
         except ServiceError as error:
             return stopped(str(error), ExitCode.FAILED)
         except Stopped as stop:
@@ -396,6 +396,18 @@ def _start_workers(
         services.start(f"worker of {pool}", worker, STEP_SECONDS, partial(_report_crashed, new_client))
         services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
     return pools.Unserved(client, others)
+
+
+def _look(client: "SyncPrefectClient", unserved: "Unserved") -> Callable[[], None]:
+    from flows.ended_trainings import EndedTrainings
+
+    ended = EndedTrainings(client)
+
+    def look() -> None:
+        unserved.tell()
+        ended.look()
+
+    return look
 
 
 def _report_crashed(new_client: Callable[[], "SyncPrefectClient"], worker: Service) -> None:

@@ -2,17 +2,21 @@
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
-from prefect.client.schemas.objects import RunInput
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
+from prefect.client.schemas.objects import RunInput, TaskRun
 from prefect.context import FlowRunContext
+from prefect.states import Running
+from prefect.utilities.engine import emit_task_run_state_change_event
 
+from flows.ended_trainings import EndedTrainings
 from flows.step_runs import FLOW, StepRuns, step_client
 
 STEPS = 1000
@@ -22,7 +26,7 @@ class Line:
     """A client whose requests are refused while it is cut, and wait for a second before."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
-        self._client, self.cut = client, False
+        self._client, self.cut, self.api_url = client, False, client.api_url
 
     def __getattr__(self, name: str) -> Any:
         def request(*arguments: Any, **options: Any) -> Any:
@@ -40,18 +44,33 @@ def line(prefect_server: None) -> Iterator[Line]:
         yield Line(client)
 
 
-def in_a_flow(body: Callable[[], None]) -> None:
-    @flow(persist_result=False)
-    def alone() -> None:
+def in_a_flow(body: Callable[[], None], name: str = "alone") -> UUID:
+    @flow(name=name, persist_result=False)
+    def alone() -> UUID:
         body()
+        return UUID(runtime.flow_run.id)
 
-    alone()
+    return alone()
 
 
 def shown(tag: str) -> list[tuple[str, str]]:
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])))
     return sorted((run.name, run.state_type.value) for run in found if run.state_type is not None)
+
+
+def tasks_of(flow_run: UUID) -> list[tuple[str, str]]:
+    below = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    with get_client(sync_client=True) as client:
+        return sorted((run.name, str(run.state_name)) for run in client.read_task_runs(flow_run_filter=below))
+
+
+def assert_tasks(flow_run: UUID, expected: list[tuple[str, str]]) -> None:
+    """As `assert_shown`: the server records them when it can."""
+    until = time.monotonic() + 30
+    while tasks_of(flow_run) != expected and time.monotonic() < until:
+        time.sleep(0.1)
+    assert tasks_of(flow_run) == expected
 
 
 def assert_shown(tag: str, expected: list[tuple[str, str]], name: str = "step") -> None:
@@ -158,3 +177,48 @@ def test_a_step_that_is_open_when_its_training_is_retried_ends_and_begins_again(
 
     in_a_flow(retried)
     assert_shown(tag, [("step 1", "COMPLETED"), ("step 1", "CRASHED")], "step 1")
+
+
+def test_a_training_that_ends_when_a_lost_server_answers_again_tells_it_everything(line: Line) -> None:
+    tag = uuid4().hex
+
+    def training() -> None:
+        with StepRuns(line, print) as runs:  # type: ignore[arg-type]
+            runs.follow(tag, 1)
+            runs.begin(1, [])
+            assert_shown(tag, [("step 1", "RUNNING")])
+            line.cut = True
+            runs.end()
+            while not runs._away:
+                time.sleep(0.1)
+            line.cut = False
+
+    in_a_flow(training)
+    assert_shown(tag, [("step 1", "COMPLETED")])
+
+
+def test_what_a_training_left_is_settled_from_outside_once_it_has_ended(line: Line) -> None:
+    tag, steps = uuid4().hex, list[UUID]()
+
+    def killed() -> None:
+        runs = StepRuns(line, print).__enter__()  # type: ignore[arg-type]
+        runs.follow(tag, STEPS)
+        runs.begin(1, [])
+        assert_shown(tag, [("step 1", "RUNNING"), ("step 2", "PENDING"), ("step 3", "PENDING")])
+        with runs.place():
+            steps.append(FlowRunContext.get().flow_run.id)  # type: ignore[union-attr]
+            task = TaskRun(name="rollout", flow_run_id=steps[0], task_key="rollout", dynamic_key="1", state=Running())
+            emit_task_run_state_change_event(task, None, task.state)  # type: ignore[arg-type]
+
+    training = in_a_flow(killed, "fp8-grpo")
+    ahead = [(f"step {step}", "Pending") for step in range(2, 6)]
+    assert_tasks(training, [("step 1", "Running"), *ahead])
+    assert_tasks(steps[0], [("rollout", "Running")])
+    with get_client(sync_client=True) as client:
+        EndedTrainings(client, timedelta(minutes=10)).settle()
+        assert tasks_of(training) == [("step 1", "Running"), *ahead]
+        EndedTrainings(client, timedelta(0)).settle()
+        assert_shown(tag, [("step 1", "CRASHED")])
+        assert_tasks(training, [("step 1", "Crashed")])
+        EndedTrainings(client, timedelta(0)).settle()
+    assert_tasks(steps[0], [("rollout", "Crashed")])
