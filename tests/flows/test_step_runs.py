@@ -23,16 +23,17 @@ STEPS = 1000
 
 
 class Line:
-    """A client whose requests are refused while it is cut, and wait for a second before."""
+    """A client whose requests are refused while it is cut, and wait for a second before; otherwise they may be late."""
 
     def __init__(self, client: SyncPrefectClient) -> None:
-        self._client, self.cut, self.api_url = client, False, client.api_url
+        self._client, self.cut, self.late, self.api_url = client, False, 0.0, client.api_url
 
     def __getattr__(self, name: str) -> Any:
         def request(*arguments: Any, **options: Any) -> Any:
             if self.cut:
                 time.sleep(1)
                 raise httpx.ConnectError("refused")
+            time.sleep(self.late)
             return getattr(self._client, name)(*arguments, **options)
 
         return request
@@ -191,10 +192,11 @@ def test_a_training_that_ends_when_a_lost_server_answers_again_tells_it_everythi
             runs.end()
             while not runs._away:
                 time.sleep(0.1)
-            line.cut = False
+            line.cut, line.late = False, 1.0
+        # At once: the process ends next.
+        assert shown(tag) == [("step 1", "COMPLETED")]
 
     in_a_flow(training)
-    assert_shown(tag, [("step 1", "COMPLETED")])
 
 
 def test_what_a_training_left_is_settled_from_outside_once_it_has_ended(line: Line) -> None:
