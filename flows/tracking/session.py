@@ -292,7 +292,8 @@ def open_session(
             raise
         problem = _conclude(tracker, file, "FINISHED", None)
         if missing := _missing(directory, file):
-            console.note(f"MLflow {problem or 'lacks them'}, {missing} will follow: {resume_command(config, name)}")
+            cure = f"{_restoration(tracker)}{resume_command(config, name)}"
+            console.note(f"MLflow {problem or 'lacks them'}, {missing} will follow: {cure}")
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[Tracker, TrackingFile, list[str]]:
@@ -370,6 +371,14 @@ def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: s
     except (Outage, Refusal) as problem:
         return problem.shown
     return None
+
+
+def _restoration(tracker: Tracker) -> str:
+    """The words for a restoration in MLflow that has to come before a resume."""
+    deleted = None
+    with suppress(Outage, Refusal), store_errors(tracker.uri):
+        deleted = tracker.deleted()
+    return "" if deleted is None else f"restore {deleted}, then "
 
 
 def _missing(directory: RunDirectory, file: TrackingFile) -> str | None:

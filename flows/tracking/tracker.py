@@ -137,14 +137,20 @@ class Tracker:
         """The run's facts about its training. Raises UserError: a tag cannot be read."""
         return held_by(self.client.get_run(self.run_id), self.uri)
 
-    def resume(self) -> None:
-        """The run's status becomes RUNNING and its error goes. Raises UserError: it is deleted."""
+    def deleted(self) -> str | None:
+        """The experiment or the run that somebody deleted, in words; None: the run can be written."""
+        experiment = self.client.get_experiment(self.experiment_id)
+        if experiment.lifecycle_stage != "active":
+            return f"MLflow experiment {experiment.name}"
         run = self.client.get_run(self.run_id)
-        if run.info.lifecycle_stage != "active":
-            raise UserError(
-                f"MLflow run {self.run_id} is deleted in {without_passwords(self.uri)}: restore it or start a run of "
-                "another name"
-            )
+        return None if run.info.lifecycle_stage == "active" else f"MLflow run {self.run_id}"
+
+    def resume(self) -> None:
+        """The run's status becomes RUNNING and its error goes. Raises UserError: it, or its experiment, is deleted."""
+        if (deleted := self.deleted()) is not None:
+            place = without_passwords(self.uri)
+            raise UserError(f"{deleted} is deleted in {place}: restore it or start a run of another name")
+        run = self.client.get_run(self.run_id)
         self.client.update_run(self.run_id, status="RUNNING")
         if ERROR in run.data.tags:
             self.client.delete_tag(self.run_id, ERROR)

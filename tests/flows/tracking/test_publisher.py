@@ -322,15 +322,24 @@ def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
 
 
 @pytest.mark.slow
-def test_a_run_deleted_while_it_is_trained_is_a_refusal_and_a_resume_is_refused(copy_of_trained, runs) -> None:
+@pytest.mark.parametrize("what", ["run", "experiment"])
+def test_what_is_deleted_while_it_is_trained_is_to_be_restored_before_a_resume(copy_of_trained, runs, what) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
     publish(copy)
     with session_of(copy) as (session, out):
-        session.tracker.client.delete_run(session.tracker.run_id)
+        tracker = session.tracker
+        number = tracker.run_id if what == "run" else tracker.experiment_id
+        getattr(tracker.client, f"delete_{what}")(number)
         session.mlflow.add_result()
-    assert "must be in the 'active' state" in out.getvalue()
-    with pytest.raises(UserError, match="is deleted"):
-        publish(copy)
+    try:
+        assert "must be in the 'active' state" in out.getvalue()
+        deleted = f"MLflow run {number}" if what == "run" else f"MLflow experiment {copy.config.tracking.experiment}"
+        assert f" will follow: restore {deleted}, then fp8-grpo resume {copy.folder}" in out.getvalue().splitlines()[-1]
+        with pytest.raises(UserError, match=f"^{deleted} is deleted in .*: restore it or start a run of another name$"):
+            publish(copy)
+    finally:
+        getattr(tracker.client, f"restore_{what}")(number)
+    publish(copy)
 
 
 # --- a store that lost what it confirmed ---
