@@ -56,6 +56,7 @@ from fp8core.run.execute import StepError, TaskResult, carried
 from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
 from fp8core.run.precision_gap import gap_line
+from fp8core.run.preflight import refuse_unrunnable
 from fp8core.run.resume import RedoError, history
 from fp8core.run.rollouts import written_sample
 from fp8core.store.layout import SUMMARY
@@ -94,6 +95,9 @@ def grpo(
     try:
         refuse_contradiction(overrides or {}, given)
         settings = load_settings(config, merged_overrides(overrides or {}, given))
+        if runtime.deployment.id is not None:
+            # A command does so before it starts the flow.
+            refuse_unrunnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
         return failed(str(error))

@@ -348,6 +348,15 @@ def test_a_setting_with_two_values(launch, runs):
     assert not (runs / "two-values").exists()
 
 
+def test_a_deployed_run_whose_verifier_is_not_there_leaves_nothing(launch, runs, monkeypatch, capsys):
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "00000000-0000-0000-0000-000000000000")
+    failed = launch("no-verifier", overrides={"reward.verifier": "nowhere:score"})
+    assert failed.state.is_failed()
+    assert "nowhere" in failed.state.message
+    assert not (runs / "no-verifier").exists()
+    assert "MLflow" not in capsys.readouterr().out, "it has no run there"
+
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_runs_that_cannot_be_a_folder(launch, tmp_path, below):
     blocked = tmp_path / "runs"
