@@ -11,8 +11,11 @@ import secrets
 import shlex
 import stat
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import tomllib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -84,10 +87,17 @@ def make_prefect_home() -> None:
 
     Raises UserError: it cannot be made.
     """
-    try:
+    with _in_prefect_home("made"):
         _prefect_home().mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _in_prefect_home(done: str) -> Iterator[None]:
+    """Raises UserError, "cannot be `done`", where an operation on the folder fails."""
+    try:
+        yield
     except OSError as error:
-        place, why = f"Prefect's folder {_prefect_home()}", f"cannot be made: {error.strerror}"
+        place, why = f"Prefect's folder {_prefect_home()}", f"cannot be {done}: {error.strerror}"
         raise UserError(f"{place} {why}; set PREFECT_HOME to one that can be written") from error
 
 
@@ -95,8 +105,10 @@ def hold_prefect_start() -> IO[bytes]:
     """Wait for servers that are starting on this PREFECT_HOME, and have others wait until the result is closed.
 
     A server that starts makes the tables of a new database; two at once would both make them, and one of them ends.
+    Raises UserError: PREFECT_HOME cannot be written.
     """
-    lock = (_prefect_home() / "fp8-grpo-start.lock").open("ab")
+    with _in_prefect_home("written"):
+        lock = (_prefect_home() / "fp8-grpo-start.lock").open("ab")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -108,11 +120,12 @@ def hold_prefect_home() -> AbstractContextManager[object]:
     share it. Where a database is named, PREFECT_HOME does not matter.
 
     Raises:
-        UserError: another one holds it.
+        UserError: another one holds it, or PREFECT_HOME cannot be written.
     """
     if any(os.environ.get(name) for name in _DATABASE):
         return nullcontext()
-    lock = (_prefect_home() / "fp8-grpo-up.lock").open("ab")
+    with _in_prefect_home("written"):
+        lock = (_prefect_home() / "fp8-grpo-up.lock").open("ab")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -122,6 +135,12 @@ def hold_prefect_home() -> AbstractContextManager[object]:
             "folder"
         ) from error
     return lock
+
+
+def prefect_database() -> str:
+    """The database of a Prefect server that this process starts, in words."""
+    named = next((name for name in _DATABASE if os.environ.get(name)), None)
+    return str(_prefect_home() / "prefect.db") if named is None else f"that of {named}"
 
 
 def _prefect_home() -> Path:
@@ -136,13 +155,17 @@ def prefect_login() -> tuple[str, str]:
     `hold_prefect_start`.
 
     Raises:
-        UserError: the file is a link, belongs to somebody else, can be read by others, or holds no string.
+        UserError: the file cannot be made, is a link, belongs to somebody else, can be read by others, or holds no
+            string.
     """
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
     path = _prefect_home() / "fp8-grpo-auth"
     if not os.path.lexists(path):
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made:
+        with (
+            _in_prefect_home("written"),
+            open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made,
+        ):
             made.write(f"{_new_login()}\n")
     # Prefect's clients and its UI would send whatever a stranger put there.
     found = path.lstat()
@@ -186,8 +209,9 @@ def start_prefect(flow: str) -> str:
         flow: module that will use it, which is imported: while a server starts, which takes as long.
 
     Raises:
-        UserError: the configured server does not answer, or the own one does not start.
+        UserError: as `refuse_malformed_settings`; the configured server does not answer, or the own one does not start.
     """
+    refuse_malformed_settings()
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
@@ -203,11 +227,43 @@ def start_prefect(flow: str) -> str:
             atexit.register(server.stop)
             with uncollected():
                 import_module(flow)
-            server.wait()
+            try:
+                server.wait()
+            except UserError as error:
+                raise UserError(f"{error}; its database is {prefect_database()}") from error
     address = _refuse_silence()
     with uncollected():
         import_module(flow)
     return address
+
+
+def refuse_malformed_settings() -> None:
+    """Import Prefect's settings.
+
+    Raises:
+        UserError: Prefect cannot read one, which is named with its variable, or a file of settings.
+    """
+    from pydantic import ValidationError
+
+    said = StringIO()
+    try:
+        # Where it cannot read them, Prefect has much to say about itself.
+        with redirect_stderr(said):
+            from prefect.settings import get_current_settings
+
+            get_current_settings()
+    except ValidationError as error:
+        problem = error.errors()[0]
+        named = [name for name, text in os.environ.items() if name.startswith("PREFECT_") and text == problem["input"]]
+        where = named[0] if named else f"{_profiles()}: {'.'.join(map(str, problem['loc']))}"
+        raise UserError(f"{where}={problem['input']}: {problem['msg']}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{_profiles()}, which Prefect reads, or a prefect.toml here: {error}") from error
+    sys.stderr.write(said.getvalue())
+
+
+def _profiles() -> Path:
+    return Path(os.environ.get("PREFECT_PROFILES_PATH", _prefect_home() / "profiles.toml"))
 
 
 def _refuse_silence() -> str:
@@ -222,6 +278,9 @@ def _refuse_silence() -> str:
                 "start it with `prefect server start`, or unset PREFECT_API_URL to have one started for the run"
             )
         try:
+            # Prefect's server answers any other path with a page of its UI.
+            if "json" not in client.request("GET", "/health").headers.get("content-type", ""):
+                raise UserError(f"PREFECT_API_URL={client.api_url} is not the API of a Prefect server: it ends in /api")
             client.hello()
         except HTTPStatusError as error:
             raise UserError(

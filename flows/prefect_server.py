@@ -31,7 +31,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
 from flows.imports import uncollected
-from fp8core.errors import UserError
+from fp8core.errors import UserError, last_words
 from fp8core.processes.end_with_parent import TiedProcess, running
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ class PrefectServer:
         while not answers(f"{self.api}/health"):
             if self._lifeline.exit_code is not None or time.monotonic() > deadline:
                 self._output.seek(0)
-                said = self._output.read().decode(errors="replace").split("\n")
-                last = next((line for line in reversed(said) if line.strip()), "it said nothing")
-                raise UserError(f"Prefect's server for this training did not start: {last.strip()}")
+                reason = last_words(self._output.read().decode(errors="replace"))
+                raise UserError(f"Prefect's server for this training did not start: {reason}")
             time.sleep(0.1)
 
     def stop(self) -> None:

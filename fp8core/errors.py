@@ -85,6 +85,22 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
+# Lines of Prefect and uvicorn below a traceback, and the end of one with lines of SQLAlchemy.
+_LAST_LINES = re.compile(r"(?:\n\s*|\nAn exception occurred\.|\nERROR: +Application startup failed\. Exiting\.)+\Z")
+_LAST_ERROR = re.compile(
+    r"^([A-Za-z_][\w.]*(?:Error|Exception)\b.*)"
+    r"(?:\n\[SQL: (?:(?!\nTraceback)[\s\S])*?\])?(?:\n\[parameters: .*\])?(?:\n\(Background on .*\))?\Z",
+    re.MULTILINE,
+)
+
+
+def last_words(output: str) -> str:
+    """The reason in the output of a process that ended: its exception, else its last line with content."""
+    said = _LAST_LINES.sub("", f"\n{output}")
+    found = _LAST_ERROR.search(said)
+    return (found[1] if found else said.rpartition("\n")[2]).strip() or "it said nothing"
+
+
 def described_error(error: BaseException, file: str | None = None) -> str:
     """An exception in a line: its type, its first line, and the last line of `file` that it came through."""
     passed = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

@@ -27,14 +27,16 @@ from flows.environment import (
     hold_prefect_start,
     make_prefect_home,
     mlflow_has_database,
+    prefect_database,
     prefect_login,
+    refuse_malformed_settings,
     service_environment,
 )
 from flows.launch import say, stopped
 from flows.prefect_server import answers
 from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder
-from fp8core.errors import UserError, first_line
+from fp8core.errors import UserError, first_line, last_words
 from fp8core.processes.end_with_parent import TiedProcess, installed, running
 from fp8core.store.outputs import refuse_in_run
 
@@ -49,8 +51,6 @@ _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
-# The second is Prefect's, after a traceback.
-_WITHOUT_CONTENT = ("", "An exception occurred.")
 # Variable with which a Prefect worker passes the id of a flow run to its process.
 _FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 # Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
@@ -108,7 +108,7 @@ class Service:
         return self._process.poll()
 
     def death(self) -> ServiceError:
-        """The signal that ended it, or its exit code and the last line with content of its output."""
+        """The signal that ended it, or its exit code and the reason in its output."""
         code = self.exit_code
         assert code is not None, "it has ended"
         if code < 0:
@@ -116,10 +116,8 @@ class Service:
             return ServiceError(f"{self.name} was ended by {signal.Signals(-code).name} (log: {self._log})")
         with self._log.open("rb") as log:
             log.seek(self._begin)
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
-        said = [line for line in lines if line not in _WITHOUT_CONTENT]
-        last = said[-1] if said else "it said nothing"
-        return ServiceError(f"{self.name} ended with {code}: {last} (log: {self._log})")
+            reason = last_words(log.read().decode(errors="replace"))
+        return ServiceError(f"{self.name} ended with {code}: {reason} (log: {self._log})")
 
     def stop(self) -> None:
         """Request its end, after that of its children; a training ends its own children.
@@ -295,6 +293,7 @@ def up(options: argparse.Namespace) -> int:
     runs = options.runs.absolute()
     make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
+    refuse_malformed_settings()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
     with hold_prefect_home(), hold_prefect_start() as start:
         login, word = prefect_login()
@@ -305,7 +304,7 @@ def up(options: argparse.Namespace) -> int:
             with services:
                 made = services.begin("work pools", running("flows.pools"))
                 _start_mlflow(services, options.mlflow_port, runs)
-                services.finish(made)
+                _finish_pools(services, made)
                 services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
                 services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
                 start.close()
@@ -326,6 +325,13 @@ def up(options: argparse.Namespace) -> int:
             return stopped(str(error), ExitCode.FAILED)
         except Stopped as stop:
             return 128 + int(stop.args[0])
+
+
+def _finish_pools(services: Services, made: Service) -> None:
+    try:
+        services.finish(made)
+    except ServiceError as error:
+        raise ServiceError(f"{error}; the database is {prefect_database()}") from error
 
 
 def server_command(port: int) -> list[str]:

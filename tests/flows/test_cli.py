@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -336,6 +337,26 @@ def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, mo
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fp8-grpo: Prefect's server at http://127.0.0.1:9/api/ does not answer (")
     assert "unset PREFECT_API_URL" in line
+
+
+def test_an_address_of_prefect_s_pages_is_one_line(workplace, capsys, monkeypatch):
+    class Pages(BaseHTTPRequestHandler):
+        """As Prefect's server, which answers every path but its API's with a page."""
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        with temporary_settings({PREFECT_API_URL: place}):
+            assert cli.main(["run", str(workplace / "small.yaml")]) == 2
+        server.shutdown()
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "GET /" not in line)
+    assert line == f"fp8-grpo: PREFECT_API_URL={place} is not the API of a Prefect server: it ends in /api"
 
 
 # --- training ---

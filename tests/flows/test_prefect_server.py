@@ -88,6 +88,24 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
     server.stop()
 
 
+def test_a_database_that_is_damaged_is_named(tmp_path: Path) -> None:
+    database = tmp_path / "prefect.db"
+    database.write_bytes(b"damaged" * 1000)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    begun = "from flows.environment import start_prefect; start_prefect('prefect.main')"
+    done = subprocess.run(
+        [sys.executable, "-c", begun],
+        env={**environment, "PREFECT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stderr.splitlines()[-1].endswith(
+        "did not start: sqlalchemy.exc.DatabaseError: (sqlite3.DatabaseError) file is not a database; "
+        f"its database is {database}"
+    )
+
+
 # Starts a server as a training does, which asks it something, and asks as another program and as a page would.
 TRAINING = """\
 import os

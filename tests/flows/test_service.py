@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from flows.cli.up import ServiceError, Services, Stopped, up, wait
-from flows.environment import hold_prefect_home, prefect_login
+from flows.environment import hold_prefect_home, hold_prefect_start, prefect_login
 from fp8core.errors import UserError
 
 SLEEP = ["-c", "import time; time.sleep(600)"]
@@ -144,6 +144,38 @@ def test_a_second_service_on_the_same_database_is_refused_at_once(tmp_path, monk
     monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL")
     with hold_prefect_home():
         pass
+
+
+@pytest.mark.parametrize("begin", [hold_prefect_home, hold_prefect_start, prefect_login])
+def test_a_home_that_cannot_be_written_is_named(begin, tmp_path, monkeypatch) -> None:
+    """For root, any folder can be written; one that is not there cannot."""
+    home = tmp_path / "no home"
+    monkeypatch.setenv("PREFECT_HOME", str(home))
+    monkeypatch.delenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", raising=False)
+    with pytest.raises(UserError, match=f"^Prefect's folder {re.escape(str(home))} cannot be written: No such file"):
+        begin()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PREFECT_LOGGING_LEVEL", "LOUD", "PREFECT_LOGGING_LEVEL=LOUD: Input should be 'DEBUG', "),
+        ("PREFECT_API_REQUEST_TIMEOUT", "abc", "PREFECT_API_REQUEST_TIMEOUT=abc: Input should be a valid number"),
+        ("PREFECT_PROFILES_PATH", "{folder}/p.toml", "{folder}/p.toml, which Prefect reads, or a prefect.toml here: "),
+    ],
+)
+def test_a_setting_that_prefect_cannot_read_is_named_in_one_line(name, value, said, tmp_path, free_port) -> None:
+    (tmp_path / "p.toml").write_text('active = "x\n')
+    ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "up", *ports, "--runs", str(tmp_path / "runs")],
+        env={**os.environ, "PREFECT_HOME": str(tmp_path), name: value.format(folder=tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+    assert done.stderr.startswith(f"fp8-grpo: {said.format(folder=tmp_path)}")
 
 
 # --- the password of Prefect's server ---

@@ -1,6 +1,6 @@
 import pytest
 
-from fp8core.errors import printable, printable_lines, without_passwords
+from fp8core.errors import last_words, printable, printable_lines, without_passwords
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x9b\u202egnp\u2066\u200b\x00\ud800"
 
@@ -37,3 +37,21 @@ def test_passwords_of_addresses_are_masked(uri: str, shown: str) -> None:
     assert without_passwords(f"cannot reach {uri} and ask@host") == f"cannot reach {shown} and ask@host"
     assert without_passwords(shown) == shown
     assert "secret" not in printable(f"{uri}: no")
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("", "it said nothing"),
+        ("step 2\nkilled\n\n", "killed"),
+        ("busy\nAn exception occurred.\n\n", "busy"),
+        ("ValueError: of an earlier run\nstep 3\n", "step 3"),
+        (
+            "Traceback\nx.OperationalError: disk is full\n[SQL: INSERT\n INTO run]\n[parameters: ('a',)]\n"
+            "(Background on this error at: https://x)\n\nERROR:    Application startup failed. Exiting.\n",
+            "x.OperationalError: disk is full",
+        ),
+    ],
+)
+def test_the_reason_of_a_process_is_its_exception_or_its_last_line(output, reason) -> None:
+    assert last_words(output) == reason
