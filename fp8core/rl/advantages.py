@@ -208,6 +208,8 @@ def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Esti
     """
     assert scores.penalties is None, "the configuration was checked"
     spoken, returns = _turn_returns(scores.rewards, turns)
+    if not spoken:
+        return torch.zeros(scores.mask.shape, dtype=scores.rewards.dtype)
     columns, rows = torch.arange(scores.mask.shape[1]), torch.tensor([turn.row for turn in spoken])
     begin, end = (torch.tensor([getattr(turn, name) for turn in spoken])[:, None] for name in ("begin", "end"))
     mask = scores.mask[rows] & (columns >= begin) & (columns < end)
@@ -230,7 +232,7 @@ def _turn_returns(rewards: Tensor, turns: Sequence[TurnReward]) -> tuple[list[Tu
 
 
 def _turn_groups(groups: Tensor, spoken: Sequence[TurnReward]) -> Tensor:
-    """A label for each turn, which the same turns of a group share."""
+    """A label for each turn of `spoken`, one at least; the same turns of a group share it."""
     numbers = torch.tensor([turn.turn for turn in spoken])
     return groups[torch.tensor([turn.row for turn in spoken])] * (int(numbers.max()) + 1) + numbers
 

@@ -320,6 +320,20 @@ def test_of_one_turn_each_advantages_are_those_of_the_rows(name):
     assert found.tolist() == expected[:, None].expand(4, 3).tolist()
 
 
+@pytest.mark.parametrize("turns", [[], [TurnReward(0, 0, 0, 0, 0.5)]])
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_where_no_episode_has_a_turn_of_the_policy_advantages_are_zero(name, turns):
+    scores = Scores(
+        rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
+        groups=torch.tensor([0, 0]),
+        keep=torch.ones(2, dtype=torch.bool),
+        mask=torch.zeros(2, 3, dtype=torch.bool),
+    )
+    found = turn_advantages(scores, turns, CONFIGURED[name], EPSILON)
+    assert found.dtype == torch.float64
+    assert found.tolist() == torch.zeros(2, 3).tolist()
+
+
 def test_a_turn_of_a_rejected_row_is_no_signal():
     rewards, groups = torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0, 0])
     turns = [TurnReward(row, 1, 0, 1, 0.0) for row in range(2)]
