@@ -1,7 +1,7 @@
 """From verdicts to the numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
 
-Samples of one prompt are not independent of one another; prompts are. Every interval over more than one sample a prompt
-therefore resamples prompts, never samples (a cluster bootstrap).
+Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt. A
+formula gives it for values that are right or wrong, else a bootstrap that resamples prompts (a cluster bootstrap).
 """
 
 import math
@@ -92,7 +92,7 @@ def _ways(rivals: Mapping[int, int], votes: int, drawn: int, free: int, samples:
     ]
 
 
-def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, float]:
+def wilson_interval(right: float, count: int, confidence: float) -> tuple[float, float]:
     """Interval of a proportion from independent trials (Wilson 1927): honest near 0 and 1, too."""
     assert 0 <= right <= count, "right trials are among the trials"
     assert count > 0, "a proportion needs a trial"
@@ -104,7 +104,7 @@ def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, f
     return (0.0 if right == 0 else centre - half), (1.0 if right == count else centre + half)
 
 
-def paired_interval(better: int, worse: int, count: int, confidence: float) -> tuple[float, float]:
+def paired_interval(better: float, worse: float, count: int, confidence: float) -> tuple[float, float]:
     """Interval of the difference of two proportions of the same trials, honest where none or few of them differ.
 
     (Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
@@ -138,6 +138,35 @@ class Estimate:
     value: float
     low: float
     high: float
+
+
+def score_estimate(scores: Sequence[float], confidence: float, seed: int) -> Estimate:
+    """Mean of one score a prompt.
+
+    The interval is Wilson's where each score is 0 or 1, and where all are equal: a bootstrap of those has no width.
+    No mean of values in [0, 1] varies more than a proportion, so equal shares may count as parts of trials.
+    """
+    shares = min(scores) >= 0.0 and max(scores) <= 1.0
+    if shares and _needs_formula(scores, {0.0, 1.0}):
+        return Estimate(fmean(scores), *wilson_interval(math.fsum(scores), len(scores), confidence))
+    return Estimate(fmean(scores), *bootstrap_interval(scores, confidence, seed))
+
+
+def difference_estimate(differences: Sequence[float], confidence: float, seed: int) -> Estimate:
+    """Mean of one difference a prompt between two scores in [0, 1].
+
+    As `score_estimate`, with the interval of pairs: where each difference is -1, 0 or 1, and where all are equal.
+    """
+    shares = min(differences) >= -1.0 and max(differences) <= 1.0
+    if shares and _needs_formula(differences, {-1.0, 0.0, 1.0}):
+        better, worse = (math.fsum(max(0.0, sign * value) for value in differences) for sign in (1, -1))
+        return Estimate(fmean(differences), *paired_interval(better, worse, len(differences), confidence))
+    return Estimate(fmean(differences), *bootstrap_interval(differences, confidence, seed))
+
+
+def _needs_formula(values: Sequence[float], whole: set[float]) -> bool:
+    found = set(values)
+    return found <= whole or len(found) == 1
 
 
 @dataclass(frozen=True)
@@ -198,19 +227,14 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
-    """Means over prompts. With one sample a prompt the interval is Wilson's, else a bootstrap over prompts."""
+    """Means over prompts, with the intervals of `score_estimate`."""
     outcomes: Counter[str] = Counter()
     for score in scores:
         outcomes.update(score.outcomes)
-    one_sample = outcomes.total() == len(scores)
-    estimates = {}
-    for name in scores[0].measured:
-        values = [score.measured[name] for score in scores]
-        if one_sample:
-            interval = wilson_interval(round(math.fsum(values)), len(values), counting.confidence)
-        else:
-            interval = bootstrap_interval(values, counting.confidence, counting.seed)
-        estimates[name] = Estimate(fmean(values), *interval)
+    estimates = {
+        name: score_estimate([score.measured[name] for score in scores], counting.confidence, counting.seed)
+        for name in scores[0].measured
+    }
     ordered: dict[str, int] = {name: outcomes[name] for name in OUTCOMES}
     return Measurement(estimates, ordered, fmean(lengths), list(scores))
 
@@ -222,7 +246,7 @@ def paired_differences(base: Measurement, other: Measurement, counting: Counting
     differences = {}
     for name in base.estimates:
         values = [theirs.measured[name] - ours.measured[name] for ours, theirs in pairs]
-        differences[name] = Estimate(fmean(values), *bootstrap_interval(values, counting.confidence, counting.seed))
+        differences[name] = difference_estimate(values, counting.confidence, counting.seed)
     return differences
 
 

@@ -6,8 +6,7 @@ held-out prompts in BF16, by an engine in this process. On a CPU that takes its 
 memory that no plan counts.
 """
 
-from collections.abc import Sequence
-from statistics import fmean
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torch import Tensor
 
 from fp8core.config.run import RunConfig
 from fp8core.evaluation.measure import (
-    bootstrap_interval,
     compared_prompts,
     contract_in,
-    paired_interval,
-    wilson_interval,
+    difference_estimate,
+    score_estimate,
 )
 from fp8core.models.decoder import Decoder
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
@@ -32,7 +30,7 @@ from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import heldout_accuracy, prompt_groups, prompt_table
 from fp8core.store.ledger import START
 
-_CONFIDENCE = 0.95
+_CONFIDENCE, _SEED = 0.95, 0
 
 
 def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +66,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     finally:
         engine.close()
     scored, scored_in_bf16 = ([found[name] for name in names] for found in (evaluated["scores"], scores))
+    differences = [a - b for a, b in zip(scored, scored_in_bf16, strict=True)]
     return {
         "prompts": count,
         "tokens": len(distances),
@@ -76,9 +75,9 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
         # Of KL(policy, policy in BF16) from samples of the first: r - 1 - log r, r = exp(-distance).
         "k3": float((torch.expm1(-distances) + distances).mean()),
         "error": float(distances.abs().exp().mean()),
-        "accuracy": _estimate(scored),
-        "bf16_accuracy": _estimate(scored_in_bf16),
-        "difference": _difference([a - b for a, b in zip(scored, scored_in_bf16, strict=True)]),
+        "accuracy": asdict(score_estimate(scored, _CONFIDENCE, _SEED)),
+        "bf16_accuracy": asdict(score_estimate(scored_in_bf16, _CONFIDENCE, _SEED)),
+        "difference": asdict(difference_estimate(differences, _CONFIDENCE, _SEED)),
     }
 
 
@@ -110,21 +109,3 @@ def _logprobs_in(run: RunContext, config: RunConfig, stored: dict[str, Tensor], 
     temperature = config.rollout.temperature
     parts = (part for _, part in batch.slices(config.training.micro_batch))
     return torch.cat([decoder.completion_logprobs(weights, part, temperature)[0] for part in parts])
-
-
-def _estimate(scores: Sequence[float]) -> dict[str, float]:
-    """Mean of a score a prompt; Wilson's interval where each is right or wrong, else one that resamples prompts."""
-    verdicts = set(scores) <= {0.0, 1.0}
-    return _mean(scores, wilson_interval(round(sum(scores)), len(scores), _CONFIDENCE) if verdicts else None)
-
-
-def _difference(differences: Sequence[float]) -> dict[str, float]:
-    """Mean of a difference a prompt, with the interval of pairs where each side is right or wrong."""
-    verdicts = set(differences) <= {-1.0, 0.0, 1.0}
-    better, worse = differences.count(1.0), differences.count(-1.0)
-    return _mean(differences, paired_interval(better, worse, len(differences), _CONFIDENCE) if verdicts else None)
-
-
-def _mean(values: Sequence[float], interval: tuple[float, float] | None) -> dict[str, float]:
-    low, high = interval or bootstrap_interval(values, _CONFIDENCE, seed=0)
-    return {"value": fmean(values), "low": low, "high": high}

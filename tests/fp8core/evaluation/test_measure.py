@@ -21,12 +21,14 @@ from fp8core.evaluation.measure import (
     all_problems,
     bootstrap_interval,
     contract_in,
+    difference_estimate,
     heldout_problems,
     majority_at_k,
     measure,
     paired_differences,
     paired_interval,
     pass_at_k,
+    score_estimate,
     score_prompt,
     wilson_interval,
 )
@@ -176,6 +178,26 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
     assert covered >= 45
 
 
+def test_equal_scores_are_no_proof_that_the_next_one_is_equal() -> None:
+    """A bootstrap of equal values has no width; a share of each prompt's samples varies less than one sample does."""
+    for scores, right in (([1.0] * 8, 8), ([0.0] * 8, 0), ([0.0, 1.0] * 4, 4), ([0.5] * 8, 4), ([0.75], 0.75)):
+        found = score_estimate(scores, 0.95, 0)
+        assert (found.low, found.high) == wilson_interval(right, len(scores), 0.95)
+    for differences, better, worse in (
+        ([0.0] * 20, 0, 0),
+        ([1.0, 0.0, 0.0, -1.0], 1, 1),
+        ([0.0, 1.0] * 4, 4, 0),
+        ([-0.25] * 8, 0, 2),
+    ):
+        found = difference_estimate(differences, 0.95, 0)
+        assert (found.low, found.high) == paired_interval(better, worse, len(differences), 0.95)
+    mixed = [0.5, 1.0, 0.25, 0.0]
+    for found in (score_estimate(mixed, 0.95, 3), difference_estimate(mixed, 0.95, 3)):
+        assert (found.low, found.high) == bootstrap_interval(mixed, 0.95, 3)
+    # Scores of a user's own are no shares.
+    assert score_estimate([2.0, 2.0], 0.95, 0).value == 2.0
+
+
 COUNTING = Counting((1, 3), 0.9, 7)
 
 
@@ -207,6 +229,11 @@ def test_one_sample_a_prompt_gets_wilsons_interval() -> None:
     assert one.length_mean == 4
 
 
+def test_prompts_that_are_right_in_all_samples_leave_room_for_one_that_is_not() -> None:
+    estimate = measured(*[[RIGHT] * 3] * 8).estimates["pass@1"]
+    assert (estimate.value, estimate.low, estimate.high) == (1.0, *wilson_interval(8, 8, 0.9))
+
+
 def test_more_samples_are_resampled_by_prompt() -> None:
     several = measured([RIGHT, RIGHT, RIGHT], [RIGHT, wrong("a"), wrong("a")], [wrong("a"), wrong("b"), wrong("c")])
     values = [1.0, 1 / 3, 0.0]
@@ -219,7 +246,8 @@ def test_more_samples_are_resampled_by_prompt() -> None:
 def test_paired_differences_cancel_what_prompts_share() -> None:
     hard, easy = [wrong("a")] * 3, [RIGHT] * 3
     base = measured(hard, easy, hard, easy)
-    assert {(d.value, d.low, d.high) for d in paired_differences(base, base, COUNTING).values()} == {(0.0, 0.0, 0.0)}
+    interval = paired_interval(0, 0, 4, 0.9)
+    assert {(d.value, d.low, d.high) for d in paired_differences(base, base, COUNTING).values()} == {(0.0, *interval)}
     worse = measured(hard, [RIGHT, RIGHT, wrong("a")], hard, easy)
     difference = paired_differences(base, worse, COUNTING)["pass@1"]
     assert difference.value == pytest.approx(-1 / 12)
