@@ -10,7 +10,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import combinations
 from operator import attrgetter
 from statistics import fmean, median, stdev
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.report.run_data import RunData
+from fp8core.report.trend import t_quantile
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
@@ -292,31 +292,6 @@ def block_means(values: Sequence[float]) -> list[float]:
     length = max(1, math.isqrt(len(values)))
     starts = [block * length for block in range(len(values) // length)]
     return [fmean(values[start : None if start == starts[-1] else start + length]) for start in starts]
-
-
-@cache
-def t_quantile(probability: float, degrees: int) -> float:
-    """The value that a t-distributed variable stays below with `probability` (0.5 to 1, exclusive)."""
-    assert 0.5 <= probability < 1, "the upper half"
-    low, high = 0.0, 1.0
-    while _central(high, degrees) < 2 * probability - 1:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _central(middle, degrees) < 2 * probability - 1 else (low, middle)
-    return high
-
-
-def _central(t: float, degrees: int) -> float:
-    """P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(1 + odd, degrees, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,25 @@
 """The answer of a training in a sentence: learned or not, equal policies or by how much they differ, and its speed.
 
 Everything is computed from the history of the run. A change counts when it is larger than `NOISE` standard errors. That
-of the reward is between the first and the last steps, that of held-out accuracy between the first and the last
-evaluation. Without a change, a run that may still learn is too short to tell.
+of the reward is between the first and the last steps, which are correlated: the fewer the steps, the larger it has to
+be. That of held-out accuracy is between the first and the last evaluation. Without a change, a run that may still learn
+is too short to tell.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, variance
+from statistics import NormalDist, fmean, median
 from typing import Literal
 
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, edge_steps
+from fp8core.report.trend import FEWEST_VALUES, change_error, t_quantile
 from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, UNVERIFIABLE, History, series
 
 NOISE = 3.0
-FEWEST_STEPS = 6
 COMPARED = "alignment/tokens"
 
 Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
@@ -97,8 +98,8 @@ def _learning(history: History, form: Callable[[float], str], prompts: int | Non
         reasons += f"; held-out accuracy {form(heldout[0])} to {form(heldout[-1])}"
         fell = heldout[-1] < heldout[0]
         rose = prompts is not None and heldout[-1] - heldout[0] > NOISE * _accuracy_error(heldout, prompts)
-    if len(rewards) >= FEWEST_STEPS:
-        match _direction(first, last):
+    if len(rewards) >= FEWEST_VALUES:
+        match _direction(rewards, edge):
             case 1:
                 return ("learned its prompts alone" if fell else "learned"), reasons
             case -1:
@@ -109,11 +110,13 @@ def _learning(history: History, form: Callable[[float], str], prompts: int | Non
     return ("too short to tell" if left or edge < EDGE_STEPS else "not learned"), reasons
 
 
-def _direction(first: Sequence[float], last: Sequence[float]) -> int:
-    """1: the mean rose by more than noise, -1: it fell, 0: neither."""
-    change = fmean(last) - fmean(first)
-    error = math.sqrt((variance(first) + variance(last)) / len(first))
-    return 0 if abs(change) <= NOISE * error else int(math.copysign(1, change))
+def _direction(values: Sequence[float], edge: int) -> int:
+    """1: the mean of `edge` values rose from the start to the end by more than noise, -1: it fell, 0: neither."""
+    change = fmean(values[-edge:]) - fmean(values[:edge])
+    error, degrees = change_error(values, edge)
+    # As rare as NOISE errors of a known size are.
+    errors = t_quantile(NormalDist().cdf(NOISE), degrees)
+    return 0 if abs(change) <= errors * error else int(math.copysign(1, change))
 
 
 def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:

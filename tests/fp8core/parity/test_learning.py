@@ -13,8 +13,8 @@ from fp8core.parity.measure import (
     end_difference,
     mean_interval,
     steps_to_reach,
-    t_quantile,
 )
+from fp8core.report.trend import t_quantile
 
 
 @pytest.mark.parametrize(

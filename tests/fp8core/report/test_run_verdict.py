@@ -1,7 +1,10 @@
 """The answer of a training: learned or not, equal policies or by how much, and its speed."""
 
+import math
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fp8core.report.chart import short
@@ -25,7 +28,7 @@ def history(rewards, heldout=(), error=1.0, differing=0.0):
     return rows
 
 
-RISING = [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
+RISING = [0.45 + 0.25 * math.tanh((step - 12) / 6) + 0.02 * (-1) ** step for step in range(24)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,8 @@ RISING = [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
         ([0.4, 0.6] * 10, (0.5, 0.6), "not learned"),
         ([0.5] * 20, (), "not learned"),
         ([0.5] * 19, (), "too short to tell"),
-        (RISING[:5], (), "too short to tell"),
+        (RISING[:9], (), "too short to tell"),
+        (RISING[:10], (), "too short to tell"),
         ([0.5], (), "too short to tell"),
         ([float("nan")] * 10, (), "too short to tell"),
         ([], (), "too short to tell"),
@@ -46,6 +50,32 @@ RISING = [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
 )
 def test_a_reward_has_to_change_by_more_than_chance(rewards, heldout, learning) -> None:
     assert answer(history(rewards, heldout), short, prompts=256).learning == learning
+
+
+@pytest.mark.parametrize(("steps", "correlation"), [(10, 0.8), (20, 0.6), (40, 0.8), (80, 0.0), (80, 0.8), (80, 0.9)])
+def test_correlated_rewards_without_a_trend_are_no_learning(steps, correlation) -> None:
+    """Neighbouring steps share their prompts' difficulty and most of their policy: noise goes up and down slowly."""
+    random, found = np.random.default_rng(5), Counter()
+    for _ in range(300):
+        noise = random.standard_normal(steps)
+        noise[0] /= math.sqrt(1 - correlation**2)
+        for step in range(1, steps):
+            noise[step] += correlation * noise[step - 1]
+        found[answer(history((0.5 + 0.05 * noise).tolist()), short).learning] += 1
+    assert found["learned"] + found["got worse"] <= 0.05 * 300, found
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_a_rise_that_ends_early_is_seen_in_noise(correlation, sign) -> None:
+    """As rewards of the tiny run: most of the rise comes in the first third of 80 steps."""
+    random, learning = np.random.default_rng(6), "learned" if sign > 0 else "got worse"
+    for _ in range(50):
+        noise = 0.04 * random.standard_normal(80)
+        for step in range(1, 80):
+            noise[step] += correlation * noise[step - 1]
+        rewards = 0.6 + sign * 0.4 * (1 - np.exp(-np.arange(80) / 12)) + noise
+        assert answer(history(rewards.tolist()), short).learning == learning
 
 
 @pytest.mark.parametrize(
@@ -77,7 +107,7 @@ def test_a_run_that_goes_on_is_too_short_to_tell(whole_run) -> None:
 @pytest.mark.parametrize(
     ("error", "differing", "agreement", "shown"),
     [
-        (1.0, 0.0, "equal", "1,000"),
+        (1.0, 0.0, "equal", "2,400"),
         (1.0 + 1e-9, 1.0, "different", "1+1e-09"),
         (1.25, 50.0, "different", "1.250000"),
         # Errors can cancel; tokens that differ do not.

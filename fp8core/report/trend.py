@@ -1,0 +1,63 @@
+"""The error of a change between the ends of a series whose values are correlated, such as the rewards of steps."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+FEWEST_VALUES = 10
+# Of the quadratic and of the correlation.
+_FITTED = 4
+# A random walk, 1.0, has no variance to compute with.
+_MOST_CORRELATED = 0.97
+
+
+def change_error(values: Sequence[float], edge: int) -> tuple[float, int]:
+    """Standard error of the mean of the last `edge` values minus that of the first, and its degrees of freedom.
+
+    The model is a quadratic in the place plus autoregressive noise: noise[t] = phi noise[t - 1] + new[t]. (Box, Jenkins
+    and Reinsel, Time Series Analysis, section 3.2.) A fit makes noise look less correlated than it is. So phi is
+    raised by about (3 + 6 phi) / n (Shaman and Stine, JASA 83, 1988, for a mean). FEWEST_VALUES values at least.
+    """
+    count = len(values)
+    assert count >= FEWEST_VALUES, "the fit leaves some degrees of freedom"
+    basis = np.linalg.qr(np.vander(np.linspace(-1.0, 1.0, count), 3))[0]
+    series = np.asarray(values, np.float64)
+    noise = series - basis @ (basis.T @ series)
+    power = float(noise @ noise)
+    found = float(noise[1:] @ noise[:-1]) / power if power else 0.0
+    phi = min(max((found + 3 / count) / (1 - 6 / count), 0.0), _MOST_CORRELATED)
+    degrees = count - 1 - _FITTED
+    new = noise[1:] - phi * noise[:-1]
+    variance = float(new @ new) / degrees / (1 - phi**2)
+    weights = np.zeros(count)
+    weights[:edge] -= 1 / edge
+    weights[count - edge :] += 1 / edge
+    lags = np.abs(np.arange(1 - count, count))
+    return math.sqrt(variance * float(np.correlate(weights, weights, "full") @ phi**lags)), degrees
+
+
+@cache
+def t_quantile(probability: float, degrees: int) -> float:
+    """The value that a t-distributed variable stays below with `probability` (0.5 to 1, exclusive)."""
+    assert 0.5 <= probability < 1, "the upper half"
+    low, high = 0.0, 1.0
+    while _central(high, degrees) < 2 * probability - 1:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central(middle, degrees) < 2 * probability - 1 else (low, middle)
+    return high
+
+
+def _central(t: float, degrees: int) -> float:
+    """P(|T| <= t) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(1 + odd, degrees, 2):
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
