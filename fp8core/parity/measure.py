@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.report.run_data import RunData
+from fp8core.report.run_verdict import rollout_speed
 from fp8core.report.trend import t_quantile
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
@@ -210,7 +211,7 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
         weights=values(WEIGHT),
         ratios=values(RATIO),
         idle=tuple(_idle(run)),
-        speed=_speed(run),
+        speed=rollout_speed(run),
         slope=slope(_memory_of_steps(run, memory)),
     )
 
@@ -252,15 +253,6 @@ def _idle(run: RunData) -> list[int]:
         for step, digest in sorted(digests.items())
         if gradients.get(step, 0.0) > 0 and digests.get(step - 1) == digest
     ]
-
-
-def _speed(run: RunData) -> float | None:
-    """Over the steps of which both tokens and seconds are known, without the first, in which engines compile."""
-    seconds = run.generating
-    tokens = dict(zip(*series(run.history, "rollout/tokens"), strict=True))
-    steps = [step for step in tokens if step in seconds and step > START + 1]
-    spent = sum(seconds[step] for step in steps)
-    return sum(tokens[step] for step in steps) / spent if spent > 0 else None
 
 
 def _memory_of_steps(run: RunData, memory: Sequence[MemorySample]) -> list[tuple[float, float]]:

@@ -17,6 +17,7 @@ from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, edge_steps
 from fp8core.report.trend import FEWEST_VALUES, change_error, t_quantile
+from fp8core.store.ledger import START
 from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, UNVERIFIABLE, History, series
 
 NOISE = 3.0
@@ -75,10 +76,11 @@ def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
 
 
 def rollout_speed(run: RunData) -> float | None:
-    """Tokens a second of rollout, over the steps of which both are known."""
+    """Tokens a second of rollout, over the steps of which both are known but the first, in which engines compile."""
     seconds = run.generating
     steps, tokens = series(run.history, TOKENS)
-    known = [(count, seconds[step]) for step, count in zip(steps, tokens, strict=True) if step in seconds]
+    counted = zip(steps, tokens, strict=True)
+    known = [(count, seconds[step]) for step, count in counted if step in seconds and step > START + 1]
     spent = sum(second for _, second in known)
     return sum(count for count, _ in known) / spent if spent > 0 else None
 

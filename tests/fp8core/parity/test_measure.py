@@ -4,6 +4,7 @@ import pytest
 
 from fp8core.parity.measure import MemorySample, measure, slope
 from fp8core.report.run_data import read_run
+from fp8core.report.run_verdict import rollout_speed
 
 
 def test_a_run_as_the_verdict_takes_it(whole_run):
@@ -15,7 +16,7 @@ def test_a_run_as_the_verdict_takes_it(whole_run):
     assert measured.k3 == (0.0,) * 4
     held = [row["reward/heldout_accuracy"] for row in run.history if "reward/heldout_accuracy" in row]
     assert measured.accuracy == sum(held[-2:]) / 2
-    assert measured.speed > 0
+    assert measured.speed == rollout_speed(run) > 0
     assert measured.slope is None
 
 
