@@ -26,6 +26,8 @@ from fp8core.store.step_manifests import read_manifest
 
 LARGEST_SHOWN = 1e100
 OUTSIDE_TASKS = "outside_tasks"
+# Kinds of artifact that generation alone stores: completions, and what was written beside the update.
+_GENERATED = frozenset({"rollouts", "schedule"})
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,19 @@ class RunData:
 
     @property
     def generating(self) -> dict[int, float]:
-        """Seconds of generation by step, with those beside the update."""
-        ahead = self.seconds.get("ahead", {})
-        return {step: spent + ahead.get(step, 0.0) for step, spent in self.seconds.get("rollout", {}).items()}
+        """Seconds of generation by step, with those beside the update, whatever the pipeline calls its steps."""
+        reads = {step.name: step.reads for step in self.pipeline}
+        found: dict[int, float] = {}
+        for commit in self.view.commits:
+            rollouts = {name for name, ref in commit.artifacts.items() if ref.kind == "rollouts"}
+            for name, task in commit.tasks.items():
+                kinds = {ref.kind for ref in task.outputs.values()}
+                # A step that reads completions, and provides some, only chooses among them.
+                if kinds.isdisjoint(_GENERATED) or not rollouts.isdisjoint(reads.get(name, ())):
+                    continue
+                if commit.step in self.seconds.get(name, {}):
+                    found[commit.step] = found.get(commit.step, 0.0) + self.seconds[name][commit.step]
+        return found
 
     @property
     def asked(self) -> int | None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from fp8core.config.run import KeepConfig
 from fp8core.errors import UserError
 from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, read_runs, refuse_duplicates, time_spent
+from fp8core.report.run_verdict import rollout_speed
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.metrics import HELDOUT, REWARD, TMPE, series
 
@@ -36,6 +38,26 @@ def test_times_are_those_of_the_ledger(whole_run) -> None:
         assert 0 < run.busy[step] <= sum(task.seconds for task in tasks.values()) + 1e-6
     assert list(run.seconds) == [step.name for step in run.pipeline]
     assert next(step for step in run.pipeline if step.name == "reward").reads == ("prompts", "rollouts")
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_generation_is_found_whatever_its_step_is_called(loop_run, mode) -> None:
+    """A step that reads completions, and gives some, generates nothing."""
+    generate = {"name": "generate", "uses": "tasks.rollout:rollout", "needs": ["prompts", "policy", "scales"]}
+    steps = {"rollout": generate}
+    made = loop_run("renamed", **{"pipeline.replace": steps, "pipeline.mode": mode, "steps": 2})
+    run = read_run(made.folder, "renamed")
+    names = ["generate", "ahead"] if mode == "asynchronous" else ["generate"]
+    spent = {step: sum(run.seconds[name][step] for name in names) for step in (1, 2)}
+    assert run.generating == pytest.approx(spent)
+    assert rollout_speed(run) == pytest.approx(run.history[2]["rollout/tokens"] / spent[2])
+    # The reward step, if it also gave completions.
+    commit = run.view.commits[-1]
+    outputs = commit.tasks["generate"].outputs
+    chosen = {"chosen": outputs["rollouts"]}
+    tasks = {**commit.tasks, "reward": commit.tasks["reward"].model_copy(update={"outputs": chosen})}
+    commits = [*run.view.commits[:-1], replace(commit, tasks=tasks)]
+    assert replace(run, view=replace(run.view, commits=commits)).generating == pytest.approx(spent)
 
 
 def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_run) -> None:
