@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import math_verify
+from sympy import I, Symbol
 from sympy.core.cache import clear_cache
 
 from fp8core.errors import UserError, described_error
@@ -71,14 +72,24 @@ _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _EXPONENT_NOTATION = re.compile(r"\d *[eE] *[-+]? *\d")
 _BASE = re.compile(r"\d[)}\]]* *_ *\{? *(?:\d+|\\?[A-Za-z]+)?")
 _PAIRS = {("(", ")"), ("[", "]"), ("[", ")"), ("(", "]"), ("{", "}"), (r"\{", r"\}")}
+_LETTER_I = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]?i|i[A-Za-z]?)(?![A-Za-z])")
+_INDEX_LETTERS = frozenset("jklmnpqN")
+_INDEX = re.compile(r"_ *\{?[^{}]*i|\\(?:sum|prod|binom|pmod|bmod)|i *[!=_]|= *i(?![A-Za-z])")
+# Powers, and products in which more than one factor has the letter.
+_MULTIPLIED = re.compile(r"i *\^|i[^+\-,;]*\([^()]*i|\([^()]*i[^()]*\) *(?:\\cdot|\*)? *(?:[a-hj-z]? *i|\(|\^)")
+_OPENING, _CLOSING = ({pair[side] for pair in _PAIRS} for side in (0, 1))
 _WORDS = re.compile(r"\(?([A-Za-z][A-Za-z ,'-]*)\)?")
 
 
 class Expression(NamedTuple):
-    """An answer in its plain form, and what it has that another answer must have as well."""
+    """An answer in its plain form, and what it has that another answer must have as well.
+
+    values: of a list without brackets of its own, where a part with one sign of two stands for two; else 0.
+    """
 
     text: str
     separators: int
+    values: int
     relations: tuple[str, ...]
     words: frozenset[str]
     letters: frozenset[str]
@@ -101,6 +112,7 @@ def plain_expression(answer: str) -> Expression:
     return Expression(
         text=text,
         separators=sum(token in (",", ";") for token in tokens),
+        values=_values(tokens),
         relations=tuple(sorted(_RELATIONS[token] for token in tokens if token in _RELATIONS)),
         words=frozenset(token for token in tokens if token.isalpha() and len(token) > 2),
         letters=_letters(tokens),
@@ -127,7 +139,8 @@ def admitted(answer: Expression, reference: Expression) -> str:
         text = text[right_side.end() :]
     elif answer.relations != reference.relations and (answer.relations or reference.relations != ("=",)):
         raise Unreadable("other relations than the reference has")
-    if answer.separators != reference.separators:
+    listed = answer.values and answer.values == reference.values
+    if answer.separators != reference.separators and not listed:
         raise Unreadable("several answers" if answer.separators > reference.separators else "fewer answers")
     if answer.bases and answer.bases != reference.bases:
         raise Unreadable("a number of another base")
@@ -148,6 +161,22 @@ def _letters(tokens: list[str]) -> frozenset[str]:
     letters = {letter for token in tokens if token.isalpha() and token not in _FUNCTIONS for letter in token}
     greek = {token for token in tokens if token[1:] in _GREEK.split()}
     return frozenset((letters | greek) - {"e", "i", r"\pi"})
+
+
+def _values(tokens: list[str]) -> int:
+    """The number of values of `2, -2` and `\\pm 2`; 0 where brackets may make a point or an interval of a list."""
+    inner = tokens[1:-1] if tokens[:1] == [r"\{"] and tokens[-1:] == [r"\}"] else tokens
+    parts: list[list[str]] = [[]]
+    depth = 0
+    for token in inner:
+        depth += (token in _OPENING) - (token in _CLOSING)
+        if token in (",", ";"):
+            if depth:
+                return 0
+            parts.append([])
+        parts[-1].append(token)
+    signs = [sum(token in (r"\pm", r"\mp") for token in part) for part in parts]
+    return sum(count + 1 for count in signs) if max(signs) <= 1 else 0
 
 
 def _without_spacing(text: str) -> str:
@@ -288,13 +317,14 @@ _FIRST = ((r"\frac{1}{2}", "x"), ("(x+1)^2", "x^2+2x+1"), (r"\sin 2x", r"2\sin x
 
 
 class Reference(NamedTuple):
-    """A reference in every form that an answer is compared with."""
+    """A reference in every form that an answer is compared with. names_index: its letter i may be a variable."""
 
     text: str
     number: tuple[str, str] | None
     words: str | None
     shape: Expression
     parsed: list[object]
+    names_index: bool
 
 
 class MathScorer:
@@ -336,7 +366,33 @@ def _verdict(answer: str, expected: Reference) -> Verdict:
     found = _parsed(text)
     if not found:
         return unparsed("no expression")
-    return _compare(expected.parsed, found, text)
+    complex_values = _complex_forms(expected.parsed, found)
+    if not expected.names_index:
+        return _compare(*complex_values, text)
+    verdict = _compare(expected.parsed, found, text)
+    if verdict.outcome == "wrong" and _compare(*complex_values, text) == RIGHT:
+        return unparsed("i, which may be a variable of the reference or the imaginary unit")
+    return verdict
+
+
+def _complex_forms(expected: list[object], found: list[object]) -> tuple[list[object], list[object]]:
+    """Both sides with the imaginary unit for the letter i, which is a symbol to the library.
+
+    Without that letter they stay as they are. With it the library lets no other symbol be real, so none is on a side.
+    """
+    symbols = {symbol for item in [*expected, *found] for symbol in getattr(item, "free_symbols", ())}
+    if all(symbol.name != "i" for symbol in symbols):
+        return expected, found
+    values = {symbol: I if symbol.name == "i" else Symbol(symbol.name) for symbol in symbols}
+    return [_substituted(item, values) for item in expected], [_substituted(item, values) for item in found]
+
+
+def _substituted(item: object, values: dict[object, object]) -> object:
+    substitute = getattr(item, "subs", None)
+    try:
+        return item if substitute is None else substitute(values)
+    except Exception:  # noqa: BLE001 - sympy raises anything where no complex number may stand, as in `i < 3`
+        return item
 
 
 def _compare(expected: list[object], found: list[object], text: str) -> Verdict:
@@ -367,7 +423,18 @@ def _expected(reference: str, prompt: str) -> Reference:
     parsed = parsed or [item for item in math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)]
     if all(isinstance(item, str) for item in parsed):
         raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r}, which is no expression")
-    return Reference(text, number, words_of(text), shape, parsed)
+    return Reference(text, number, words_of(text), shape, parsed, _names_index(text, shape))
+
+
+def _names_index(text: str, shape: Expression) -> bool:
+    """True if i may be a variable: an index, beside letters for whole numbers, in a relation or multiplied by itself.
+
+    A reference in which it is the imaginary unit has been simplified, and has no power of it.
+    """
+    if not _LETTER_I.search(text):
+        return False
+    relation = shape.relations and not _LEFT_SIDE.match(shape.text)
+    return bool(relation or shape.letters & _INDEX_LETTERS or _INDEX.search(text) or _MULTIPLIED.search(text))
 
 
 def _content(reference: str) -> str:
@@ -381,7 +448,7 @@ def _shape(text: str) -> Expression:
     try:
         return plain_expression(text)
     except Unreadable:
-        return Expression(text, 0, (), frozenset(), frozenset(text), ())
+        return Expression(text, 0, 0, (), frozenset(), frozenset(text), ())
 
 
 def _parsed(text: str) -> list[object]:

@@ -74,6 +74,8 @@ SLOW = {
     "radicals": r"\sqrt{x+" * 10 + "y" + "}" * 10,
     "quotient": r"\frac{(x+y)^{30}-z^{30}}{(x+y)^{29}+z^{29}}",
     "exponents": "(x^{y}+y^{z})^{x+y+z}",
+    "imaginary unit in functions": r"(\sin i+\cos i+1)^{20}",
+    "powers of complex numbers": "(2+3i)^{60}(1-i+x)^{59}",
 }
 
 
