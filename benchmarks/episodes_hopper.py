@@ -95,7 +95,7 @@ from fp8core.rollout.engine import PromptGroup, Sampling, sample_seed
 from fp8core.rollout.episodes import Episode, MultiTurn, TurnBudget, run_episodes
 from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.vllm.settings import CAPTURED_TOKENS
-from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.run.context import gc_freeze, gc_unfreeze
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
@@ -238,7 +238,7 @@ def _warm(rows: RowFile, options: argparse.Namespace) -> Iterator[tuple[Any, Cal
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
-        freeze_heap()  # as a training does
+        gc_freeze()  # as a training does
         # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
         timed(engine, REQUESTS, PROMPT, ROW, seed=1)
         talk = plain_talk(arch.vocab_size)
@@ -247,7 +247,7 @@ def _warm(rows: RowFile, options: argparse.Namespace) -> Iterator[tuple[Any, Cal
         about |= {"kind": "episodes", "model": "qwen3-8b", "layers": arch.num_layers, "turns": TURNS}
         yield engine, timed, talk, about
     finally:
-        thaw_heap()
+        gc_unfreeze()
         engine.close()
 
 

@@ -28,7 +28,7 @@ from fp8core.config.training import CorrectionConfig
 from fp8core.rl.batch import RolloutBatch, TokenBatch, column
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective
-from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.run.context import gc_freeze, gc_unfreeze
 from tasks.record import mismatch, rollout_metrics, torch_threads
 
 COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 5
@@ -142,11 +142,11 @@ def collections() -> list[dict[str, Any]]:
     gc.collect()
     row = {"kind": "collection", "objects": len(gc.get_objects())}
     as_it_is = {**row, "frozen": False, "milliseconds": median(gc.collect)}
-    freeze_heap()
+    gc_freeze()
     try:
         return [as_it_is, {**row, "frozen": True, "milliseconds": median(gc.collect)}]
     finally:
-        thaw_heap()
+        gc_unfreeze()
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[str]:

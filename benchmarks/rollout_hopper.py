@@ -34,7 +34,7 @@ from benchmarks.vllm_hopper import prepare
 from fp8core.config.engines import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Sampling
-from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.run.context import gc_freeze, gc_unfreeze
 
 # With random weights the next token is one of these with a probability of about 1 / 800: lengths are geometric.
 TAIL = frozenset(range(4, 194))
@@ -170,7 +170,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     try:
         cases.synchronise(engine, cases.random_policy(arch, contract, own_layers=1))
         torch.cuda.empty_cache()
-        freeze_heap()  # as a training does
+        gc_freeze()  # as a training does
         about = {"model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
         about |= cases.engine_row(cases.summary(engine.describe()), settings)
         for cell in engine_of.cells:
@@ -182,7 +182,7 @@ def measure(engine_of: Engine, out: Path) -> None:
         if engine_of.traced:
             rows.append({"kind": "decode_trace", **about, **decode_trace(engine, *engine_of.traced)})
     finally:
-        thaw_heap()
+        gc_unfreeze()
         engine.close()
 
 

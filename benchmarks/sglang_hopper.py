@@ -46,7 +46,7 @@ from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import Sampling
 from fp8core.rollout.sglang.requirements import find_build
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
-from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.run.context import gc_freeze, gc_unfreeze
 
 SHORT, REPEATS, LAYERS = (256, 512, 512), 3, 36
 ALIGNED = "aligned"
@@ -108,13 +108,13 @@ def measure(options: argparse.Namespace) -> None:
         del policy
         torch.cuda.empty_cache()
         about |= {name: engine.describe()[name] for name in ("version", "backend", "kernels", "head", "scale_rule")}
-        freeze_heap()  # as a training does
+        gc_freeze()  # as a training does
         for cell in cells:
             timed = _timed(engine, cell, repeats)
             rows.append_growing({"kind": "rollout", **about, "long_tailed": False, **row} for row in timed)
             print(case, cell, rows.rows[-1]["all_tokens_per_s"], flush=True)
     finally:
-        thaw_heap()
+        gc_unfreeze()
         engine.close()
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tables [NAME ...]                                     all when none is named
     python -m benchmarks.tables --rows FILE.json loop                          from rows that are not stored yet
-    python -m benchmarks.tables --rows runs/parity/NAME/verdict.json parity    of a night; --keep FILE stores its row
+    python -m benchmarks.tables --rows runs/parity/NAME/verdict.json parity    of a run; --keep FILE stores its row
 
 They are on the pages below docs/results. `engine` also prints when steps came and which processes were busy.
 """
@@ -57,17 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
     parser.add_argument("--rows", type=Path, help="for `loop` or `parity`, instead of what is stored")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the row of a parity night")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the row of a parity run")
     options = parser.parse_args(arguments)
     if unknown := {*options.names} - {*TABLES}:
         parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(TABLES)}")
     if options.rows is not None:
         content = json.loads(options.rows.read_text())
         if options.names == ["parity"]:
-            night = content[0] if isinstance(content, list) else night_row(content)
-            print(parity_table(night))
+            parity = content[0] if isinstance(content, list) else parity_row(content)
+            print(parity_table(parity))
             if options.keep is not None:
-                write_rows(options.keep, [night])
+                write_rows(options.keep, [parity])
         else:
             print(*loop_tables(content), sep="\n\n")
         return
@@ -477,24 +477,24 @@ def _named(row: Row) -> str:
     return f"{row['variant']}{seed}{engine}" + ("" if source == "pass" else f", log-probs of {source}")
 
 
-# A parity night
+# A parity run
 
 _KEPT = ("config", "ended", "outcome", "seeds", "variants", "checks", "versions", "hardware")
 
 
-def night_row(verdict: Row) -> Row:
+def parity_row(verdict: Row) -> Row:
     """A verdict as a row, without its settings, which name folders."""
     return {"kind": "parity", **{key: verdict[key] for key in _KEPT}, "commit": None, **verdict["git"], "command": None}
 
 
-def parity_table(night: Row) -> str:
+def parity_table(parity: Row) -> str:
     """A row for each check and a column for each variant; what did not pass is marked."""
     found: dict[str, dict[str, str]] = {}
-    for check in night["checks"]:
-        if check["variant"] in night["variants"]:  # The preflight is of no variant.
+    for check in parity["checks"]:
+        if check["variant"] in parity["variants"]:  # The preflight is of no variant.
             words = check["found"] if check["outcome"] == "PASS" else f"{check['found']} ({check['outcome']})"
             found.setdefault(check["name"], {"bound": check["bound"]})[check["variant"]] = words
-    columns = [*night["variants"], "bound"]
+    columns = [*parity["variants"], "bound"]
     return table(["", *columns], [[name, *(cells.get(c, "") for c in columns)] for name, cells in found.items()])
 
 

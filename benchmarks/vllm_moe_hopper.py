@@ -34,7 +34,7 @@ from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm.requirements import model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
-from fp8core.run.context import freeze_heap, thaw_heap
+from fp8core.run.context import gc_freeze, gc_unfreeze
 
 MODEL = "qwen3-30b-a3b"
 _AS_IT_IS: Mapping[str, str] = {}
@@ -162,7 +162,7 @@ def rollout(
     try:
         updated = cases.synchronise(engine, random_policy(arch, agreed, own_layers=1))
         torch.cuda.empty_cache()
-        freeze_heap()  # as a training does
+        gc_freeze()  # as a training does
         described = cases.summary(engine.describe())
         rows.append({"kind": "described", **about, **described})
         about |= cases.engine_row(described, chosen)
@@ -177,7 +177,7 @@ def rollout(
         if routes:
             rows.append({**about, "routes_reported": True, "repeats": 1, **_timed_routes(engine, *sizes)})
     finally:
-        thaw_heap()
+        gc_unfreeze()
         engine.close()
 
 

@@ -83,8 +83,8 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
     exact, plain = small["fp8_end_to_end_kv"], small["fp8_rollout"]
     real = [row for row in stored("real_parity") if row["kind"] == "alignment"]
     worst_of = {name: max(row["tmpe_max"] for row in real if row["variant"] == name) for name in REAL}
-    (night,) = stored("parity_real")
-    found = {check["name"]: check["found"] for check in night["checks"] if check["variant"] == REAL[1]}
+    (parity,) = stored("parity_real")
+    found = {check["name"]: check["found"] for check in parity["checks"] if check["variant"] == REAL[1]}
     gap, interval = found["held-out accuracy minus BF16, at the end"].split(" ", 1)
     large = {variant: row for (variant, source), row in _large().items() if source == "training"}
     error = "error {:g}, {} tokens differ"
@@ -107,7 +107,7 @@ def _mismatch_claims() -> list[tuple[str, ...]]:
         (
             "no mismatch on pretrained weights",
             f"error {worst_of[REAL[1]]:g}",
-            f"SmolLM2-135M, {len(night['seeds'])} seeds of {real[0]['steps']} steps on an H200; "
+            f"SmolLM2-135M, {len(parity['seeds'])} seeds of {real[0]['steps']} steps on an H200; "
             f"BF16: {worst_of[REAL[0]]:.3f}",
             "real_parity.json",
             "real.md",

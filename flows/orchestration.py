@@ -318,7 +318,7 @@ class PrefectArtifacts:
     """
 
     name = "Prefect"
-    follows = "what its UI shows of the run follows"
+    outage_note = "what its UI shows of the run follows"
     idle_seconds = None
 
     def __init__(self, run: RunContext, page: str, flow_run: str | None, client: SyncPrefectClient) -> None:

@@ -124,21 +124,21 @@ def _verdict(plan: ParityPlan, golden: Golden, failures: dict[tuple[str, int], s
         platform=plan.platform,
         failures=failures,
     )
-    night = record_of(plan, verdict)
-    write_result(night, plan.folder)
-    before = last_passing(plan.folder.parent, night.config, night.name)
-    text = parity_markdown(night, measured, before)
-    page = parity_html(night, measured, runs, before, plan.config.parity)
+    result = record_of(plan, verdict)
+    write_result(result, plan.folder)
+    before = last_passing(plan.folder.parent, result.config, result.name)
+    text = parity_markdown(result, measured, before)
+    page = parity_html(result, measured, runs, before, plan.config.parity)
     files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
-    show_markdown(text, artifact_key(plan.name, "verdict"), night.headline[:200])
+    show_markdown(text, artifact_key(plan.name, "verdict"), result.headline[:200])
     get_run_logger().info(text)
-    logged = log_parity(night, plan.config, files, [training.folder for training in plan.trainings])
+    logged = log_parity(result, plan.config, files, [training.folder for training in plan.trainings])
     say(f"{text}\n{files[1]}\n{logged}")
-    if night.outcome == FAIL:
-        return failed(night.headline)
-    if night.outcome == NOT_ENOUGH:
-        return unanswered(night.outcome, night.headline)
-    return Completed(message=night.headline, data=night.model_dump(mode="json"))
+    if result.outcome == FAIL:
+        return failed(result.headline)
+    if result.outcome == NOT_ENOUGH:
+        return unanswered(result.outcome, result.headline)
+    return Completed(message=result.headline, data=result.model_dump(mode="json"))
 
 
 def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:

@@ -23,7 +23,7 @@ from fp8core.store.manifest import current_code, git_state, hardware, library_ve
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
-SHELF = "parity"
+PARITY_DIR = "parity"
 """Folder beside the runs, with a folder for each parity run."""
 _DIGITS = 8
 VariantName = Literal[
@@ -93,7 +93,7 @@ class ParityPlan:
     @property
     def folder(self) -> Path:
         """Of the verdict and the report."""
-        return self.config.runs.absolute() / SHELF / self.name
+        return self.config.runs.absolute() / PARITY_DIR / self.name
 
     @cached_property
     def corrected(self) -> RunConfig:
@@ -137,8 +137,8 @@ def refuse(asked: ParityRequest, date: str) -> ParityPlan:
     return ParityPlan(name, config, variants, seeds, trainings)
 
 
-def _training(named: str, overrides: Overrides, config: RunConfig, night: str, variant: str, seed: int) -> Training:
-    run = f"parity-{night}-{variant}-{seed}"
+def _training(named: str, overrides: Overrides, config: RunConfig, name: str, variant: str, seed: int) -> Training:
+    run = f"parity-{name}-{variant}-{seed}"
     settings = merged_overrides(overrides, {**variant_settings(VARIANTS[variant], config, seed), "run": run})
     own = load_config(named, settings)
     return Training(variant, seed, own, {"config": named, "run": run, "overrides": settings})

@@ -59,13 +59,13 @@ class PrefectServer:
             bound.bind(("127.0.0.1", 0))
             self.api = f"http://127.0.0.1:{bound.getsockname()[1]}/api"
             arguments = running("flows.prefect_server", "training", str(bound.fileno()))
-            self._lifeline = TiedProcess(arguments, self._output, files=[bound.fileno()])
+            self._process = TiedProcess(arguments, self._output, files=[bound.fileno()])
 
     def wait(self) -> None:
         """Return when it serves. Raises UserError, with its last output, when it does not."""
         deadline = time.monotonic() + _START_SECONDS
         while not answers(f"{self.api}/health"):
-            if self._lifeline.exit_code is not None or time.monotonic() > deadline:
+            if self._process.exit_code is not None or time.monotonic() > deadline:
                 self._output.seek(0)
                 reason = last_words(self._output.read().decode(errors="replace"))
                 raise UserError(f"Prefect's server for this training did not start: {reason}")
@@ -73,7 +73,7 @@ class PrefectServer:
 
     def stop(self) -> None:
         """End it and wait until it has stored what it received."""
-        self._lifeline.end()
+        self._process.end()
 
 
 def answers(url: str, seconds: float = 5.0) -> bool:

@@ -44,7 +44,7 @@ class MlflowBacklog:
     """A run's data to publish to MLflow (`session.Destination`)."""
 
     name = "MLflow"
-    follows = "metrics stay in the ledger and follow"
+    outage_note = "metrics stay in the ledger and follow"
 
     def __init__(self, run: RunContext, tracker: Tracker, file: TrackingFile) -> None:
         self.patience = OUTAGE_PATIENCE_SECONDS

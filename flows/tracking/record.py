@@ -263,13 +263,13 @@ class Guardian:
 
     def __enter__(self) -> Self:
         arguments = ["-I", "-S", "-c", _WAIT, *self._job]
-        self._lifeline = TiedProcess(arguments, subprocess.DEVNULL, environment=self._environment)
+        self._process = TiedProcess(arguments, subprocess.DEVNULL, environment=self._environment)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._lifeline.end(_GOODBYE)
+        self._process.end(_GOODBYE)
 
 
 if __name__ == "__main__":

@@ -222,13 +222,13 @@ def _params(result: EvaluationResult) -> dict[str, str]:
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
 
 
-def log_parity(night: ParityResult, config: RunConfig, files: list[Path], trainings: Iterable[Path]) -> str:
+def log_parity(result: ParityResult, config: RunConfig, files: list[Path], trainings: Iterable[Path]) -> str:
     """Log a verdict with its files; returns a line with the place, or the reason why not. The files stay in any case.
 
     A parity run that is judged again, after more of its trainings, continues its MLflow run.
 
     Args:
-        night: the verdict.
+        result: the verdict.
         config: names the store.
         files: what is shown with it.
         trainings: folders of its runs, which MLflow shows below it.
@@ -239,36 +239,40 @@ def log_parity(night: ParityResult, config: RunConfig, files: list[Path], traini
             prepare_store(uri, config.runs)
             client = MlflowClient(tracking_uri=uri)
             experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-            run_id = _run_of(client, experiment, night)
-            client.log_batch(run_id, _night_metrics(night))
+            run_id = _run_of(client, experiment, result)
+            client.log_batch(run_id, _parity_metrics(result))
             for path in files:
                 client.log_artifact(run_id, str(path))
             for training in map(read_record, trainings):
                 if training is not None and training.uri == without_passwords(uri):
                     client.set_tag(training.run_id, MLFLOW_PARENT_RUN_ID, run_id)
-            for key, value in {"fp8_grpo.verdict": night.outcome, "verdict": night.outcome.lower()}.items():
+            for key, value in {"fp8_grpo.verdict": result.outcome, "verdict": result.outcome.lower()}.items():
                 client.set_tag(run_id, key, value)
-            client.set_tag(run_id, MLFLOW_RUN_NOTE, night.headline)
-            client.set_terminated(run_id, _STATUS[night.outcome])
+            client.set_tag(run_id, MLFLOW_RUN_NOTE, result.headline)
+            client.set_terminated(run_id, _STATUS[result.outcome])
     except (Outage, UserError) as error:
         return f"the verdict is not logged: {error}"
     return f"logged as MLflow run {run_id} in {without_passwords(uri)}"
 
 
-def _run_of(client: MlflowClient, experiment: str, night: ParityResult) -> str:
-    found = client.search_runs([experiment], f"tags.`{PARITY}` = '{night.name}'", max_results=1)
+def _run_of(client: MlflowClient, experiment: str, result: ParityResult) -> str:
+    found = client.search_runs([experiment], f"tags.`{PARITY}` = '{result.name}'", max_results=1)
     if found:
         return str(found[0].info.run_id)
-    run_id = str(client.create_run(experiment, None, {PARITY: night.name}, f"parity-{night.name}").info.run_id)
-    params = {"config": night.config, "variants": ", ".join(night.variants), "seeds": ", ".join(map(str, night.seeds))}
+    run_id = str(client.create_run(experiment, None, {PARITY: result.name}, f"parity-{result.name}").info.run_id)
+    params = {
+        "config": result.config,
+        "variants": ", ".join(result.variants),
+        "seeds": ", ".join(map(str, result.seeds)),
+    }
     client.log_batch(run_id, params=[Param(*item) for item in params.items()])
     return run_id
 
 
-def _night_metrics(night: ParityResult) -> list[Metric]:
+def _parity_metrics(result: ParityResult) -> list[Metric]:
     now = time.time_ns() // 1_000_000
     return [
         Metric(f"parity/{check.variant}/{check.name.replace(',', '').replace(chr(39), '')}", check.number, now, 0)
-        for check in night.checks
+        for check in result.checks
         if check.number is not None
     ]

@@ -58,8 +58,8 @@ class Destination(Protocol):
     name: str
     patience: float
     """Longest wait of a finished training, in seconds, while the service does not answer."""
-    follows: str
-    """The content that the service gets later, in words after "does not answer;"."""
+    outage_note: str
+    """Said on the console during an outage: what the service gets later. It follows "does not answer;"."""
 
     def publish(self) -> Iterator[None]:
         """Publishes what is missing, in order; yields after each piece. A repetition leaves nothing twice.
@@ -136,7 +136,7 @@ class _Line:
             self._away_since = now
         if type(error) not in self._said:
             self._said.add(type(error))
-            self._console.note(f"{self.destination.name} {error.shown}; {self.destination.follows}")
+            self._console.note(f"{self.destination.name} {error.shown}; {self.destination.outage_note}")
         self.due = now + RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if closed_at is not None:

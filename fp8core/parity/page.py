@@ -41,11 +41,11 @@ def mean_history(runs: Sequence[RunData]) -> History:
 
 
 def parity_html(
-    night: ParityResult, measured: Sequence[Measured], runs: Runs, before: ParityResult | None, config: ParityConfig
+    result: ParityResult, measured: Sequence[Measured], runs: Runs, before: ParityResult | None, config: ParityConfig
 ) -> str:
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
-    seeds = f"Mean over {len(night.seeds)} seeds."
+    seeds = f"Mean over {len(result.seeds)} seeds."
     found = [
         f"{label}, mean over its seeds: {answer(history, short, prompts=_prompts(runs[label])).words}."
         for label, history in compared
@@ -56,11 +56,11 @@ def parity_html(
         charted("learning", "Learning", collapsed(curve_chart(curve, compared) for curve in LEARNING), [seeds]),
         charted("alignment", "Alignment of rollout and training", collapsed(alignment), [seeds]),
         charted("weights", "Raw importance weights", weights, [seeds]),
-        Section("verdict", "Verdict", tables=[matrix_table(night), checks_table(night)]),
-        Section("variants", "Variants", tables=[_variants_table(night), accuracy_table(night, measured)]),
-        _regression(night, before),
+        Section("verdict", "Verdict", tables=[matrix_table(result), checks_table(result)]),
+        Section("variants", "Variants", tables=[_variants_table(result), accuracy_table(result, measured)]),
+        _regression(result, before),
     ]
-    return render_page(f"parity {night.name}", "fp8-grpo parity.", [night.headline, *found], sections)
+    return render_page(f"parity {result.name}", "fp8-grpo parity.", [result.headline, *found], sections)
 
 
 def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
@@ -69,42 +69,42 @@ def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
     return [curve_chart(curve, lines, _verdict_bounds(curve, config)) for curve in (*LEARNING[:4], *ALIGNMENT[:2])]
 
 
-def parity_markdown(night: ParityResult, measured: Sequence[Measured], before: ParityResult | None) -> str:
+def parity_markdown(result: ParityResult, measured: Sequence[Measured], before: ParityResult | None) -> str:
     """Verdict and tables where a page cannot be shown."""
-    parts = [f"**{night.name}**: {night.headline}", _markdown(matrix_table(night)), _markdown(checks_table(night))]
-    parts.append(_markdown(accuracy_table(night, measured)))
-    section = _regression(night, before)
+    parts = [f"**{result.name}**: {result.headline}", _markdown(matrix_table(result)), _markdown(checks_table(result))]
+    parts.append(_markdown(accuracy_table(result, measured)))
+    section = _regression(result, before)
     parts += [*section.text, *(_markdown(table) for table in section.tables)]
     return printable_lines("\n\n".join(parts)) + "\n"
 
 
-def matrix_table(night: ParityResult) -> Table:
+def matrix_table(result: ParityResult) -> Table:
     """The outcome of every check, a row for each, in the column of its variant."""
-    found = {(check.name, check.variant): check.outcome for check in night.checks}
-    # A check of the whole night, such as that of the preflight, has a column of its own.
-    variants = dict.fromkeys([*night.variants, *(check.variant for check in night.checks)])
+    found = {(check.name, check.variant): check.outcome for check in result.checks}
+    # A check of the whole parity run, such as that of the preflight, has a column of its own.
+    variants = dict.fromkeys([*result.variants, *(check.variant for check in result.checks)])
     rows = [
         (name, *(found.get((name, variant), MISSING) for variant in variants))
-        for name in dict.fromkeys(check.name for check in night.checks)
+        for name in dict.fromkeys(check.name for check in result.checks)
     ]
     return Table("Verdict", ["check", *variants], rows)
 
 
-def checks_table(night: ParityResult) -> Table:
+def checks_table(result: ParityResult) -> Table:
     """Every check with its bound and the reason of the bound."""
-    rows = [(c.outcome, c.variant, c.name, c.found, c.bound, c.reason) for c in night.checks]
+    rows = [(c.outcome, c.variant, c.name, c.found, c.bound, c.reason) for c in result.checks]
     return Table("Checks", ["", "variant", "what", "found", "bound", "because"], rows)
 
 
-def accuracy_table(night: ParityResult, measured: Sequence[Measured]) -> Table:
+def accuracy_table(result: ParityResult, measured: Sequence[Measured]) -> Table:
     """Held-out accuracy of every training."""
     of = {(one.variant, one.seed): one for one in measured}
     rows = [
-        (variant, *(_accuracy(of.get((variant, seed))) for seed in night.seeds))
-        for variant in night.variants
+        (variant, *(_accuracy(of.get((variant, seed))) for seed in result.seeds))
+        for variant in result.variants
         if variant != STRESS
     ]
-    columns = ["variant", *(f"seed {seed}" for seed in night.seeds)]
+    columns = ["variant", *(f"seed {seed}" for seed in result.seeds)]
     return Table("Held-out accuracy, mean of the last evaluations", columns, rows)
 
 
@@ -121,24 +121,24 @@ def _accuracy(one: Measured | None) -> str:
     return MISSING if one is None or one.accuracy is None else short(one.accuracy)
 
 
-def _variants_table(night: ParityResult) -> Table:
-    rows = [(name, VARIANTS[name].rollout, VARIANTS[name].training, VARIANTS[name].title) for name in night.variants]
+def _variants_table(result: ParityResult) -> Table:
+    rows = [(name, VARIANTS[name].rollout, VARIANTS[name].training, VARIANTS[name].title) for name in result.variants]
     return Table("What was trained", ["variant", "rollout", "training", ""], rows)
 
 
-def _regression(night: ParityResult, before: ParityResult | None) -> Section:
+def _regression(result: ParityResult, before: ParityResult | None) -> Section:
     if before is None:
         return Section("changes", "Since it last passed", ["No earlier run of this configuration passed."])
-    found = changes_table(before, night)
+    found = changes_table(before, result)
     words = f"Compared with {before.name}, which ended {before.ended}."
     return Section(
         "changes", "Since it last passed", [words if found.rows else f"{words} Nothing changed."], (), [found]
     )
 
 
-def changes_table(before: ParityResult, night: ParityResult) -> Table:
-    """The differences from a night before."""
-    rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, night)]
+def changes_table(before: ParityResult, result: ParityResult) -> Table:
+    """The differences from an earlier parity run."""
+    rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, result)]
     return Table("What changed", ["kind", "what", "before", "now"], rows)
 
 

@@ -149,7 +149,7 @@ def _opened(pid: int | None) -> int | None:
 
 
 def _start(followed: int | None, between: int | None) -> None:
-    Thread(target=_end_after, args=(followed, between), name="lifeline", daemon=True).start()
+    Thread(target=_end_after, args=(followed, between), name="end_with_parent", daemon=True).start()
 
 
 def _end_after(followed: int | None, between: int | None) -> None:

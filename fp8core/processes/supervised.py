@@ -18,8 +18,8 @@ _SWEEPING_SECONDS = 20.0
 """A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """No limit of ours, and nothing that a user's code does by mistake, ends a process in this way."""
-LEFT = 0
-"""As the code of an orderly end: the channel is closed by us, or against the rules."""
+CHANNEL_CLOSED = 0
+"""Exit code of a process that closed its channel, or that ended orderly because we closed it."""
 
 
 class Lines:
@@ -91,11 +91,11 @@ class SupervisedProcess:
             self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], variables)
 
     def exit_code(self) -> int:
-        """Its exit code where it ended by itself, negative for a signal; LEFT if it only closed its end."""
+        """Its exit code where it ended by itself, negative for a signal; CHANNEL_CLOSED if it only closed its end."""
         try:
             return self._supervisor.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            return LEFT
+            return CHANNEL_CLOSED
 
     def end(self) -> None:
         """Kill it and everything it has started; a second call does nothing."""
@@ -110,6 +110,6 @@ class SupervisedProcess:
 
 def described(code: int) -> str:
     """The end of a process, in words."""
-    if code == LEFT:
+    if code == CHANNEL_CLOSED:
         return "it closed its channel"
     return f"its process ended ({f'exit code {code}' if code > 0 else signal.Signals(-code).name})"

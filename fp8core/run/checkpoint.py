@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_path, why_not_written
 from fp8core.errors import StoredFileError, UserError
-from fp8core.run.context import RunContext, thawed_heap
+from fp8core.run.context import RunContext, gc_unfrozen
 from fp8core.run.policy import initial_trainer
 from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
 from fp8core.store.gc import kept_steps, metric_values
@@ -106,7 +106,7 @@ def load_state(run: RunContext, version: int) -> None:
         return
     run.ready_trainer().close()
     run.trainer = None  # There may be no room for two.
-    with thawed_heap():
+    with gc_unfrozen():
         run.trainer = initial_trainer(run)
 
 

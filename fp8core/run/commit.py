@@ -23,7 +23,7 @@ from fp8core.store.manifest import (
     write_signature,
 )
 from fp8core.store.metrics import OF_START, start_metrics
-from fp8core.store.step_manifests import mend_manifest
+from fp8core.store.step_manifests import put_back_manifest
 
 
 def commit_step(run: RunContext, index: int) -> None:
@@ -136,7 +136,7 @@ def stored_manifest(run: RunContext, index: int) -> StepManifest:
     Raises:
         UserError: both copies are damaged.
     """
-    manifest, damage = mend_manifest(run.directory.store, run.directory.path, committed_step(run, index))
+    manifest, damage = put_back_manifest(run.directory.store, run.directory.path, committed_step(run, index))
     if damage is not None:
         run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
     return manifest

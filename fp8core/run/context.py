@@ -77,7 +77,7 @@ class RunContext:
     environment_seconds: dict[int, dict[str, list[float]]] = field(default_factory=dict, repr=False)
     """By step and episode (step of its prompt/group/sample), what each answer took that came in the step."""
     halted: threading.Event = field(default_factory=threading.Event, repr=False)
-    """A task of the step has failed: what goes on beside the others as long as they do is to end."""
+    """Set when a task of the step failed or the run was interrupted: parallel tasks must stop."""
     kernels: KernelFolders | None = field(default=None, repr=False)
     """Where kernels are kept, of a run that compiles them."""
     kept_kernels: int = 0
@@ -164,7 +164,7 @@ def release(path: Path) -> None:
     if run is None:
         return
     # Weights in a cycle that was frozen would stay.
-    thaw_heap()
+    gc_unfreeze()
     if run.cluster is not None:
         # Parts on ranks would be dropped only after the call that a rank computes, which may take an hour.
         run.cluster.close()
@@ -173,26 +173,26 @@ def release(path: Path) -> None:
             part.close()
 
 
-def freeze_heap() -> None:
-    """Take all that is alive now out of the collector's sight, once what lives long has been built.
+def gc_freeze() -> None:
+    """Exclude all present objects from garbage collection; call it once the long-lived parts are built.
 
-    Objects dropped later are freed as before, unless they are part of a cycle: that waits for `thaw_heap`. So does what
-    was dropped before, but beside a GPU, whose memory must not wait; elsewhere looking for it would only delay a start.
+    Later reference counts still free them, except for cycles: those wait for `gc_unfreeze`. Garbage is collected first
+    where there is a GPU, whose memory must not wait. Elsewhere a collection would only delay a start.
     """
     if torch.cuda.is_available():
         gc.collect()
     gc.freeze()
 
 
-def thaw_heap() -> None:
-    """Show the collector everything again; does nothing where nothing is frozen."""
+def gc_unfreeze() -> None:
+    """Return all objects to garbage collection; does nothing where nothing is frozen."""
     gc.unfreeze()
 
 
 @contextmanager
-def thawed_heap() -> Iterator[None]:
-    """Something that lives long is replaced inside: what it was is freed before the block begins, cycles included."""
-    thaw_heap()
+def gc_unfrozen() -> Iterator[None]:
+    """Replace a long-lived part inside: what the caller dropped is freed before the block begins, cycles included."""
+    gc_unfreeze()
     gc.collect()
     yield
-    freeze_heap()
+    gc_freeze()

@@ -41,7 +41,7 @@ from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import RunDescription, RunDirectory
 from fp8core.store.run_view import RunView, inspect_manifest
-from fp8core.store.step_manifests import mend_manifest, read_manifest, refuse_other_outputs
+from fp8core.store.step_manifests import put_back_manifest, read_manifest, refuse_other_outputs
 from fp8core.training.trainer import UpdateError
 
 
@@ -305,7 +305,7 @@ def put_back(original: RunDirectory, scratch: Path, steps: range, console: Conso
                 original.store.put_back(ref, made)
                 console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")
     for index in steps:
-        damage = mend_manifest(original.store, original.path, original.ledger.steps()[index]).damage
+        damage = put_back_manifest(original.store, original.path, original.ledger.steps()[index]).damage
         if damage is not None:
             console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
 
@@ -451,8 +451,8 @@ def _other_hardware(stored: StepManifest) -> Iterator[str]:
 
 
 def _lost_cache(original: RunSnapshot, config: RunConfig, first: int, index: int) -> Iterator[str]:
-    """Of a run that keeps its cache at an update: a replay has the cache of completions in flight computed anew."""
-    # A replay from the first step on keeps the cache as the run did, up to where that was resumed.
+    """A line where the run kept the KV cache of older weights across an update, and the replay recomputed it."""
+    # From step 1 on, a replay keeps its cache as the run did, until the step at which the run was resumed.
     committed = original.ledger.steps()[index].committed_ms / 1000
     resumed = any(segment.started < committed for segment in original.ledger.segments()[1:])
     if index > START and (first > START + 1 or resumed) and not config.pipeline.recompute_kv_cache_after_weight_update:

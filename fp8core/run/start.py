@@ -34,7 +34,7 @@ from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_engine, build_sft_trainer
-from fp8core.run.context import RunContext, freeze_heap
+from fp8core.run.context import RunContext, gc_freeze
 from fp8core.run.episodes import ending_of, score
 from fp8core.run.execute import TaskResult, attempt, run_task
 from fp8core.run.player import EpisodePlayer
@@ -97,7 +97,7 @@ def build_workers(run: RunContext) -> None:
     run.engine = build_engine(run.config, run.arch, run.cluster)
     run.engine.sleep()
     run.trainer = initial_trainer(run)
-    freeze_heap()
+    gc_freeze()
 
 
 def first_scales(run: RunContext) -> TaskResult:

@@ -48,7 +48,7 @@ def find_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> Found
     return FoundManifest(found, damage)
 
 
-def mend_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> FoundManifest:
+def put_back_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> FoundManifest:
     """As `find_manifest`, and a damaged artifact is put back from the copy. Raises UserError: the disk refuses."""
     found = find_manifest(store, folder, entry)
     if found.damage is not None:

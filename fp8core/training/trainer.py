@@ -160,7 +160,7 @@ class Trainer(Protocol):
         ...
 
     def rest(self) -> None:
-        """Release what passes have made ready, where it is soon made again: the next pass is not near."""
+        """Free prepared weights where they are cheap to rebuild; the next pass rebuilds them."""
         ...
 
     def close(self) -> None:

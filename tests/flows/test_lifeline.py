@@ -16,7 +16,7 @@ PARENT = """\
 import os, sys, time
 from fp8core.processes.end_with_parent import TiedProcess
 echo = "import os; word = os.read(0, 100); os.write(1, word + b'END')"
-lifeline = TiedProcess(["-c", echo], open(sys.argv[1], "wb"))
+process = TiedProcess(["-c", echo], open(sys.argv[1], "wb"))
 if os.fork() == 0:
     time.sleep(60)
 print("ready", flush=True)
@@ -53,26 +53,26 @@ def test_a_killed_parent_is_noticed_beside_a_forked_copy(said: Path) -> None:
 
 def test_the_child_hears_a_word_and_is_waited_for(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = TiedProcess(
+        process = TiedProcess(
             ["-c", "import os; os.write(1, os.read(0, 100)); os.write(1, os.read(0, 100) + b'!')"], file
         )
-    assert lifeline.exit_code is None
-    lifeline.end(b"goodbye")
+    assert process.exit_code is None
+    process.end(b"goodbye")
     assert said.read_bytes() == b"goodbye!"
-    assert lifeline.exit_code == 0
-    lifeline.end()
+    assert process.exit_code == 0
+    process.end()
 
 
 def test_a_child_that_is_gone_is_no_error(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = TiedProcess(["-c", ""], file)
-    while lifeline.exit_code is None:
+        process = TiedProcess(["-c", ""], file)
+    while process.exit_code is None:
         time.sleep(0.02)
-    lifeline.end(b"goodbye")
+    process.end(b"goodbye")
 
 
 def test_signals_of_the_group_do_not_reach_the_child(said: Path) -> None:
     with said.open("wb") as file:
-        lifeline = TiedProcess(["-c", "import os; print(os.getsid(0), flush=True); os.read(0, 1)"], file)
-    lifeline.end()
+        process = TiedProcess(["-c", "import os; print(os.getsid(0), flush=True); os.read(0, 1)"], file)
+    process.end()
     assert int(said.read_text()) != os.getsid(0)

@@ -24,7 +24,7 @@ import time
 from flows.prefect_server import PrefectServer
 server = PrefectServer()
 server.wait()
-print(server.api, server._lifeline._process.pid, flush=True)
+print(server.api, server._process._process.pid, flush=True)
 time.sleep(600)
 """
 

@@ -128,7 +128,7 @@ def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, 
 class Service:
     """A destination of the publisher: `error` is what an attempt raises."""
 
-    follows = "it follows"
+    outage_note = "it follows"
     idle_seconds = None
 
     def __init__(self, name: str, patience: float = 0.2) -> None:

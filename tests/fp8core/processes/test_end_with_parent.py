@@ -120,7 +120,7 @@ def test_a_process_that_is_gone_is_followed_at_once(start_chain, other):
 
 def test_without_a_parent_nobody_is_followed():
     follow_parent()
-    assert "lifeline" not in [thread.name for thread in threading.enumerate()]
+    assert "end_with_parent" not in [thread.name for thread in threading.enumerate()]
 
 
 def started_by(process: psutil.Process) -> list[psutil.Process]:
