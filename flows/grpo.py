@@ -45,6 +45,7 @@ from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
+from fp8core.report.silence import silence
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
@@ -271,7 +272,7 @@ def finish(session: Session, console: Console) -> Summary:
     write_report(run)
     session.mlflow.add_result()
     session.publisher.wake()
-    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page)
+    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, silence(metrics))
     return summary
 
 

@@ -39,6 +39,7 @@ from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
+from fp8core.report.silence import silence
 from fp8core.report.summary import CURVES, REPORT
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
@@ -140,7 +141,7 @@ def _note(run: RunContext) -> str:
 
 
 def _headline(run: RunContext) -> str:
-    """A table of the headline metrics at the first and the last step that measured them."""
+    """A table of the headline metrics at the first and the last step that measured them, and what had no signal."""
     steps = range(START, (run.directory.ledger.last_step() or START) + 1)
     rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
     lines = ["| metric | first | last |", "| --- | --- | --- |"]
@@ -148,7 +149,9 @@ def _headline(run: RunContext) -> str:
         measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
         if measured:
             lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
-    return "\n".join(lines)
+    found = silence([step_metrics(run, step) for step in steps])
+    told = [] if found is None else ["", f"{found.words}." + (f" To do: {found.advice}." if found.many else "")]
+    return "\n".join([*lines, *told])
 
 
 def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None], error: str) -> None:

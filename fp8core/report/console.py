@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8core.errors import printable
+from fp8core.report.silence import Silence
 from fp8core.report.summary import CURVES, MISSING, REPORT, Summary
 from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS, TOKENS_DIFFERING
 
@@ -25,8 +26,6 @@ LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where t
 BRACKETS_LEGEND = "held-out in brackets: of an earlier step, as this one was not evaluated"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
-# Steps without a signal that are warned of, in a run of that many steps.
-FEWEST_TO_WARN, SHARE_TO_WARN = 10, 1 / 3
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 # The column of a run that generates ahead.
 _AGE = {"age": 4}
@@ -165,9 +164,11 @@ class Console:
         text.truncate(self._console.width - len(rewarded), overflow="ellipsis")
         self._console.print(text + Text(rewarded, style="dim"), no_wrap=True)
 
-    def summary(self, summary: Summary, folder: Path, ui_command: str | None, page: str) -> None:
+    def summary(
+        self, summary: Summary, folder: Path, ui_command: str | None, page: str, silence: Silence | None = None
+    ) -> None:
         """The result in a panel; then the report, the curves, the command of the MLflow UI, the run's
-        page, and the chain's head."""
+        page, and the chain's head. `silence` is that of the run, if steps had no signal."""
         results = Table.grid(padding=(0, 2))
         edge = summary.reward_edge_steps
         of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
@@ -183,10 +184,9 @@ class Console:
             # A bracket is markup to rich.
             found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
             results.add_row("FP8 from BF16", f"{gap.nats:.3g}", found)
-        if (silent := summary.steps_without_signal) > 0:
-            results.add_row(
-                "no signal", f"{silent} {'step' if silent == 1 else 'steps'}", "the rewards of every group were equal"
-            )
+        if silence is not None:
+            words = f"{silence.reason}: {silence.advice}" if silence.many else silence.reason
+            results.add_row("no signal", silence.count, words, style="yellow" if silence.many else "")
         judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
         results.add_row("bounds", judged, Text(printable(summary.bounds)))
         if summary.overhead_ms_per_step is not None:
@@ -200,10 +200,6 @@ class Console:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
-        if summary.steps >= FEWEST_TO_WARN and silent >= summary.steps * SHARE_TO_WARN:
-            advice = "choose problems that the policy solves now and then, or raise rollout.group_size"
-            warning = f"warning: {silent} of {summary.steps} steps had rewards without a signal: {advice}"
-            self._whole_line(Text(warning, style="yellow"))
         files = {name: str(folder / file) for name, file in (("report", REPORT), ("curves", CURVES))}
         pages = {"MLflow": page} if ui_command is None else {"MLflow UI": ui_command, "then open": page}
         self._places({**files, **pages, "chain": summary.chain_head})

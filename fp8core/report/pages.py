@@ -23,11 +23,13 @@ from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed, run_sentence
+from fp8core.report.silence import mean_shares, silence
 from fp8core.report.summary import EDGE_STEPS, MISSING, first_steps, last_steps, precision_gap
 from fp8core.report.training_charts import (
     ALIGNMENT,
     KV_CURVES,
     LEARNING,
+    SIGNALS,
     WORST_TOKEN,
     Bounds,
     Curve,
@@ -176,6 +178,8 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
         *_ahead_rows(runs),
+        ("outcomes of completions, mean of all steps", _outcomes),
+        ("groups with a signal, mean", _over(SIGNAL, fmean)),
         ("steps in which no group had a signal", _over(SIGNAL, lambda values: values.count(0.0), "{:.0f}".format)),
         ("tokens generated", _over(TOKENS, sum, lambda value: f"{value:,.0f}")),
         ("tokens generated per second of rollout", _rollout_speed),
@@ -277,6 +281,11 @@ def _over(
     return value
 
 
+def _outcomes(run: RunData) -> str:
+    shares = mean_shares(run.history)
+    return ", ".join(f"{share:.1%} {name}" for name, share in shares.items()) or MISSING
+
+
 def _gap_difference(run: RunData) -> str:
     gap = precision_gap(run.history)
     return MISSING if gap is None else gap.difference_words
@@ -298,9 +307,16 @@ def report_html(runs: Sequence[RunData]) -> str:
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {gaps} notes on what is missing are at the end." if gaps else ""
-    answers = [f"{run.label}: {run_sentence(run, short)}" for run in runs]
+    answers = [f"{run.label}: {words}" for run in runs for words in _answers(run)]
     sections = run_sections(runs, configured_bounds(runs))
     return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)
+
+
+def _answers(run: RunData) -> list[str]:
+    """The silence of a run that has much of it, with what helps, and its result."""
+    found = silence(run.history)
+    told = [] if found is None or not found.many else [f"{found.words}. To do: {found.advice}."]
+    return [*told, run_sentence(run, short)]
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
@@ -317,7 +333,7 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     )
     ahead = ahead_charts(lines)
     return [
-        charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in LEARNING)),
+        charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in (*LEARNING, *SIGNALS))),
         charted("alignment", "Alignment of rollout and training", collapsed(alignment)),
         *([charted("ahead", "Generation ahead", collapsed(ahead))] if ahead else []),
         charted("tokens", "Mismatch by token", token_charts(samples)),

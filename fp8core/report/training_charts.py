@@ -29,14 +29,18 @@ from fp8core.report.chart import (
 )
 from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
 from fp8core.report.tokens import TokenSample
+from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.metrics import (
+    CUT_OFF,
     ENTROPY,
     ESS,
     GRAD_NORM,
     HELDOUT,
     K3,
     LENGTH,
+    OUTCOME,
     REWARD,
+    SIGNAL,
     STEP,
     TMPE,
     TOKENS_DIFFERING,
@@ -85,6 +89,18 @@ LEARNING = (
     Curve("Completion length", "tokens, mean of the step", LENGTH, include=(0.0,)),
     Curve("Entropy of the policy", "nats per token", ENTROPY, include=(0.0,)),
     Curve("Gradient norm", "norm before clipping", GRAD_NORM, include=(0.0,)),
+)
+
+SIGNALS = (
+    Curve(
+        "Groups with a signal",
+        "share of prompts whose rewards differ",
+        SIGNAL,
+        include=(0.0, 1.0),
+        note="0: the step learned nothing.",
+    ),
+    Curve("Cut-off completions", "share that reached max_new_tokens", CUT_OFF, include=(0.0, 1.0)),
+    *(Curve(f"Outcome: {name}", "share of completions", f"{OUTCOME}{name}", include=(0.0, 1.0)) for name in OUTCOMES),
 )
 
 # NeMo RL judges its nightly runs by 1.05 in BF16 and 1.1 in FP8, and calls KL errors below 1e-3 acceptable

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.report.console import Console, StyleAccuracy, format_tmpe, shows_sample
+from fp8core.report.silence import Silence
 from fp8core.report.summary import Overhead, PrecisionGap, Summary
 
 METRICS = {
@@ -96,15 +97,14 @@ def test_steps_without_a_signal_are_counted() -> None:
     assert ["no signal (1);" in lines[0], "no signal" in lines[1], "no signal (2);" in lines[2]] == [True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("silent", "steps", "warned"), [(0, 80, False), (26, 80, False), (27, 80, True), (9, 9, False), (4, 10, True)]
-)
-def test_many_steps_without_a_signal_end_in_a_warning(silent: int, steps: int, warned: bool) -> None:
+@pytest.mark.parametrize(("silent", "advised"), [(26, False), (27, True), (80, True)])
+def test_a_summary_counts_steps_without_a_signal_and_advises_where_they_are_many(silent: int, advised: bool) -> None:
     file = io.StringIO()
-    summary = SUMMARY.model_copy(update={"steps": steps, "steps_without_signal": silent})
-    Console(file, 80).summary(summary, Path("/runs/tiny-1"), "mlflow ui", "http://page")
-    found = f"warning: {silent} of {steps} steps had rewards without a signal: choose" in file.getvalue()
-    assert (found, "no signal" in file.getvalue()) == (warned, silent > 0)
+    found = Silence(silent, 80, {"unparsed": 1.0, "cut off": 0.98})
+    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page", found)
+    words = " ".join(file.getvalue().replace("│", " ").split())
+    assert f"no signal {silent} of 80 steps 100 % unparsed, 98 % cut off" in words
+    assert ("raise rollout.max_new_tokens" in words) == advised
 
 
 def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monkeypatch) -> None:
