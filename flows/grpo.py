@@ -42,9 +42,11 @@ from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
+from fp8core.report.chart import short
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
+from fp8core.report.run_verdict import answer
 from fp8core.report.silence import silence
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.report.training_charts import training_charts
@@ -272,7 +274,15 @@ def finish(session: Session, console: Console) -> Summary:
     write_report(run)
     session.mlflow.add_result()
     session.publisher.wake()
-    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, silence(metrics))
+    judged = answer(metrics, short, prompts=run.config.evaluation.prompts)
+    console.summary(
+        summary,
+        run.directory.path,
+        ui_command(tracker.uri),
+        tracker.page,
+        learning=judged.learning,
+        silence=silence(metrics),
+    )
     return summary
 
 

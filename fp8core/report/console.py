@@ -24,8 +24,11 @@ _ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
 LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
 BRACKETS_LEGEND = "held-out in brackets: of an earlier step, as this one was not evaluated"
+SILENT = "!"
+SILENT_LEGEND = f"{SILENT}: the rewards of every group were equal, so the step learned nothing"
 HEADER_EVERY = 20
 WARM_START_LINES = 10
+_LEAST_SHARE_SHOWN = 0.01
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 # The column of a run that generates ahead.
 _AGE = {"age": 4}
@@ -55,7 +58,7 @@ class Console:
         self._lines = 0
         self._heldout: float | None = None
         self._bracketed = False
-        self._without_signal = 0
+        self._silent = False
         self._seconds = list[float]()
         self._warm_start: float | None = None
         self._compiling: float | None = None
@@ -98,7 +101,12 @@ class Console:
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
         """Accuracy of each demonstration style; those below their target are warned of."""
         table = Table(
-            "style", "accuracy", "target", title="after the warm start", box=box.SIMPLE_HEAD, title_justify="left"
+            "style",
+            "accuracy",
+            "target (at least)",
+            title="after the warm start",
+            box=box.SIMPLE_HEAD,
+            title_justify="left",
         )
         for column in table.columns[1:]:
             column.justify = "right"
@@ -126,6 +134,10 @@ class Console:
         if HELDOUT not in metrics and self._heldout is not None and not self._bracketed:
             self._bracketed = True
             self._whole_line(Text(BRACKETS_LEGEND, style="dim"))
+        silent = metrics.get(SIGNAL) == 0
+        if silent and not self._silent:
+            self._silent = True
+            self._whole_line(Text(SILENT_LEGEND, style="dim"))
         if self._lines % HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1
@@ -151,35 +163,50 @@ class Console:
             "age": _number(metrics, STALENESS, ".2f"),
         }
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
-        if metrics.get(SIGNAL) == 0:
-            self._without_signal += 1
-            last = f"no signal ({self._without_signal}); {last}"
-        self._row(cells, last)
+        self._row(cells, f"{SILENT} {last}" if silent else last)
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        """A prompt, what the policy wrote, and its reward, in a line."""
-        words = (printable(" ".join(text.split())) for text in (prompt, completion))
-        text = Text.assemble(("  wrote  ", "dim"), " -> ".join(words))
-        rewarded = f"  reward {reward:.3g}"
-        text.truncate(self._console.width - len(rewarded), overflow="ellipsis")
-        self._console.print(text + Text(rewarded, style="dim"), no_wrap=True)
+        """The begin of a prompt, the end of what the policy wrote (it has the answer), and its reward, in a line."""
+        asked, written = (Text(printable(" ".join(text.split()))) for text in (prompt, completion))
+        asked.truncate(self._console.width // 3, overflow="ellipsis")
+        begin = Text.assemble(("  wrote  ", "dim"), asked, " -> ")
+        rewarded = Text(f"  reward {reward:.3g}", style="dim")
+        end = _end_of(written, self._console.width - begin.cell_len - rewarded.cell_len)
+        self._console.print(begin + end + rewarded, no_wrap=True)
 
     def summary(
-        self, summary: Summary, folder: Path, ui_command: str | None, page: str, silence: Silence | None = None
+        self,
+        summary: Summary,
+        folder: Path,
+        ui_command: str | None,
+        page: str,
+        *,
+        learning: str = MISSING,
+        silence: Silence | None = None,
     ) -> None:
-        """The result in a panel; then the report, the curves, the command of the MLflow UI, the run's
-        page, and the chain's head. `silence` is that of the run, if steps had no signal."""
+        """The result in a panel, then where everything is.
+
+        Args:
+            summary: the numbers.
+            folder: of the run, with its report and its curves.
+            ui_command: of the MLflow UI; None where a server runs.
+            page: of the run in MLflow.
+            learning: the report's verdict.
+            silence: that of the run, if steps had no signal.
+        """
         results = Table.grid(padding=(0, 2))
         edge = summary.reward_edge_steps
         of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
+        change = _from_to(summary.heldout_first, summary.heldout_last)
+        results.add_row("result", learning, f"held-out {change}", style="bold")
         results.add_row("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean {of}")
         results.add_row(
             "held-out",
-            _from_to(summary.heldout_first, summary.heldout_last),
+            change,
             "accuracy on unseen prompts, first and last",
         )
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
-        results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing} tokens differ")
+        results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing:,} tokens differ")
         if (gap := summary.precision_gap) is not None:
             # A bracket is markup to rich.
             found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
@@ -196,7 +223,7 @@ class Console:
         # As the report names it.
         results.add_row("time", f"{total:.1f} s", f"of all processes, {summary.steps} steps")
         for task, seconds in summary.seconds.items():
-            if task != "total":
+            if task != "total" and seconds >= _LEAST_SHARE_SHOWN * total:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
@@ -232,6 +259,13 @@ def format_tmpe(value: float) -> str:
     if value == 1.0:
         return "1 exactly"
     return f"{value:.6f}" if abs(value - 1.0) >= 5e-7 else f"1{value - 1.0:+.0e}"
+
+
+def _end_of(text: Text, width: int) -> Text:
+    """The last columns of a text, after an ellipsis where it is longer."""
+    backwards = Text(text.plain[::-1])
+    backwards.truncate(width, overflow="ellipsis")
+    return Text(backwards.plain[::-1])
 
 
 def _clock(seconds: float) -> str:

@@ -88,20 +88,22 @@ def test_a_step_shows_what_was_measured_and_a_dash_for_most_of_the_rest() -> Non
     assert empty == ["3/80", "-", "(0.430)", "-", "-", "-", "1.00", "1:26", "-"]
 
 
-def test_steps_without_a_signal_are_counted() -> None:
+def test_steps_without_a_signal_are_marked() -> None:
     file = io.StringIO()
     console = Console(file, 80)
     for step, share in enumerate((0.0, 0.25, 0.0), start=1):
         console.step(METRICS | {"step": step, "reward/groups_with_signal": share}, 1.0, {"rollout": 0.5})
-    lines = file.getvalue().splitlines()[2:]
-    assert ["no signal (1);" in lines[0], "no signal" in lines[1], "no signal (2);" in lines[2]] == [True, False, True]
+    legend, header, *lines = file.getvalue().splitlines()[1:]
+    assert legend.startswith("!: the rewards of every group were equal")
+    assert header.endswith("slowest task")
+    assert [line.endswith(" ! rollout 50%") for line in lines] == [True, False, True]
 
 
 @pytest.mark.parametrize(("silent", "advised"), [(26, False), (27, True), (80, True)])
 def test_a_summary_counts_steps_without_a_signal_and_advises_where_they_are_many(silent: int, advised: bool) -> None:
     file = io.StringIO()
     found = Silence(silent, 80, {"unparsed": 1.0, "cut off": 0.98})
-    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page", found)
+    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page", silence=found)
     words = " ".join(file.getvalue().replace("│", " ").split())
     assert f"no signal {silent} of 80 steps 100 % unparsed, 98 % cut off" in words
     assert ("raise rollout.max_new_tokens" in words) == advised
@@ -117,9 +119,19 @@ def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monk
     assert "tokens/s" in header
     assert "4,000" in step
     shown = re.sub(r"\x1b\[[0-9;]*m", "", sample)
-    assert "What is 2 + 3? -> 5 5" in shown
+    assert "What is 2 + 3? -> …" in shown
     assert shown.endswith("reward 1")
     assert max(map(len, (header, step, shown))) <= 100
+
+
+def test_a_long_problem_leaves_room_for_the_end_of_its_answer() -> None:
+    file = io.StringIO()
+    Console(file, 80).sample("Megan has read 32 books. " * 20, "So we add them. " * 20 + "#### 41", 1.0)
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("  wrote  Megan has read 32 books. ")
+    assert "… -> …" in line
+    assert line.endswith(" them. #### 41  reward 1")
+    assert len(line) == 80
 
 
 @pytest.mark.parametrize(("steps", "shown"), [(1, [1]), (10, [1, 10]), (25, [1, 10, 20, 25])])
@@ -192,18 +204,23 @@ def test_a_style_below_its_target_is_warned_of_and_no_other() -> None:
     Console(file, 80).styles([StyleAccuracy("step by step", 0.9, 0.9), StyleAccuracy("bare answer", 0.05, 0.1)])
     warnings = [line for line in file.getvalue().splitlines() if line.startswith("warning")]
     assert warnings == ["warning: bare answer 0.050 is below its target 0.100: raise warm_start.steps"]
-    assert "step by step      0.900    0.900" in file.getvalue()
+    assert re.search(r"step by step +0\.900 +0\.900", file.getvalue())
+    assert "at least" in file.getvalue()
 
 
 def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
     file = io.StringIO()
-    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page")
+    spent = SUMMARY.seconds | {"prompts": 0.8}
+    summary = SUMMARY.model_copy(update={"seconds": spent})
+    Console(file, 80).summary(summary, Path("/runs/tiny-1"), "mlflow ui", "http://page", learning="learned")
     text = file.getvalue()
+    assert text.splitlines()[1].split()[1:7] == ["result", "learned", "held-out", "0.420", "->", "1.000"]
+    assert "prompts " not in text.partition("90.0 s")[2], "it took less than 1 % of the time"
     for words in (
         "0.550 -> 0.970",
         "0.420 -> 1.000",
         "1.012100",
-        "2312 tokens differ",
+        "2,312 tokens differ",
         "crossed 2 times",
         "mismatched contract, fails if",
         "31 ms",

@@ -35,8 +35,9 @@ def test_accuracies_are_those_of_runs_in_both_precisions(loop_run):
         assert found["value"] == mean(scores_of(run)[:16])
         assert 0 <= found["low"] <= found["value"] <= found["high"] <= 1
     assert gap["difference"]["value"] == pytest.approx(gap["accuracy"]["value"] - gap["bf16_accuracy"]["value"])
-    ends = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
-    assert f"paired difference {ends} (16 prompts)" in precision_gap.gap_line(gap)
+    line, both = precision_gap.gap_line(gap), [gap[name]["value"] for name in ("accuracy", "bf16_accuracy")]
+    assert "held-out {:.3f} and {:.3f} (16 prompts)".format(*both) in line
+    assert len(line) <= 100
     # Formats with 3 and 7 bits of mantissa are apart, and not far.
     assert 1e-4 < gap["nats"] < 0.3
     assert 1 + gap["nats"] <= gap["error"] < 1.5
