@@ -1,6 +1,6 @@
 """The names that MLflow shows a training's metrics by; records, reports and bounds have the names of the tasks.
 
-MLflow draws one section of charts for each word before a slash, sorted by that word. So twelve headline metrics come
+MLflow draws one section of charts for each word before a slash, sorted by that word. So thirteen headline metrics come
 first, as `core/...`, and two more of a run that generates ahead. Every other one is below `detail/`. None is there
 twice.
 """
@@ -15,6 +15,7 @@ from fp8core.store.metrics import (
     LAG_ESS,
     LENGTH,
     REWARD,
+    SIGNAL,
     STALENESS,
     TMPE,
     TOKENS,
@@ -34,6 +35,7 @@ TIMED = (SECONDS, TOKENS_PER_SECOND, OVERHEAD, COMPILED, f"{DETAIL}time/", "syst
 _HEADLINE = {
     REWARD: MEAN_REWARD,
     HELDOUT: ACCURACY,
+    SIGNAL: f"{CORE}groups_with_signal",
     LENGTH: f"{CORE}length",
     ENTROPY: f"{CORE}entropy",
     TMPE: ERROR,

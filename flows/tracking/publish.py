@@ -50,7 +50,7 @@ from fp8core.store.manifest import Head
 
 COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
 BOUND_CROSSED = "bound_crossed"
-VERDICT = "verdict"
+BOUNDS = "bounds"
 SIGNED_BY = "signed_by"
 MODEL_TYPE = "policy"
 # MLflow's columns are text: the question, and the reference that the verifier compares with.
@@ -81,7 +81,7 @@ def publish_inexact(tracker: Tracker) -> None:
 def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
     """A tag that names the bound of `alignment.stop` that was crossed last, and the action taken."""
     tracker.set_tags(
-        {VERDICT: "bound crossed", BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
+        {BOUNDS: "crossed", BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
     )
 
 
@@ -111,7 +111,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
 
 
 def publish_result(run: RunContext, tracker: Tracker) -> None:
-    """The picture, the summary and the report of a completed training, completions, its verdict, headline numbers."""
+    """The picture, the summary and the report of a completed training, completions, and what they came to."""
     tracker.log_file(run.directory.path / CURVES, "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
@@ -122,9 +122,9 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
         steps = run.directory.ledger.steps()
         times = {number: entry.committed_ms for number, entry in steps.items()}
         log_traces(tracker, completions, times, episode_turns(run))
-    judged = "in bounds" if stop_bounds(run.config).limits else "not judged"
-    verdict = judged if run.directory.ledger.last_bound() is None else "bound crossed"
-    tracker.set_tags({VERDICT: verdict, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})
+    judged = "kept" if stop_bounds(run.config).limits else "not judged"
+    bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
+    tracker.set_tags({BOUNDS: bounds, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})
 
 
 def precision(config: RunConfig) -> str:

@@ -290,7 +290,7 @@ def _with_view(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -
         "tags.`config`",
         "tags.`precision`",
     ]
-    state = json.dumps({"selectedColumns": [*columns, "tags.`verdict`"], "orderByKey": "attributes.start_time"})
+    state = json.dumps({"selectedColumns": [*columns, "tags.`bounds`"], "orderByKey": "attributes.start_time"})
     link = f"#/experiments/{experiment}/runs?viewStateShareKey={_VIEW_NAME}&workflowType=machine_learning"
     if tags.get(_VIEW) != state:
         _set_tag(client, experiment, _VIEW, state)

@@ -69,9 +69,10 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     (run,) = expected.runs
     assert run["status"] == "FINISHED"
     assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/groups_with_signal"]] == [1, 2, 3]
     assert [step for step, _ in run["metrics"]["core/heldout"]] == [0, 2, 3]
-    tags = {key: run["tags"][key] for key in ("config", "precision", "verdict")}
-    assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "verdict": "in bounds"}
+    tags = {key: run["tags"][key] for key in ("config", "precision", "bounds")}
+    assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "bounds": "kept"}
     reward = run["metrics"]["core/reward"]
     first, last = (f"{value:.4g} (step {step})" for step, value in (reward[0], reward[-1]))
     assert f"| reward | {first} | {last} |" in run["tags"]["mlflow.note.content"]
