@@ -32,12 +32,12 @@ def report_runs(options: argparse.Namespace) -> int:
     refuse_duplicates(folders)
     runs = read_runs(folders, error_of=_error)
     options.out.write(report_html(runs).encode())
-    say(options.out.shown)
+    say(options.out.target)
     if options.png is not None:
         from fp8core.report.drawing import draw_png
 
         draw_png(key_charts(runs), options.png.target, ", ".join(run.label for run in runs))
-        say(options.png.shown)
+        say(options.png.target)
     damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""

@@ -27,6 +27,7 @@ from fp8core.store.tables import COMPLETION_KEY, key_of, keys_of
 
 PROMPTS, SAMPLES, SEARCHED, HELDOUT_PROMPTS = 3, 2, 5, 4
 MOST_TOKENS, MOST_CHARACTERS = 160, 800
+MOST_PROMPT_TOKENS, MOST_PROMPT_CHARACTERS = 800, 3200
 THRESHOLDS = (1e-3, 1e-2, 1e-1)
 """Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
@@ -297,8 +298,11 @@ def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Ke
 
 def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
     first = rows[0]
-    prompt = first["prompt_id"] if decode is None else decode(first["prompt_tokens"][-MOST_TOKENS:])
-    return Asked(first["step"], prompt[-MOST_CHARACTERS:], [_completion(row, decode) for row in rows[:SAMPLES]])
+    tokens = first["prompt_tokens"]
+    prompt = first["prompt_id"] if decode is None else decode(tokens[-MOST_PROMPT_TOKENS:])
+    if len(prompt) > MOST_PROMPT_CHARACTERS or (decode is not None and len(tokens) > MOST_PROMPT_TOKENS):
+        prompt = f"\u2026{prompt[-MOST_PROMPT_CHARACTERS:]}"
+    return Asked(first["step"], prompt, [_completion(row, decode) for row in rows[:SAMPLES]])
 
 
 def _completion(row: Row, decode: Decode | None) -> Completion:

@@ -54,8 +54,9 @@ SMALL_SHARE = 0.01
 OTHERS = "others"
 
 # The tasks of the shipped configurations have the same colour in all reports; a user's own tasks have the next ones.
+# There are seven colours: the first seven tasks have one each, the others a hatch too.
 _TASKS = (
-    "rollout", "train", "logprobs", "calibrate", "sync", "evaluate", "record", "reward", "prompts", "reference",
+    "rollout", "train", "logprobs", "reward", "sync", "evaluate", "prompts", "calibrate", "record", "reference",
     "filter", "teacher", "shape", "ahead",
 )  # fmt: skip
 Row = Mapping[str, float]

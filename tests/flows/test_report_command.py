@@ -19,6 +19,14 @@ def test_a_page_and_a_picture_of_two_runs(
     assert "named twice" in capsys.readouterr().err
 
 
+def test_the_place_of_a_page_is_printed_whole(
+    whole_run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(whole_run.folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "report.html")]
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "gone")]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -176,3 +176,16 @@ def test_a_damaged_evaluation_is_named_and_one_without_texts_shows_none(run_copy
 
 def evaluation(run, step: int) -> Ref:
     return run.ledger.artifacts(step)["evaluation"]
+
+
+def test_a_prompt_that_lacks_its_beginning_says_so(run_copy) -> None:
+    def longer(step, row) -> None:
+        row["prompt_tokens"] = row["prompt_tokens"] * 300 if row["group"] == 0 else row["prompt_tokens"]
+
+    whole = [one.prompt for one in read_run(run_copy.folder, "run").examples.early]
+    rewrite(run_copy, "rollouts", longer)
+    cut, *others = [one.prompt for one in read_run(run_copy.folder, "run").examples.early]
+    assert cut[0] == "\u2026"
+    assert cut.endswith(whole[0])
+    assert len(cut) > 160
+    assert others == whole[1:]

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8core.report.chart import Chart, Series, collapsed
+from fp8core.report.chart import Chart, Series, collapsed, colour
 from fp8core.report.run_data import read_run
 from fp8core.report.tokens import TokenSample
 from fp8core.report.training_charts import (
@@ -97,6 +97,12 @@ def test_a_stack_holds_all_the_time_and_joins_what_is_small(whole_run) -> None:
         total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
         assert sum(values[i] for values in stack.layers.values()) == pytest.approx(total)
     assert (OTHERS in stack.layers) == (OTHERS in stack.note)
+
+
+def test_the_tasks_that_take_time_have_colours_of_their_own(whole_run) -> None:
+    (stack,) = time_stacks([read_run(whole_run.folder, "whole")])
+    tasks = ("prompts", "rollout", "reward", "logprobs", "train", "sync", "evaluate")
+    assert len({colour(stack.styles[name]) for name in tasks}) == len(tasks)
 
 
 def test_runs_side_by_side_have_equal_axes_and_a_task_has_one_colour(whole_run) -> None:
