@@ -141,7 +141,7 @@ def short(value: float) -> str:
     """A number for people: four digits, an exponent below 0.0001 and from 1e9 on; what is not finite by its name."""
     if not math.isfinite(value):
         return str(value)
-    if 1e4 <= abs(value) < 1e9:
+    if 999.5 <= abs(value) < 1e9:
         return f"{value:,.0f}"
     mantissa, marked, exponent = f"{value:.4g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if marked else mantissa

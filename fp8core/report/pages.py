@@ -21,10 +21,12 @@ from fp8core.report.chart import Chart, Drawing, Series, collapsed, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
+from fp8core.report.head import head, mismatch, three
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
-from fp8core.report.run_verdict import rollout_speed, run_sentence
-from fp8core.report.silence import mean_shares, silence
-from fp8core.report.summary import EDGE_STEPS, MISSING, first_steps, last_steps, precision_gap
+from fp8core.report.run_verdict import rollout_speed
+from fp8core.report.silence import mean_shares
+from fp8core.report.step_table import COLUMNS, step_rows
+from fp8core.report.summary import MISSING, edge_steps, first_steps, last_steps, precision_gap
 from fp8core.report.training_charts import (
     ALIGNMENT,
     KV_CURVES,
@@ -160,11 +162,11 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
     """A row for each number, its name first and then its value for each run."""
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("state", lambda run: run.status),
-        (f"reward, mean of the first steps, {EDGE_STEPS} at most", _over(REWARD, first_steps)),
-        (f"reward, mean of the last steps, {EDGE_STEPS} at most", _over(REWARD, last_steps)),
-        ("held-out accuracy, first", _over(HELDOUT, lambda values: values[0])),
-        ("held-out accuracy, last", _over(HELDOUT, lambda values: values[-1])),
-        ("held-out accuracy, best", _over(HELDOUT, max)),
+        ("reward, mean of the first steps", _edge(first_steps)),
+        ("reward, mean of the last steps", _edge(last_steps)),
+        ("held-out accuracy, first", _over(HELDOUT, lambda values: values[0], three)),
+        ("held-out accuracy, last", _over(HELDOUT, lambda values: values[-1], three)),
+        ("held-out accuracy, best", _over(HELDOUT, max, three)),
         ("FP8 from BF16 at step 0 (nats per token)", _over(GAP, lambda values: values[0])),
         ("held-out accuracy at step 0, prompts of both precisions", _over(GAP_ACCURACY, lambda values: values[0])),
         ("held-out accuracy at step 0, the same in BF16", _over(GAP_BF16, lambda values: values[0])),
@@ -207,6 +209,11 @@ def _ahead_rows(runs: Sequence[RunData]) -> list[tuple[str, Callable[[RunData], 
 def numbers_table(runs: Sequence[RunData]) -> Table:
     """`number_rows` as a table."""
     return Table("What the runs came to", ["", *(run.label for run in runs)], number_rows(runs))
+
+
+def steps_table(run: RunData) -> Table:
+    """Every step of a run, folded."""
+    return Table(f"{run.label}, step by step", COLUMNS, step_rows(run), folded=True)
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
@@ -281,6 +288,15 @@ def _over(
     return value
 
 
+def _edge(mean: Callable[[list[float]], float]) -> Callable[[RunData], str]:
+    def value(run: RunData) -> str:
+        _, values = series(run.history, REWARD)
+        edge = edge_steps(len(values))
+        return f"{three(mean(values))} ({edge} {'step' if edge == 1 else 'steps'})" if values else MISSING
+
+    return value
+
+
 def _outcomes(run: RunData) -> str:
     shares = mean_shares(run.history)
     return ", ".join(f"{share:.1%} {name}" for name, share in shares.items()) or MISSING
@@ -307,16 +323,9 @@ def report_html(runs: Sequence[RunData]) -> str:
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {gaps} notes on what is missing are at the end." if gaps else ""
-    answers = [f"{run.label}: {words}" for run in runs for words in _answers(run)]
+    answers = [f"{run.label}: {words}" for run in runs for words in head(run)]
     sections = run_sections(runs, configured_bounds(runs))
     return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)
-
-
-def _answers(run: RunData) -> list[str]:
-    """The silence of a run that has much of it, with what helps, and its result."""
-    found = silence(run.history)
-    told = [] if found is None or not found.many else [f"{found.words}. To do: {found.advice}."]
-    return [*told, run_sentence(run, short)]
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
@@ -334,7 +343,7 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     ahead = ahead_charts(lines)
     return [
         charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in (*LEARNING, *SIGNALS))),
-        charted("alignment", "Alignment of rollout and training", collapsed(alignment)),
+        charted("alignment", "Alignment of rollout and training", collapsed(alignment), _mismatches(runs)),
         *([charted("ahead", "Generation ahead", collapsed(ahead))] if ahead else []),
         charted("tokens", "Mismatch by token", token_charts(samples)),
         _completions(runs),
@@ -346,11 +355,16 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
         ),
         Section("time", "Time", figures=_figures(time_stacks(runs)), tables=[shares, whole_time_table(runs)]),
         Section("graph", "Iteration", figures=[figure_html(pipeline_graph(run)) for run in runs]),
-        Section("numbers", "Numbers", tables=[numbers_table(runs)]),
+        Section("numbers", "Numbers", tables=[numbers_table(runs), *map(steps_table, runs)]),
         _configuration(runs),
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
         _missing(runs),
     ]
+
+
+def _mismatches(runs: Sequence[RunData]) -> list[str]:
+    found = [(run.label, words) for run in runs if (words := mismatch(run)) is not None]
+    return [words if len(runs) == 1 else f"{label}: {words}" for label, words in found]
 
 
 def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:

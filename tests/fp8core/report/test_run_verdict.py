@@ -129,6 +129,6 @@ def test_the_sentence_of_a_run_has_its_speed(whole_run) -> None:
     # Engines compile in the first step.
     seconds = {"rollout": {1: 1e9, 2: run.history[2]["rollout/tokens"]}}
     slow = replace(run, busy=dict.fromkeys(run.busy, 4321.0), seconds=seconds)
-    assert "4321 s of tasks a step" in run_sentence(slow, short)
+    assert "4,321 s of tasks a step" in run_sentence(slow, short)
     assert " 1 tokens a second" in run_sentence(slow, short)
     assert run_sentence(replace(run, history=[], busy={}, seconds={}), short).endswith(".")

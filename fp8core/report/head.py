@@ -1,0 +1,112 @@
+"""The head of a report: why nothing was learned, what came of the run, and the one action that follows.
+
+The verdicts are those of `run_verdict`; here are the sentences about them.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from fp8core.alignment.bounds import is_known, unverifiable
+from fp8core.report.chart import short
+from fp8core.report.run_data import RunData
+from fp8core.report.run_verdict import FEWEST_STEPS, Answer, Learning, answer, rollout_speed
+from fp8core.report.silence import Silence, silence
+from fp8core.report.summary import first_steps, last_steps
+from fp8core.store.ledger import BoundEntry
+from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS_DIFFERING, History, series
+
+_LARGEST_WITH_DECIMALS = 100.0
+
+
+def head(run: RunData) -> list[str]:
+    """Paragraphs: the silence of a run that has much of it, its result, and what to do next."""
+    found, judged = silence(run.history), _judged(run, run.history)
+    told = [f"{found.words}."] if found is not None and found.many else []
+    return [*told, _result(run, judged), f"Next: {_next(run, judged.learning, found)}."]
+
+
+def mismatch(run: RunData) -> str | None:
+    """The number of steps in which both policies were bit-equal; None where none was measured or equal."""
+    measured = [row for row in run.history if TMPE in row]
+    equal = sum(row[TMPE] == 1.0 and not row.get(TOKENS_DIFFERING) for row in measured)
+    if not equal:
+        return None
+    return (
+        f"The mismatch is zero in {f'all {equal}' if equal == len(measured) else f'{equal} of {len(measured)}'} steps."
+    )
+
+
+def _judged(run: RunData, history: History) -> Answer:
+    config = run.view.config
+    why = unverifiable(config) if config is not None and is_known(config) else None
+    prompts = None if config is None else config.evaluation.prompts
+    return answer(history, short, why, prompts=prompts, left=run.left)
+
+
+def _without(history: History, *names: str) -> History:
+    return [{name: value for name, value in row.items() if name not in names} for row in history]
+
+
+def _result(run: RunData, judged: Answer) -> str:
+    verdict = judged.learning[0].upper() + judged.learning[1:]
+    accuracy, reward = _heldout(run.history), _reward(run)
+    sentences = [f"{verdict}: {accuracy or reward}" if accuracy or reward else verdict]
+    if accuracy and reward:
+        sentences.append(reward[0].upper() + reward[1:])
+    # Without rewards and accuracies the words are those about the two policies.
+    _, _, compared = _judged(run, _without(run.history, REWARD, HELDOUT)).words.partition("; ")
+    sentences.append(compared[0].upper() + compared[1:])
+    speed = rollout_speed(run)
+    paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []
+    paces += [f"{short(speed)} tokens a second of rollout"] if speed is not None else []
+    return ". ".join([*sentences, *([", ".join(paces)] if paces else [])]) + "."
+
+
+def _heldout(history: History) -> str:
+    _, values = series(history, HELDOUT)
+    if not values:
+        return ""
+    return f"held-out accuracy {_from_to(values[0], values[-1]) if len(values) > 1 else three(values[0])}"
+
+
+def _reward(run: RunData) -> str:
+    values = [value for value in series(run.history, REWARD)[1] if math.isfinite(value)]
+    if not values:
+        return ""
+    moved = {"learned": "beyond chance", "got worse": "beyond chance"}
+    alone = _judged(run, _without(run.history, HELDOUT)).learning
+    chance = f", {moved.get(alone, 'within chance')}" if len(values) >= FEWEST_STEPS else ""
+    return f"reward {_from_to(first_steps(values), last_steps(values))}{chance}"
+
+
+def _from_to(first: float, last: float) -> str:
+    return f"{three(first)} to {three(last)}"
+
+
+def three(value: float) -> str:
+    """A reward or an accuracy: three decimals, and fewer of a large one."""
+    return f"{value:.3f}" if abs(value) < _LARGEST_WITH_DECIMALS else short(value)
+
+
+def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
+    """The one action: of what stopped the run, else of what it lacked, else the use of what it learned."""
+    name, last = run.view.folder.name, max(run.view.steps, default=0)
+    entries: Sequence[object] = [entry for _, entry in run.view.entries]
+    if entries and isinstance(crossed := entries[-1], BoundEntry) and crossed.action != "warn":
+        return f"find why {crossed.bound} was crossed (fp8-grpo bisect {name}), then fp8-grpo resume {name}"
+    if found is not None and found.many:
+        return found.advice
+    if run.left:
+        return f"fp8-grpo resume {name} trains the {run.left} steps that are left, if nothing trains it now"
+    match learning:
+        case "learned":
+            return f"fp8-grpo evaluate {name} --samples 2, then fp8-grpo export {name} --step {last} FOLDER"
+        case "learned its prompts alone":
+            return "add training problems, or set loss.reference_kl"
+        case "got worse":
+            return "lower training.learning_rate"
+        case "not learned":
+            return "raise training.learning_rate"
+        case "too short to tell":
+            return f"fp8-grpo resume {name} --set steps={max(2 * last, 20)} trains on"

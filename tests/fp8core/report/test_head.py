@@ -1,0 +1,94 @@
+"""The head of a report: its sentences and the one action; and the rows of its steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from fp8core.report.head import head, mismatch
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import RunData, read_run
+from fp8core.report.step_table import MOST_ROWS, step_rows
+
+SILENT = {"reward/groups_with_signal": 0.0, "rollout/cut_off_share": 1.0}
+
+
+@pytest.fixture
+def run(whole_run) -> RunData:
+    return read_run(whole_run.folder, "whole")
+
+
+def history(heldout: tuple[float, float], rewards: list[float], **more: float) -> list[dict[str, float]]:
+    rows = [
+        {"step": step, "reward/mean": reward, "alignment/token_mult_prob_error": 1.0, **more}
+        for step, reward in enumerate(rewards, 1)
+    ]
+    return [
+        {"step": 0, "reward/heldout_accuracy": heldout[0]},
+        *rows[:-1],
+        rows[-1] | {"reward/heldout_accuracy": heldout[1]},
+    ]
+
+
+LEVEL, RISING = [0.5, 0.6] * 5, [0.2, 0.22, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.71, 0.72]
+
+
+def test_the_result_names_what_decided_first(run: RunData) -> None:
+    config = run.view.config
+    assert config is not None
+    many = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"prompts": 256})})
+    run = replace(run, view=replace(run.view, config=many))
+    result, _ = head(replace(run, history=history((0.375, 0.637), LEVEL)))
+    assert result.startswith(
+        "Learned: held-out accuracy 0.375 to 0.637. Reward 0.540 to 0.560, within chance. Rollout and"
+    )
+    result, _ = head(replace(run, history=history((0.375, 0.637), RISING)))
+    assert "Reward 0.274 to 0.646, beyond chance." in result
+    assert head(replace(run, history=[]))[0].startswith("Too short to tell. No step measured")
+
+
+@pytest.mark.parametrize(
+    ("heldout", "rewards", "action"),
+    [
+        ((0.1, 0.9), RISING, "fp8-grpo evaluate whole --samples 2, then fp8-grpo export whole --step 4"),
+        ((0.9, 0.1), RISING, "loss.reference_kl"),
+        ((0.9, 0.1), RISING[::-1], "lower training.learning_rate"),
+        ((0.5, 0.5), LEVEL * 2, "raise training.learning_rate"),
+        ((0.5, 0.5), LEVEL[:2], "fp8-grpo resume whole --set steps="),
+    ],
+)
+def test_one_action_follows_from_the_verdict(run: RunData, heldout, rewards, action: str) -> None:
+    *_, last = head(replace(run, history=history(heldout, rewards)))
+    assert last.startswith("Next: ")
+    assert action in last
+
+
+def test_what_stopped_or_silenced_a_run_comes_before_its_verdict(run: RunData) -> None:
+    assert run.view.config is not None
+    longer = replace(run, view=replace(run.view, config=run.view.config.model_copy(update={"steps": 80})))
+    assert "fp8-grpo resume whole trains the 76 steps" in head(longer)[-1]
+    silent = replace(longer, history=history((0.5, 0.5), LEVEL, **SILENT))
+    assert head(silent)[-1] == "Next: raise rollout.max_new_tokens."
+
+
+def test_the_steps_of_equal_policies_are_counted(run: RunData) -> None:
+    assert mismatch(run) == "The mismatch is zero in all 4 steps."
+    rows = history((0.5, 0.5), LEVEL)
+    rows[1]["alignment/token_mult_prob_error"] = 1.1
+    rows[2]["alignment/tokens_differing"] = 3.0
+    assert mismatch(replace(run, history=rows)) == "The mismatch is zero in 8 of 10 steps."
+    assert mismatch(replace(run, history=[])) is None
+
+
+def test_every_step_has_a_row_with_its_events(run: RunData) -> None:
+    rows = step_rows(run)
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert rows[0][1] == "-"
+    assert "checkpoint" in rows[-1][-1]
+    assert rows[-1][3] == "1 exactly"
+    assert "<details><summary>whole, step by step</summary>" in report_html([run])
+
+
+def test_a_long_run_keeps_its_last_step_and_those_with_events(run: RunData) -> None:
+    rows = step_rows(replace(run, history=[{"step": step} for step in range(5 * MOST_ROWS + 2)]))
+    assert len(rows) <= MOST_ROWS + 10
+    assert {"4", f"{5 * MOST_ROWS + 1}"} <= {row[0] for row in rows}
