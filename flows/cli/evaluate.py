@@ -44,7 +44,8 @@ def add_command(commands: Any) -> None:
         action="append",
         dest="precisions",
         choices=("configured", "bf16", "fp8"),
-        help="precision to answer in; several are compared with the first (default: configured)",
+        metavar="PRECISION",
+        help="precision to answer in (default: configured); repeat to compare others with the first",
     )
     parser.add_argument("--seed", type=at_least(0), help="of samples and of resampling (default 0)")
     parser.add_argument(

@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
     add_output(parser, "--json", SUMMARY, "write the summary as JSON")
     add_force(parser)
-    add_overrides(parser, "change a setting that makes no numbers, as steps=120, which extends the run")
+    add_overrides(parser, "set what changes no results, as steps=120, which extends the run")
     parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
     add_trust(parser)
     parser.set_defaults(command=resume_run)

@@ -19,7 +19,8 @@ def test_every_turn_of_the_example_has_tokens(tmp_path: Path) -> None:
     environment = runpy.run_path(str(tmp_path / "countdown.py"))["Countdown"](turns=3)
     began = environment.start(Task("3*4=", "2", 0))
     conversation = Talk(character_tokenizer(ALPHABET, 64, EOS), "plain").open(began)
-    answers = [environment.step(Action("#2")) for _ in range(3)]
+    answers = [environment.step(Action(text)) for text in ("3,2#2", "#3", "#2")]
     assert [type(answer) for answer in answers] == [Turn, Turn, Outcome]
     for answer in answers[:2]:
         assert conversation.observe(answer.messages, None)
+    assert [answer.reward for answer in answers[:2]] == [0.1, 0.0], "the reward depends on the action"

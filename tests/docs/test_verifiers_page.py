@@ -1,5 +1,6 @@
 """docs/guides/verifiers.md says what verifiers do: each row of its tables is a test, and its example works."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,9 +114,12 @@ def test_the_example_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     settings = yaml.safe_load(block("yaml"))["reward"]
     (tmp_path / settings["verifier"].partition(":")[0]).write_text(block("python"))
     monkeypatch.chdir(tmp_path)
+    # A row of the docs' own data format.
+    row = json.loads((DOCS / "start" / "your-model.md").read_text().split("```json\n")[1].split("```")[0])
+    said = (row["answer"], "x = 36\n#### 35", "x = 36")
     pool = build_verifier(RewardConfig(**settings, workers=1))
     try:
-        verdicts = pool.verify([Answer("1/3?", said, "0.3333", "stop") for said in ("x=0.33333", "x=0.5", "none")])
+        verdicts = pool.verify([Answer(row["question"], text, row["answer"], "stop") for text in said])
     finally:
         pool.close()
     assert [verdict.outcome for verdict in verdicts] == ["right", "wrong", "unparsed"]
