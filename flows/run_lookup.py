@@ -5,6 +5,7 @@ run that the user trusts.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.config.load import Overrides, load_config, reload_config
+from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
 from fp8core.config.run import RunConfig, own_code, public_dump
-from fp8core.errors import UserError, not_unicode, printable
+from fp8core.errors import UserError, meant, not_unicode, printable
 
 if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
@@ -35,7 +36,21 @@ def find_run(text: str, runs: Path | None = None) -> Path:
         if read_description(folder) is not None:
             return folder.absolute()
     looked = dict.fromkeys(str(place.absolute()) for place in places)  # One, where RUN is an absolute path.
-    raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)})")
+    near = meant(text, _names_of_runs(places[1].parent)) if os.sep not in text else ""
+    raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
+
+
+def refuse_run(config: str, runs: Path | None = None) -> None:
+    """Raises UserError: a name is that of a run below a folder of runs (None: ./runs), and of no configuration."""
+    places = Path(runs or RunConfig.model_fields["runs"].default)
+    if config not in shipped_names() and config in _names_of_runs(places):
+        raise UserError(f"{config} is a run, no configuration; to continue it: fp8-grpo resume {shlex.quote(config)}")
+
+
+def _names_of_runs(folder: Path) -> list[str]:
+    from fp8core.store.layout import DESCRIPTION
+
+    return sorted(path.parent.name for path in folder.glob(f"*/{DESCRIPTION}"))
 
 
 def load_settings(config: str, overrides: Overrides) -> RunConfig:

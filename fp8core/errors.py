@@ -7,6 +7,7 @@ servers) may hold passwords in addresses, and characters that a terminal obeys.
 import re
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +79,20 @@ def refuse(messages: Iterable[str]) -> None:
     """Raise UserError with all messages in one line; none pass."""
     if lines := list(messages):
         raise UserError("; also ".join(lines))
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word of the closest spelling, else the only one that begins so; None: there is none."""
+    choices = list(known)
+    longer = [choice for choice in choices if word and choice.startswith(word)]
+    found = get_close_matches(word, choices, n=1) or (longer if len(longer) == 1 else [])
+    return found[0] if found else None
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: `; did you mean WORD?`, or nothing."""
+    found = nearest(word, known)
+    return "" if found is None else f"; did you mean {found}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8core.errors import UserError, described_error
+from fp8core.errors import UserError, described_error, meant, nearest
 
 
 class UserCode(NamedTuple):
@@ -45,7 +45,7 @@ def load_code(path: str, kind: str) -> UserCode:
     module, file, digest = _loaded(place)
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise UserError(f"{place} has no {kind} {attribute}")
+        raise UserError(f"{place} has no {kind} {attribute}{meant(attribute, _defined_in(module))}")
     return UserCode(found, file, digest)
 
 
@@ -93,7 +93,9 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     except UserError:  # One of ours, which lacks a library.
         raise
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        raise UserError(f"{place} cannot be imported: {described_error(error)}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == place
+        near = meant(place, _own_modules()) if absent else ""
+        raise UserError(f"{place} cannot be imported: {described_error(error)}{near}") from error
 
 
 def _source(file: Path) -> bytes:
@@ -102,7 +104,9 @@ def _source(file: Path) -> bytes:
             raise UserError(f"{file} is no regular file")
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+        near = nearest(file.stem, _own_modules(file.parent))
+        hint = "" if near is None else f"; did you mean {near}.py?"
+        raise UserError(f"{file} cannot be read: {error.strerror}{hint}") from error
 
 
 def _digest(source: bytes) -> str:
@@ -145,7 +149,7 @@ def import_attribute(path: str, place: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing == module_name or module_name.startswith(f"{missing}."):
-            raise UserError(f"{place}: there is no module {missing}") from error
+            raise UserError(f"{place}: there is no module {missing}{meant(missing, _own_modules())}") from error
         raise UserError(f"{place}: {module_name} imports {missing}, which is not installed") from error
     except ImportError as error:
         raise UserError(f"{place}: {module_name} cannot be imported: {error}") from error
@@ -154,8 +158,22 @@ def import_attribute(path: str, place: str) -> Any:
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
         raise UserError(f"{place}: {_raised_at(error)}{described_error(error)}") from error
     if not hasattr(module, attribute):
-        raise UserError(f"{place}: module {module_name} has no {attribute}")
+        raise UserError(f"{place}: module {module_name} has no {attribute}{meant(attribute, _defined_in(module))}")
     return getattr(module, attribute)
+
+
+def _own_modules(folder: Path = Path()) -> list[str]:
+    """Names of the Python files in a folder, by default that of the process."""
+    return [file.stem for file in folder.glob("*.py")]
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """Names of what a module itself defines and can be called."""
+    return [
+        name
+        for name, found in vars(module).items()
+        if callable(found) and getattr(found, "__module__", None) == module.__name__
+    ]
 
 
 def _raised_at(error: BaseException) -> str:

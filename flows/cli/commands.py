@@ -4,10 +4,12 @@ import argparse
 import atexit
 import errno
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from gc import freeze
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 from flows.cli import (
     bisect,
@@ -32,8 +34,10 @@ from flows.cli import (
 )
 from flows.cli.arguments import refuse_other_files
 from flows.environment import disable_telemetry, leave_working_directory_out
-from flows.launch import stopped
+from flows.launch import say, stopped
 from flows.termination import ExitCode, keep_interrupt, leave_import
+from fp8core.config.run import RunConfig
+from fp8core.config.section import places_of, suggestion
 from fp8core.errors import StoredFileError, UserError
 
 # In the order of the help.
@@ -68,7 +72,7 @@ def call(arguments: Sequence[str] | None = None) -> int:
     atexit.register(freeze)
     try:
         with keep_interrupt(leave_import) as interrupt:
-            options = build_parser().parse_args(arguments)
+            options = _parsed(sys.argv[1:] if arguments is None else arguments)
             refuse_other_files(options)
             code = int(options.command(options))
             sys.stdout.flush()
@@ -96,12 +100,52 @@ class _Parser(argparse.ArgumentParser):
     """Parser whose errors are one line, as those of all user mistakes are."""
 
     def error(self, message: str) -> NoReturn:
+        choice = re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            argument, word = choice.group(1, 2)
+            known = suggestion(word, re.findall(r"[\w-]+", choice[3]))
+            message = f"argument {argument}: there is no {word!r}; {known}"
         self.exit(ExitCode.MISTAKE, f"{self.prog}: {message}\n")
+
+
+class _Version(argparse.Action):
+    """`--version`: print it and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        say(f"fp8-grpo {version('fp8-grpo')}")
+        parser.exit(ExitCode.DONE)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command; an argument that none takes is refused in one line, with `--set` for a setting."""
+    parser = build_parser()
+    options, others = parser.parse_known_args(arguments)
+    if others:
+        settings = [*_settings_meant(options, others)]
+        hint = f"; did you mean {' or '.join(settings)}?" if settings else ""
+        parser.error(f"unrecognized arguments: {' '.join(others)}{hint}")
+    return options
+
+
+def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Iterator[str]:
+    """What was meant by `--steps 6` and by `--set steps 6`, of which `others` is no part of any option."""
+    first, _, value = others[0].partition("=")
+    written = getattr(options, "overrides", None)
+    if written is None:
+        return
+    if first.startswith("--"):
+        value = value or "".join(others[1:2]) or "VALUE"
+        word = first[2:].replace("-", "_")
+        keys = [word] if word in RunConfig.model_fields else places_of(RunConfig, word)
+        yield from (f"--set {key}={value}" for key in keys)
+    elif len(others) == 1 and written and "=" not in written[-1]:
+        yield f"--set {written[-1]}={others[0]}"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND")
     for command in _COMMANDS:
         command.add_command(commands)

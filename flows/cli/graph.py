@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config
+from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import say
 from flows.termination import ExitCode
@@ -24,6 +25,7 @@ def graph(options: argparse.Namespace) -> int:
     from fp8core.run.checks.settings import pipeline_of
 
     search_last(Path.cwd())
-    plan = pipeline_of(load_open_config(options.config, options.overrides))
+    with placed(options.config, options.overrides):
+        plan = pipeline_of(load_open_config(options.config, options.overrides))
     say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
     return ExitCode.DONE

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config, add_force, add_output
+from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import launch
+from flows.run_lookup import refuse_run
 from fp8core.config.run import made_name
 from fp8core.store.outputs import SUMMARY
 
@@ -26,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
 
     search_last(Path.cwd())
+    refuse_run(options.config)
     config = load_config(options.config, options.overrides)
     from fp8core.run.checks.continuation import (
         resume_command,  # Imports torch, after mistakes of the configuration are found.
@@ -33,4 +36,5 @@ def run(options: argparse.Namespace) -> int:
 
     name = config.run or made_name(config.name, secrets.token_hex(4))
     given = {"config": options.config, "run": name, "overrides": options.overrides}
-    return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))
+    with placed(options.config, options.overrides):
+        return launch(config.model_copy(update={"run": name}), given, options.json, resume_command(config, name))

@@ -16,7 +16,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from fp8core.config.run import RunConfig, public_dump, unmeant
 from fp8core.config.section import refusal, step_name, suggestion
 from fp8core.config.shipped_steps import FILTER, RECORD
 from fp8core.config.yaml_text import SETTING, Block, content_of, parse_yaml
-from fp8core.errors import StoredFileError, UserError, not_unicode, printable, without_passwords
+from fp8core.errors import StoredFileError, UserError, meant, nearest, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -91,6 +90,11 @@ def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     config = load_config(name_or_path, overrides)
     written = {key: place for key, _, place in _nodes(_tree(name_or_path, overrides))}
     return {key: written.get(key, "default") for key in leaves(config.model_dump(mode="json", by_alias=True))}
+
+
+def written_places(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
+    """Where each key and each section was written last: dotted key -> `file:line`, `--set` or `overrides`."""
+    return {key: place for key, _, place in _nodes(_tree(name_or_path, overrides)) if place}
 
 
 def config_digest(config: RunConfig) -> str:
@@ -293,8 +297,8 @@ def _locate(name_or_path: str) -> Path:
     if path.is_file() or (not bare and path.exists()):
         return path
     kind = "shipped configuration" if bare else "file"
-    meant = get_close_matches(Path(name_or_path).stem, shipped_names(), n=1)
-    hint = f"did you mean {meant[0]}?" if meant else f"shipped: {', '.join(shipped_names())}"
+    near = nearest(Path(name_or_path).stem, shipped_names())
+    hint = f"shipped: {', '.join(shipped_names())}" if near is None else f"did you mean {near}?"
     shown = name_or_path or repr(name_or_path)
     raise UserError(f"configuration {shown}: there is no such {kind}; {hint}")
 
@@ -329,7 +333,9 @@ def _locate_base(base: Any, reader: Path, place: str) -> Path:
     for path in (reader.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml"):
         if path.is_file():
             return path
-    raise UserError(f"{place}: base: there is no file {base} in {reader.parent} and no shipped one of this name")
+    missing = f"there is no file {base} in {reader.parent} and no shipped one of this name"
+    near = meant(base, [*shipped_names(), *(path.name for path in reader.parent.glob("*.yaml"))])
+    raise UserError(f"{place}: base: {missing}{near}")
 
 
 # --- overrides ---

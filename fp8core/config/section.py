@@ -1,6 +1,5 @@
 """The base of every configuration section, and pydantic's refusals as one line."""
 
-import difflib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from typing import Annotated, Any, Final, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from fp8core.errors import UserError
+from fp8core.errors import UserError, meant, nearest
 
 SAME_SPEED: Final = "same speed"
 """Metadata of an engine's setting that does not change the time of a step."""
@@ -51,16 +50,16 @@ def check_choice(name: str, shipped: Collection[str], kind: str) -> str:
     """The name; raises ValueError where it is neither shipped nor a path of the user's own `kind` of code."""
     if name not in shipped and re.fullmatch(_OWN, name) is None:
         own = f"(module:{kind} or path/to/file.py:{kind})"
-        raise ValueError(f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}")
+        listed = f"{name} is none of {', '.join(shipped)}, and no {kind.lower()} of your own {own}"
+        raise ValueError(listed + meant(name, shipped))
     return name
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """A correction for an unknown word: a close match, else all that is known."""
     choices = list(known)
-    close = difflib.get_close_matches(word, choices, n=1)
-    if close:
-        return f"did you mean {close[0]}?"
+    if (close := nearest(word, choices)) is not None:
+        return f"did you mean {close}?"
     return f"known here: {', '.join(choices)}" if choices else "none is known here"
 
 
@@ -119,7 +118,7 @@ def step_name(item: Any) -> str | None:
 def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         word = str(error["loc"][-1])
-        if elsewhere := [*_places(model, word)]:
+        if elsewhere := [*places_of(model, word)]:
             return f"unknown key; did you mean {' or '.join(elsewhere)}?"
         return f"unknown key; {suggestion(word, _known_keys(model, error['loc'][:-1]))}"
     if error["type"] == "missing":
@@ -128,7 +127,10 @@ def _reason(error: ErrorDetails, model: type[BaseModel]) -> str:
         return error["msg"].removeprefix("Value error, ")
     wanted = error["msg"].partition(" should ")[2] or error["msg"]
     wanted = wanted.replace("an object", "a mapping").replace("a valid array", "a list")
-    return f"must {wanted}, got {_shown(error['input'])}"
+    reason = f"must {wanted}, got {_shown(error['input'])}"
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        reason += meant(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+    return reason
 
 
 def _shown(value: Any) -> str:
@@ -145,14 +147,14 @@ def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[st
     return [info.alias or name for name, info in model.model_fields.items()]
 
 
-def _places(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[str]:
-    """The dotted keys that end in a word, in all sections."""
+def places_of(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a model's settings that end in a word, in all sections."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{info.alias or name}"
         if word == (info.alias or name):
             yield key
         if (nested := _model_in(info.annotation)) is not None:
-            yield from _places(nested, word, f"{key}.")
+            yield from places_of(nested, word, f"{key}.")
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

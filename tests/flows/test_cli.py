@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,22 @@ def held_at_step_3(run, index, options, prompts, rollouts):
         time.sleep(0.05)
     store = run.directory.store
     return {"rewards": store.put_table("rewards", reward_table(run, *map(store.get_table, (prompts, rollouts))))}
+"""
+
+OWN_LOSS = """\
+from pydantic import Field
+
+from fp8core.config.section import Section
+from fp8core.rl.user_loss import policy_loss
+
+
+class Power(Section):
+    power: float = Field(1.0, ge=0)
+
+
+@policy_loss(options=Power)
+def soft(tokens, options):
+    return -tokens.ratio * tokens.advantages
 """
 
 
@@ -155,6 +173,13 @@ def test_config_names_the_origin_of_every_value(capsys, workplace):
     assert f"alignment.stop.tokens_differing = 0  # default of the exact contract: {resolved}" in lines
 
 
+def test_it_prints_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"fp8-grpo {version('fp8-grpo')}\n"
+
+
 def test_doctor_says_what_runs_here(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -219,10 +244,74 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
     assert reason.replace("WORKPLACE", str(workplace)) in refused("run", "small.yaml", *flags(setting))
 
 
+OWN_STEP = """\
+base: tiny
+name: own
+pipeline:
+  replace:
+    reward:
+      name: graded
+      uses: "cli_steps:absent_file"
+      needs: [prompts, rollouts]
+      with: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "said"),
+    [
+        ("prompts, rollouts", "prompts, rollout", "no input port rollout; did you mean rollouts? (own.yaml:8)"),
+        ("absent_file", "absent_fil", "module cli_steps has no absent_fil; did you mean absent_file? (own.yaml:7)"),
+        ("cli_steps", "cli_step", "there is no module cli_step; did you mean cli_steps? (own.yaml:7)"),
+        ("with: {}", "with: {x: 1}", "pipeline.steps.graded.with.x: unknown key; none is known here (own.yaml:9)"),
+    ],
+)
+def test_a_mistake_in_a_step_has_its_place(refused, workplace, written, instead, said):
+    (workplace / "own.yaml").write_text(OWN_STEP.replace(written, instead))
+    try:
+        assert refused("run", "own.yaml").endswith(said)
+    finally:
+        (workplace / "own.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["reward.verifier=cli_step.py:score"], "No such file or directory; did you mean cli_steps.py? (--set)"),
+        (["reward.verifier=cli_step:score"], "did you mean cli_steps? (--set)"),
+        (["loss.policy=cli_loss.py:soft", "loss.options.power=-1"], "loss.options.power: .*, got -1 (--set)"),
+    ],
+)
+def test_a_mistake_in_own_code_has_its_place(refused, workplace, settings, said):
+    (workplace / "cli_loss.py").write_text(OWN_LOSS)
+    try:
+        found = refused("run", "small.yaml", *flags(*settings))
+    finally:
+        (workplace / "cli_loss.py").unlink()
+    assert re.search(".*".join(map(re.escape, said.split(".*"))), found)
+
+
+def test_a_run_that_is_named_amiss_is_suggested(refused, workplace):
+    (workplace / "runs" / "second").mkdir(parents=True)
+    (workplace / "runs" / "second" / "run.json").write_text("{}")
+    try:
+        assert refused("resume", "secnd").endswith("did you mean second?")
+        assert refused("run", "second").endswith(
+            "second is a run, no configuration; to continue it: fp8-grpo resume second"
+        )
+    finally:
+        shutil.rmtree(workplace / "runs")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["rum", "tiny"], r"fp8-grpo: argument COMMAND: invalid choice: 'rum' \(choose from .*run.*\)"),
+        (["resum", "tiny"], r"fp8-grpo: argument COMMAND: there is no 'resum'; did you mean resume\?"),
+        (["evaluate", "x", "--precision", "bf17"], r"fp8-grpo evaluate: .* no 'bf17'; did you mean bf16\?"),
+        (["run", "tiny", "--steps", "6"], r"fp8-grpo: .*: --steps 6; did you mean --set steps=6\?"),
+        (["run", "tiny", "--set", "steps", "6"], r"fp8-grpo: .*: 6; did you mean --set steps=6\?"),
+        (["run", "tiny", "--max-grad-norm=2"], r"fp8-grpo: .*; did you mean --set training.max_grad_norm=2\?"),
+        (["run", "tiny", "--nothing"], r"fp8-grpo: unrecognized arguments: --nothing"),
         (["run"], "fp8-grpo run: the following arguments are required: CONFIG"),
         (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
         (["doctor", "--address", "ray://h:1"], r"fp8-grpo doctor: .* expected auto or HOST:PORT, found 'ray://h:1'"),
