@@ -128,7 +128,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Iterator[str]:
-    """What was meant by `--steps 6` and by `--set steps 6`, of which `others` is no part of any option."""
+    """The overrides that `--steps 6` and `--set steps 6` stand for; `others` are the arguments that no option takes."""
     first, _, value = others[0].partition("=")
     written = getattr(options, "overrides", None)
     if written is None:
