@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target, add_trust
+from flows.cli.quantise import print_remarks, write_with_bar
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
 from flows.run_lookup import admit_code, description_of, find_run
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
+    from fp8core.config.run import RunConfig
+    from fp8core.models.quantised_checkpoint import CheckpointConversion
     from fp8core.run.export import ExportedPolicy
     from fp8core.run.replay import RunSnapshot
 
@@ -56,41 +59,49 @@ def export_step(options: argparse.Namespace) -> int:
     set_engine_variables(original.config(options.step))
     try:
         with stored_policy(original, options.step, Console(sys.stderr, options.step)) as policy:
+            plan = _fp8_plan(original, options.step, policy) if options.format == "fp8" else None
             export(
                 original,
                 options.step,
                 policy,
                 options.format,
                 options.target,
-                _writer(options.format, original, options.step, policy),
+                _writer(options.format, policy, original.config(options.step), plan),
                 tracked(folder, options.step),
             )
     except (RedoError, *FAILURES) as error:
         return stopped(f"the policy after step {options.step} cannot be restored: {error}", ExitCode.FAILED)
     over = ", over the export of --step 0" if options.format == "peft" else ""
     say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
+    if plan is not None:
+        print_remarks(plan)
     say(link_export(folder, options.step, options.target))
     return ExitCode.DONE
 
 
-def _writer(written: str, original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> Callable[[Path], None]:
-    """A function that fills a folder in a format; block FP8 leaves in BF16 the layers that the rollouts kept so."""
-    from flows.cli.quantise import print_remarks, write_with_bar
+def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "CheckpointConversion":
+    """The conversion to block FP8, which leaves in BF16 the layers that the rollouts kept so."""
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+
+    precision = original.config(step).precision
+    kept = KeptInBf16(precision.bf16_first_layers, precision.bf16_last_layers)
+    return plan_quantisation(policy.folder, kept, precision.scale_rule)
+
+
+def _writer(
+    written: str, policy: "ExportedPolicy", config: "RunConfig", plan: "CheckpointConversion | None"
+) -> Callable[[Path], None]:
+    """A function that fills a folder in a format; `plan` is the conversion to block FP8."""
     from fp8core.run.export import copy_folder, write_adapter
 
-    config = original.config(step)
     match written:
         case "bf16":
             return partial(copy_folder, policy.folder)
         case "peft":
             return partial(write_adapter, policy, config)
-    assert written == "fp8", written
-    kept = KeptInBf16(config.precision.bf16_first_layers, config.precision.bf16_last_layers)
-    plan = plan_quantisation(policy.folder, kept, config.precision.scale_rule)
+    assert plan is not None, written
 
     def write_fp8(target: Path) -> None:
         write_with_bar(plan, target)
-        print_remarks(plan)
 
     return write_fp8

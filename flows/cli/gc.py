@@ -57,7 +57,10 @@ def collect(options: argparse.Namespace) -> int:
         if options.yes:
             remove(folder, removal.deletions)
         if removal.deletions:
-            say("removed; tombstones.jsonl names each file" if options.yes else "nothing was removed yet: add --yes")
+            size = sum(deletion.size for deletion in removal.deletions)
+            total = f"{len(removal.deletions):,} files, {size:,} bytes"
+            done = f"removed {total}; tombstones.jsonl names each file"
+            say(done if options.yes else f"nothing was removed yet: --yes removes {total}")
     finally:
         lock.release()
     return ExitCode.DONE

@@ -68,9 +68,14 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 def print_remarks(plan: "CheckpointConversion") -> None:
     """Print limits of a quantisation: tensors not converted, files not copied, tensors that others may not read."""
     _print_names("kept in BF16, unrecognised", plan.unrecognised)
-    narrow = [spec.name for spec in plan.converted if any(side < 128 for side in spec.shape)]
-    _print_names("narrower than a tile of 128, so vLLM may refuse them", narrow)
+    narrow = [_kind(spec.name) for spec in plan.converted if any(side < 128 for side in spec.shape)]
+    _print_names("narrower than a tile of 128, so vLLM may refuse them", [*dict.fromkeys(narrow)])
     _print_names("not copied", [str(path) for path in plan.left_out])
+
+
+def _kind(name: str) -> str:
+    """The name of a layer's weight without the layer: `model.layers.3.self_attn.k_proj.weight` is `*.k_proj`."""
+    return f"*.{name.removesuffix('.weight').rpartition('.')[2]}"
 
 
 def write_with_bar(plan: "CheckpointConversion", target: Path) -> float:

@@ -146,8 +146,18 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
         raise UserError(
             f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {tokens} {of_what}; {fitting} "
             f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of model and engine, "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens})"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}){_cure(problem, tokens, config, max_positions)}"
         )
+
+
+def _cure(problem: Problem, tokens: int, config: RunConfig, max_positions: int) -> str:
+    """What makes a prompt of so many tokens fit, as the end of a message; the row of an empty one is of no use."""
+    cures = ["remove the row"] if problem.place else []
+    if 0 < tokens <= max_positions - config.rollout.max_new_tokens:
+        cures.insert(0, "raise data.max_prompt_tokens")
+    elif 0 < tokens < max_positions:
+        cures.insert(0, "lower rollout.max_new_tokens")
+    return f"; {', or '.join(cures)}" if cures else ""
 
 
 def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:

@@ -121,9 +121,10 @@ class RowSource:
     def heldout(self, count: int) -> list[Problem]:
         rows = len(self._heldout)
         if count > rows:
+            lower = "lower it, give more rows" if rows else "give more different rows"
             raise UserError(
-                f"{self._place}: evaluation.prompts={count}, but there are only {rows} held-out rows "
-                f"(one row in {HELDOUT_ONE_IN}, or all of evaluation.source); lower it or give more rows"
+                f"{self._place}: evaluation.prompts={count}, but {rows} rows are held out (one row in "
+                f"{HELDOUT_ONE_IN}, or all of evaluation.source); {lower}, or set evaluation.source"
             )
         return self._heldout[:count]
 
@@ -266,7 +267,7 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
 def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource:
     """The source of prompts for training and evaluation.
 
-    Raises UserError on data that cannot be read, and on fewer held-out problems than `evaluation.prompts`.
+    Raises UserError on data that cannot be read.
     """
     source: PromptSource
     if data.source != "chain":
@@ -276,7 +277,6 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
         raise UserError(f"evaluation.source={evaluation.source}: the chain task holds out prompts of its own; unset it")
     else:
         source = ChainSource(data.chain)
-    source.heldout(evaluation.prompts)  # Refuses too few now, not at the first evaluation.
     return source
 
 
@@ -300,9 +300,22 @@ def check_problems(
     """
     problems = list(source.to_check())
     check_references(problems, verifier)
-    for row in problems:
-        refuse_unfit(row, config, tokenizer, max_positions)
+    source.heldout(config.evaluation.prompts)
+    _refuse_all_unfit(problems, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
+
+
+def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
+    """Raises UserError as `refuse_unfit` at the first prompt that it refuses, with the number of the others."""
+    refused: list[UserError] = []
+    for row in problems:
+        try:
+            refuse_unfit(row, config, tokenizer, max_positions)
+        except UserError as error:
+            refused.append(error)
+    if refused:
+        more = f" (and {len(refused) - 1:,} more such rows)" if len(refused) > 1 else ""
+        raise UserError(f"{refused[0]}{more}") from refused[0]
 
 
 def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:

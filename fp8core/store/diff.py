@@ -139,8 +139,8 @@ class Comparison:
     """The differences between two runs.
 
     configuration: settings that determine numbers. notes: settings that do not. circumstances: fields of the records
-    that can explain a difference, each with the first step in which it differs. first_step and first_metric: the first
-    difference of what was computed. last: the last committed step of each run.
+    that can explain a difference, beside these settings, each with the first step in which it differs. first_step and
+    first_metric: the first difference of what was computed. last: the last committed step of each run.
     """
 
     configuration: list[Difference]
@@ -177,7 +177,8 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
     settings = _settings(ours, theirs)
     configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]
     # Equal settings that are written differently have another digest.
-    explained = bool(configuration) or _written_differently(ours, theirs)
+    explained = {"config_digest"} if configuration or _written_differently(ours, theirs) else set()
+    explained |= {found.path for found in configuration}
     notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
     first_step, first_metric = None, None
@@ -187,7 +188,7 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
         for found in causes(*records):
             if found.path in _NOTED:
                 notes.setdefault(found.path, found)
-            elif found.path != "config_digest" or not explained:
+            elif found.path not in explained:
                 kind = found.path if _section(found) in _IN_FULL else _section(found)
                 circumstances.setdefault(kind, (step, found))
         difference = first_difference(*records, order)

@@ -144,16 +144,21 @@ def test_the_chain_task_is_spelt_by_characters(characters):
 
 
 @pytest.mark.parametrize(
-    ("allowed", "positions", "fitting"),
-    [(5, 256, "1 to 5 fit"), (512, 21, "1 to 5 fit"), (512, 16, "none fit"), (512, 8, "none fit")],
+    ("allowed", "positions", "fitting", "cure"),
+    [
+        (5, 256, "1 to 5 fit", "; raise data.max_prompt_tokens"),
+        (512, 21, "1 to 5 fit", "; lower rollout.max_new_tokens"),
+        (512, 16, "none fit", "; lower rollout.max_new_tokens"),
+        (512, 6, "none fit", ""),
+    ],
 )
-def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, fitting):
+def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, fitting, cure):
     """`2*7-0=` has 6 tokens, a completion at most 16."""
     config = load_config("tiny", {"data.max_prompt_tokens": allowed})
     asked = problem("2*7-0=", "4")
     expected = (
         f"prompt {asked.prompt_id} ('2*7-0=') has 6 tokens; {fitting} (data.max_prompt_tokens={allowed}, "
-        f"{positions} positions of model and engine, rollout.max_new_tokens=16)"
+        f"{positions} positions of model and engine, rollout.max_new_tokens=16){cure}"
     )
     with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         encode_prompt(asked, config, characters, positions)
@@ -167,7 +172,7 @@ def test_the_longest_prompt_fits(characters, allowed, positions):
 
 def test_a_prompt_that_was_read_is_named_with_its_place(characters):
     asked = problem("2*7-0=", "4", "rows.jsonl:3")
-    with pytest.raises(UserError, match=r"^rows\.jsonl:3: prompt .* has 6 tokens"):
+    with pytest.raises(UserError, match=r"^rows\.jsonl:3: prompt .* has 6 tokens.* or remove the row$"):
         encode_prompt(asked, load_config("tiny", {"data.max_prompt_tokens": 5}), characters, 256)
 
 

@@ -66,9 +66,12 @@ def test_a_file_beside_a_heldout_file(tmp_path: Path) -> None:
     assert {row.question for row in source.training(0, 15, 0)} == {f"q{n}" for n in range(15)}
 
 
-def test_too_few_heldout_rows_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"evaluation\.prompts=256, but there are only"):
-        build_source(DataConfig(source=rows_file(tmp_path / "all.jsonl", 0, 80)), EvaluationConfig())
+def test_too_few_heldout_rows_are_refused_at_once(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    config = load_config("gsm8k", {"model": "any", "data.source": rows_file(tmp_path / "all.jsonl", 0, 80)})
+    source = build_source(config.data, config.evaluation)
+    verifier = build_verifier(config.reward)
+    with pytest.raises(UserError, match=rf"evaluation\.prompts={config.evaluation.prompts}, but \d+ rows are held out"):
+        check_problems(source, config, bpe_tokenizer, 1024, verifier)
 
 
 def test_a_file_of_another_kind_is_no_dataset_name(tmp_path: Path) -> None:
@@ -151,8 +154,11 @@ def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
 
 
 def test_too_few_rows() -> None:
-    with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but there are only \d held-out rows"):
+    with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but \d rows are held out .*; lower it, give"):
         RowSource(numbered(40), "rows").heldout(50)
+    train = next(row for row in numbered(40) if not is_heldout(row.asked))
+    with pytest.raises(UserError, match=r"but 0 rows .*; give more different rows, or set evaluation\.source$"):
+        RowSource([train] * 600, "rows").heldout(1)
     with pytest.raises(UserError, match="rows: all 3 questions are held out, none is left"):
         RowSource(numbered(3), "rows", numbered(3))
 
@@ -423,6 +429,19 @@ def test_a_reference_that_is_no_answer(refused) -> None:
 
 def test_a_prompt_that_does_not_fit(refused) -> None:
     assert refused(question="What " * 3000, answer="#### 1").startswith("prompt ")
+
+
+def test_answers_are_checked_before_their_number(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"question": "One more, or two?", "answer": "no"}))
+    with pytest.raises(UserError, match=r"one\.jsonl:1: reward\.verifier=integer"):
+        check(path, bpe_tokenizer)
+
+
+def test_the_number_of_long_prompts_is_told(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    long = {f"row_{n}": {"question": f"{n} " * 3000, "answer": "#### 1"} for n in (3, 5, 9)}
+    with pytest.raises(UserError, match=r"rows\.jsonl:3: .*; remove the row \(and 2 more such rows\)$"):
+        check(written(tmp_path / "rows.jsonl", **long), bpe_tokenizer)
 
 
 def test_heldout_rows_are_checked_too(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:

@@ -361,6 +361,18 @@ def test_code_precision_and_libraries_are_named_with_the_first_step(small_run: P
     assert found.first_step is None, "what they computed is equal"
 
 
+def test_a_setting_is_named_once(small_run: Path, copy: Path) -> None:
+    """A record has settings too: they are no circumstances beside themselves."""
+    described = json.loads((copy / "run.json").read_text())
+    described["config"]["precision"]["scale_rule"] = "fp32"
+    (copy / "run.json").write_text(json.dumps(described))
+    record = json.loads((copy / "manifests/00002.json").read_bytes())["record"]
+    change_record(copy, 2, precision={**record["precision"], "scale_rule": "fp32"})
+    found = compared(small_run, copy)
+    assert [difference.path for difference in found.configuration] == ["precision.scale_rule"]
+    assert found.circumstances == []
+
+
 def test_a_manifest_that_cannot_be_read_is_a_refusal(small_run: Path, copy: Path) -> None:
     (copy / LedgerView.read(copy / LEDGER).steps()[2].manifest.uri).unlink()
     assert compared(small_run, copy).equal, "the second copy serves"
