@@ -10,7 +10,7 @@ from statistics import median
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.chart import short
 from fp8core.report.run_data import RunData
-from fp8core.report.run_verdict import FEWEST_STEPS, Answer, Learning, answer, rollout_speed
+from fp8core.report.run_verdict import Answer, Learning, answer, rollout_speed
 from fp8core.report.silence import Silence, silence
 from fp8core.report.summary import first_steps, last_steps
 from fp8core.store.ledger import BoundEntry
@@ -21,7 +21,7 @@ _LARGEST_WITH_DECIMALS = 100.0
 
 def head(run: RunData) -> list[str]:
     """Paragraphs: the silence of a run that has much of it, its result, and what to do next."""
-    found, judged = silence(run.history), _judged(run, run.history)
+    found, judged = silence(run.history), _judged(run)
     told = [f"{found.words}."] if found is not None and found.many else []
     return [*told, _result(run, judged), f"Next: {_next(run, judged.learning, found)}."]
 
@@ -37,26 +37,20 @@ def mismatch(run: RunData) -> str | None:
     )
 
 
-def _judged(run: RunData, history: History) -> Answer:
+def _judged(run: RunData) -> Answer:
     config = run.view.config
     why = unverifiable(config) if config is not None and is_known(config) else None
     prompts = None if config is None else config.evaluation.prompts
-    return answer(history, short, why, prompts=prompts, left=run.left)
-
-
-def _without(history: History, *names: str) -> History:
-    return [{name: value for name, value in row.items() if name not in names} for row in history]
+    return answer(run.history, short, why, prompts=prompts, left=run.left)
 
 
 def _result(run: RunData, judged: Answer) -> str:
     verdict = judged.learning[0].upper() + judged.learning[1:]
-    accuracy, reward = _heldout(run.history), _reward(run)
+    accuracy, reward = _heldout(run.history), _reward(run.history, judged)
     sentences = [f"{verdict}: {accuracy or reward}" if accuracy or reward else verdict]
     if accuracy and reward:
         sentences.append(reward[0].upper() + reward[1:])
-    # Without rewards and accuracies the words are those about the two policies.
-    _, _, compared = _judged(run, _without(run.history, REWARD, HELDOUT)).words.partition("; ")
-    sentences.append(compared[0].upper() + compared[1:])
+    sentences.append(judged.compared[0].upper() + judged.compared[1:])
     speed = rollout_speed(run)
     paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []
     paces += [f"{short(speed)} tokens a second of rollout"] if speed is not None else []
@@ -70,13 +64,11 @@ def _heldout(history: History) -> str:
     return f"held-out accuracy {_from_to(values[0], values[-1]) if len(values) > 1 else three(values[0])}"
 
 
-def _reward(run: RunData) -> str:
-    values = [value for value in series(run.history, REWARD)[1] if math.isfinite(value)]
+def _reward(history: History, judged: Answer) -> str:
+    values = [value for value in series(history, REWARD)[1] if math.isfinite(value)]
     if not values:
         return ""
-    moved = {"learned": "beyond chance", "got worse": "beyond chance"}
-    alone = _judged(run, _without(run.history, HELDOUT)).learning
-    chance = f", {moved.get(alone, 'within chance')}" if len(values) >= FEWEST_STEPS else ""
+    chance = "" if judged.reward is None else ", beyond chance" if judged.reward else ", within chance"
     return f"reward {_from_to(first_steps(values), last_steps(values))}{chance}"
 
 

@@ -29,10 +29,20 @@ Agreement = Literal["equal", "different", "not measured"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a history, and the words for it."""
+    """The result of a history, and the words for it.
+
+    Attributes:
+        learning: whether it learned.
+        agreement: whether rollout and training were equal.
+        reward: 1 where the reward rose by more than noise, -1 where it fell, 0 for neither; None of too few steps.
+        compared: the words about rollout and training.
+        words: all of them.
+    """
 
     learning: Learning
     agreement: Agreement
+    reward: int | None
+    compared: str
     words: str
 
 
@@ -53,12 +63,12 @@ def answer(
         prompts: that held-out accuracy is the mean of; None: not known, and so is its noise.
         left: steps that the run still has to make.
     """
-    learning, reasons = _learning(history, form, prompts, left)
-    agreement, comparison = _agreement(history, form)
-    words = f"{learning}{f' ({reasons})' if reasons else ''}; {comparison}"
+    learning, reasons, reward = _learning(history, form, prompts, left)
+    agreement, compared = _agreement(history, form)
     if any(row.get(UNVERIFIABLE) for row in history):
-        words += "; unverifiable" if why is None else f"; unverifiable, as {why}"
-    return Answer(learning, agreement, words[0].upper() + words[1:])
+        compared += "; unverifiable" if why is None else f"; unverifiable, as {why}"
+    words = f"{learning}{f' ({reasons})' if reasons else ''}; {compared}"
+    return Answer(learning, agreement, reward, compared, words[0].upper() + words[1:])
 
 
 def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
@@ -85,12 +95,15 @@ def rollout_speed(run: RunData) -> float | None:
     return sum(count for count, _ in known) / spent if spent > 0 else None
 
 
-def _learning(history: History, form: Callable[[float], str], prompts: int | None, left: int) -> tuple[Learning, str]:
+def _learning(
+    history: History, form: Callable[[float], str], prompts: int | None, left: int
+) -> tuple[Learning, str, int | None]:
+    """Whether it learned, the reasons, and the direction of the reward."""
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)
     rewards, heldout = ([value for value in values if math.isfinite(value)] for values in (rewards, heldout))
     if not rewards:
-        return "too short to tell", ""
+        return "too short to tell", "", None
     edge = edge_steps(len(rewards))
     first, last = rewards[:edge], rewards[-edge:]
     of = f"means of the first and last {edge} steps" if edge > 1 else "the first and the last step"
@@ -100,16 +113,16 @@ def _learning(history: History, form: Callable[[float], str], prompts: int | Non
         reasons += f"; held-out accuracy {form(heldout[0])} to {form(heldout[-1])}"
         fell = heldout[-1] < heldout[0]
         rose = prompts is not None and heldout[-1] - heldout[0] > NOISE * _accuracy_error(heldout, prompts)
-    if len(rewards) >= FEWEST_VALUES:
-        match _direction(rewards, edge):
-            case 1:
-                return ("learned its prompts alone" if fell else "learned"), reasons
-            case -1:
-                return "got worse", reasons
+    moved = _direction(rewards, edge) if len(rewards) >= FEWEST_VALUES else None
+    if moved == 1:
+        return ("learned its prompts alone" if fell else "learned"), reasons, moved
+    if moved == -1:
+        return "got worse", reasons, moved
+    if moved == 0:
         reasons += "; the reward changed by no more than chance"
     if rose:
-        return "learned", f"{reasons}; held-out accuracy rose by more than chance"
-    return ("too short to tell" if left or edge < EDGE_STEPS else "not learned"), reasons
+        return "learned", f"{reasons}; held-out accuracy rose by more than chance", moved
+    return ("too short to tell" if left or edge < EDGE_STEPS else "not learned"), reasons, moved
 
 
 def _direction(values: Sequence[float], edge: int) -> int:
