@@ -75,7 +75,7 @@ def test_the_steps_of_equal_policies_are_counted(run: RunData) -> None:
     rows = history((0.5, 0.5), LEVEL)
     rows[1]["alignment/token_mult_prob_error"] = 1.1
     rows[2]["alignment/tokens_differing"] = 3.0
-    assert mismatch(replace(run, history=rows)) == "The mismatch is zero in 8 of 10 steps."
+    assert mismatch(replace(run, history=rows)) == "The mismatch is zero in 22 of 24 steps."
     assert mismatch(replace(run, history=[])) is None
 
 
