@@ -28,8 +28,8 @@ from fp8core.evaluation.measure import EvaluationResult, Precision, paired_diffe
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
+from fp8core.run.recompute import RedoError
 from fp8core.run.replay import FAILURES
-from fp8core.run.resume import RedoError
 from fp8core.store.outputs import EVALUATION, Output
 
 

@@ -60,7 +60,8 @@ from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
 from fp8core.run.policy import SyncError
 from fp8core.run.precision_gap import gap_line
 from fp8core.run.preflight import refuse_unrunnable
-from fp8core.run.resume import RedoError, history
+from fp8core.run.recompute import RedoError
+from fp8core.run.resume import history
 from fp8core.run.rollouts import written_sample
 from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START

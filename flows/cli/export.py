@@ -45,8 +45,8 @@ def export_step(options: argparse.Namespace) -> int:
     from flows.tracking.store import quiet_store_logs
     from fp8core.report.console import Console
     from fp8core.run.export import export, refuse_existing, refuse_format, stored_policy
+    from fp8core.run.recompute import RedoError
     from fp8core.run.replay import FAILURES, RunSnapshot
-    from fp8core.run.resume import RedoError
 
     quiet_store_logs()
     torch.set_num_threads(1)

@@ -41,7 +41,7 @@ from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused, next_step
 from fp8core.run.open import open_directory, open_run, signing_key
-from fp8core.run.resume import ensure
+from fp8core.run.recompute import recompute_kinds_if_damaged
 from fp8core.store.ledger import START
 from fp8core.store.lock import FolderIdentity, lies_at, original_of
 from fp8core.store.run_directory import RunDirectory
@@ -255,7 +255,7 @@ def follow_ledger(session: Session) -> None:
     """Let MLflow follow the ledger, now that what an earlier process did not publish can be read."""
     run = session.run
     for index in range(max(START, session.mlflow.published + 1), next_step(run)):
-        ensure(run, index, published_kinds(run, index))
+        recompute_kinds_if_damaged(run, index, published_kinds(run, index))
     session.mlflow.follow_ledger()
     session.publisher.wake()
 

@@ -15,7 +15,8 @@ from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_stat
 from fp8core.run.commit import commit_step, step_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, TaskResult, carried, run_step
-from fp8core.run.resume import ensure, restore, rewind_to
+from fp8core.run.recompute import recompute_kinds_if_damaged, rewind_to
+from fp8core.run.resume import restore
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.start_tasks import START_TASKS
@@ -223,7 +224,7 @@ def crossing(run: RunContext) -> Crossing | None:
 def _crossed(run: RunContext, bounds: StopBounds, first: int, last: int) -> Crossing | None:
     steps = range(first, last + 1)
     for index in steps:
-        ensure(run, index, {"metrics"})
+        recompute_kinds_if_damaged(run, index, {"metrics"})
     return crossed(bounds, [step_metrics(run, index) for index in steps])
 
 

@@ -23,6 +23,7 @@ from fp8core.config.run import RunConfig, public_dump
 from fp8core.durable import read_lines, read_stored
 from fp8core.errors import NotRecordedError, ProcessLost, UserError, lost_process
 from fp8core.report.console import Console
+from fp8core.run.behaviour import versions_in_flight
 from fp8core.run.checkpoint import save_state
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.commit import stored_manifest, stored_metrics
@@ -31,7 +32,7 @@ from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin, iterate
 from fp8core.run.open import open_run
 from fp8core.run.policy import SyncError
-from fp8core.run.resume import RedoError, rewind_to, versions_in_flight
+from fp8core.run.recompute import RedoError, rewind_to
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences

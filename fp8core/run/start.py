@@ -40,7 +40,7 @@ from fp8core.run.execute import TaskResult, attempt, run_task
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import initial_trainer, push
 from fp8core.run.precision_gap import measure_gap
-from fp8core.run.resume import recompute_damaged
+from fp8core.run.recompute import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
 from fp8core.run.scales import covered, read_scales, store_scales
 from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations

@@ -18,8 +18,8 @@ from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
+from fp8core.run.recompute import rewind_to
 from fp8core.run.replay import RunSnapshot, replay
-from fp8core.run.resume import rewind_to
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import token_batch
 from fp8core.run.stream_writers import Part, SegmentWriter

@@ -37,7 +37,7 @@ from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run import resume
+from fp8core.run import recompute
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
@@ -245,12 +245,12 @@ def test_ranks_lost_while_a_step_makes_older_policies_again_are_replaced(two_nod
 
     def lose_at(name: str, live: RunContext) -> None:
         def losing(*arguments: Any) -> Any:
-            monkeypatch.setattr(resume, name, ours)
+            monkeypatch.setattr(recompute, name, ours)
             os.kill(live.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
             return ours(*arguments)
 
-        ours = getattr(resume, name)
-        monkeypatch.setattr(resume, name, losing)
+        ours = getattr(recompute, name)
+        monkeypatch.setattr(recompute, name, losing)
         live.kept_policies.clear()
 
     def without_checkpoints(live: RunContext) -> None:

@@ -13,8 +13,9 @@ from fp8core.run.context import live_run
 from fp8core.run.execute import carried
 from fp8core.run.export import stored_policy
 from fp8core.run.loop import Execution, begin, train
+from fp8core.run.recompute import RedoError, recompute_kinds_if_damaged
 from fp8core.run.replay import RunSnapshot
-from fp8core.run.resume import RedoError, ensure, history
+from fp8core.run.resume import history
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry
@@ -134,7 +135,7 @@ def test_metrics_of_a_step_before_the_checkpoint_are_made_again_for_the_curves(w
         assert (
             run.engine.fingerprint() == run_copy.store.get_json(run_copy.ledger.artifacts(4)["sync_report"])["digest"]
         )
-        ensure(run, 1, {"train_report", "evaluation"})
+        recompute_kinds_if_damaged(run, 1, {"train_report", "evaluation"})
     for artifact in ("metrics", "train_report", "evaluation"):
         assert run_copy.store.damage(run_copy.ledger.artifacts(1)[artifact]) is None
 
@@ -307,7 +308,7 @@ def test_a_redo_may_differ_in_a_tolerant_run_and_under_new_code(run_copy, cause)
     damage(run_copy.file(3, "next_scales"), "delete")
     with run_copy.opened(**({} if cause == "new code" else options)) as run:
         assert begin(run) == 0
-        ensure(run, 3, {"scales"})
+        recompute_kinds_if_damaged(run, 3, {"scales"})
         assert run.trainer.digest() == run_copy.records[4]["weights_digest"]
 
 
