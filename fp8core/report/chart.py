@@ -193,7 +193,7 @@ def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
                 told["Not measured"].append(chart.title)
             case 1:
                 (value,) = values
-                told[f"Exactly {short(value)} wherever measured"].append(f"{chart.title} ({chart.y_label})")
+                told[f"Exactly {short(value)} wherever measured"].append(chart.title)
             case _:
                 drawn.append(chart)
     return drawn, [f"{reason}: {'; '.join(titles)}." for reason, titles in told.items()]

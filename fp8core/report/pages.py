@@ -323,7 +323,7 @@ def report_html(runs: Sequence[RunData]) -> str:
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
     note = f" {gaps} notes on what is missing are at the end." if gaps else ""
-    answers = [f"{run.label}: {words}" for run in runs for words in head(run)]
+    answers = [words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in head(run)]
     sections = run_sections(runs, configured_bounds(runs))
     return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)
 

@@ -76,6 +76,8 @@ def test_everything_is_there(expected, copy_of_trained, mlflow_server, shown) ->
     reward = run["metrics"]["core/reward"]
     first, last = (f"{value:.4g} (step {step})" for step, value in (reward[0], reward[-1]))
     assert f"| reward | {first} | {last} |" in run["tags"]["mlflow.note.content"]
+    signals = [value for _, value in run["metrics"]["core/groups_with_signal"]]
+    assert ("had a signal: " in run["tags"]["mlflow.note.content"]) == (not any(signals)), signals
     assert {f"manifests/{step:05d}.json" for step in range(4)} < set(run["files"])
     tables = {f"{folder}/step_00000{step}.json" for folder in ("samples", "artifacts") for step in (1, 3)}
     result = {"pictures/curves.png", "summary.json", "report.html"}
