@@ -95,9 +95,14 @@ def meant(word: str, known: Iterable[str]) -> str:
     return "" if found is None else f"; did you mean {found}?"
 
 
+# The beginning of a list that stands on lines of its own.
+_LIST = re.compile(r"[,;]?\s+(?:but|expected|must be)\b[^,;]*:$|:$")
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error: libraries go on with hints and addresses."""
-    return str(error).partition("\n")[0]
+    """The first line of an error: libraries go on with hints, addresses and lists, whose announcement is cut too."""
+    line, more, _ = str(error).partition("\n")
+    return _LIST.sub("", line.rstrip()) if more else line
 
 
 # Lines of Prefect and uvicorn below a traceback, and the end of one with lines of SQLAlchemy.

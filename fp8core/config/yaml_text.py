@@ -111,9 +111,26 @@ def parse_yaml(text: str, source: str) -> Any:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
 
 
+_PLAIN = {
+    "expected <block end>": "this line does not go on with the one above; check indentation and quotes",
+    "mapping values are not allowed here": "a second `: ` in one value, or wrong indentation; quote a value with `: `",
+    "could not find expected ':'": "a key without `: `",
+    "that cannot start any token": "a value cannot begin with this character; quote it",
+    "unexpected end of stream": "the file ends within a quoted value; close its quote",
+    "expected the node content": "a value is missing",
+    "expected alphabetic or numeric character": "an alias or anchor without a name; quote a value with * or &",
+    "undefined alias": "a value that begins with * names an anchor, and there is none; quote it",
+    "expected <document start>": "this line is outside of the mapping above; check its indentation",
+}
+"""Words of PyYAML's scanner and parser -> what a person can look for."""
+
+
 def _unquoted(problem: str) -> str:
-    """A problem of PyYAML's without what it found in the text; what it expected stays."""
+    """A problem of PyYAML's in plain words, without what it found in the text; what it expected stays."""
     problem = re.sub(r",? but (?:found|got) .*", "", problem)
+    for known, plain in _PLAIN.items():
+        if known in problem:
+            return plain
     return re.sub(r"(alias|anchor|character|handle|tag) (['\"]).*\2", r"\1", problem)
 
 

@@ -151,7 +151,7 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
 
 
 def _cure(problem: Problem, tokens: int, config: RunConfig, max_positions: int) -> str:
-    """The end of a message: how a prompt of so many tokens can fit. The row of an empty one is of no use."""
+    """The end of a message: settings and rows to change so that a prompt of so many tokens fits."""
     cures = ["remove the row"] if problem.place else []
     if 0 < tokens <= max_positions - config.rollout.max_new_tokens:
         cures.insert(0, "raise data.max_prompt_tokens")

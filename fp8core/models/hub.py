@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError
+from fp8core.errors import UserError, nearest
 from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
 from fp8core.models.checkpoint import architecture_from_config
 from fp8core.user_files import read_json_object
@@ -51,10 +51,35 @@ def resolve_model(
         if not (folder / "config.json").exists():
             raise UserError(f"{key}={model}: the folder holds no checkpoint (no config.json)")
         return ResolvedModel(folder, None)
+    near = _near_checkpoint(folder)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
-        raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME")
+        hint = "" if near is None else f"; did you mean {near}?"
+        raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME{hint}")
+    if near is not None:
+        return _resolved_offline(model, revision, cache, near, key)
     snapshot = _snapshot(model, revision, cache, files, key)
     return ResolvedModel(snapshot, snapshot.name)
+
+
+def _near_checkpoint(folder: Path) -> Path | None:
+    """A checkpoint beside a folder that does not exist, with a similar name."""
+    name = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
+    return None if name is None else folder.with_name(name)
+
+
+def _resolved_offline(model: str, revision: str | None, cache: Path | None, near: Path, key: str) -> ResolvedModel:
+    """A hub id that is more likely a mistyped folder: only the cache is searched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"{key}={model}: no such folder here; did you mean {near}? As a hub id: not in the cache, and the hub was "
+            f"not asked; if you mean it, run `hf download {model}` first"
+        ) from error
+    return ResolvedModel(Path(found), Path(found).name)
 
 
 def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str], key: str) -> Path:

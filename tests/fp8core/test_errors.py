@@ -1,6 +1,6 @@
 import pytest
 
-from fp8core.errors import last_words, printable, printable_lines, without_passwords
+from fp8core.errors import first_line, last_words, printable, printable_lines, without_passwords
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x9b\u202egnp\u2066\u200b\x00\ud800"
 
@@ -10,6 +10,20 @@ def test_nothing_that_a_terminal_obeys_is_left() -> None:
     assert shown.isprintable()
     assert shown.startswith("a\\n\\x1b[2J\\x1b]0;title\\x07\\r\\x9b\\u202egnp\\u2066\\u200b\\x00\\ud800b é 日本")
     assert printable(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("unknown kind 'x', but expected one of:\n  a\n  b", "unknown kind 'x'"),
+        ("no such option but expected one of:\na", "no such option"),
+        ("these arguments failed:\na", "these arguments failed"),
+        ("line 3: bad\nmore", "line 3: bad"),
+        ("nothing follows:", "nothing follows:"),
+    ],
+)
+def test_a_list_that_is_left_out_is_not_announced(message: str, shown: str) -> None:
+    assert first_line(ValueError(message)) == shown
 
 
 def test_lines_and_tabs_stay_where_there_are_several() -> None:

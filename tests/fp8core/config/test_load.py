@@ -258,6 +258,16 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
     ("text", "message"),
     [
         ("base: tiny\nsteps: [1\n", "mine.yaml:3:1: expected ',' or ']'"),
+        (
+            "base: tiny\nloss:\n    policy: gspo\n  dual_clip: 3\n",
+            "mine.yaml:4:3: this line does not go on",
+        ),
+        ("base: tiny\nloss:\n  - a\n  b: c\n", "mine.yaml:4:3: this line does not go on with the one above"),
+        ("base: tiny\nname: a: b\n", "mine.yaml:2:8: a second `: ` in one value, or wrong indentation"),
+        ("base: tiny\nname\nsteps: 3\n", "mine.yaml:3:1: a key without `: `"),
+        ("base: tiny\nname: @x\n", "mine.yaml:2:7: a value cannot begin with this character; quote it"),
+        ("base: tiny\nname: 'x\n", "mine.yaml:3:1: the file ends within a quoted value"),
+        ("base: tiny\nname: *x\n", "mine.yaml:2:7: a value that begins with * names an anchor, and there is none"),
         ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given at"),
         ("base: tiny\n1: 2\n", "mine.yaml:2:1: a key is not a string"),
         (

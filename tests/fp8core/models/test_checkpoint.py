@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -268,6 +269,18 @@ def test_a_path_that_does_not_exist_is_refused(model):
     with pytest.raises(UserError, match=r"no such folder, and not a hub id") as refused:
         resolve_model(model, None)
     assert model in str(refused.value)
+
+
+def test_a_mistyped_folder_is_no_hub_id(small_checkpoint, tmp_path, monkeypatch):
+    """The hub is not asked: no connection can be made here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "create_connection", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    shutil.copytree(small_checkpoint, tmp_path / "mine" / "ckpt")
+    with pytest.raises(UserError, match=r"^model=mine/chekpt: no such folder here; did you mean mine/ckpt\? As a hub"):
+        resolve_model("mine/chekpt", None, tmp_path / "cache")
+    with pytest.raises(UserError, match=r"not a hub id of the form OWNER/NAME; did you mean mine/ckpt\?$"):
+        resolve_model("./mine/chekpt", None, tmp_path / "cache")
 
 
 def test_a_file_is_no_checkpoint(small_checkpoint):
