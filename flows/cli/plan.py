@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_config, add_force, add_output, at_least
+from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import say
 from flows.termination import ExitCode
@@ -60,10 +61,11 @@ def plan_config(options: argparse.Namespace) -> int:
                 f"--gpus {options.gpus}: nothing of {config.name} computes on a GPU: training.device="
                 f"{config.training.device}, rollout.engine={config.rollout.engine}; set one of them, or leave --gpus"
             )
-    arch = model_shape(config)
-    check_shape(config, arch)
-    machine = _machine(options, config)
-    graph_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
+    with placed(options.config, options.overrides):
+        arch = model_shape(config)
+        check_shape(config, arch)
+        machine = _machine(options, config)
+        graph_on(config, "cpu" if machine.gpu is None else machine.gpu.platform)
     plan = plan_run(config, arch, machine, _parallel(options, config, machine))
     say(plan_text(plan))
     if options.json is not None:

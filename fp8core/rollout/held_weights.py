@@ -44,7 +44,7 @@ class HeldWeights:
         self._addresses = {name: parameter.data_ptr() for name, parameter in own.items()}
         self._filled_up = [own[name] for name in {slot.parameter for slot, _ in share.values() if slot.filled_up}]
         self._places = {name: _rows(slot.of(own[slot.parameter]), cut) for name, (slot, cut) in share.items()}
-        # The worker reads the first in place; of the rest it makes copies.
+        # Slices are read in place; the rest is not.
         self._slices = {name: _slice_of(place) for name, place in self._places.items() if _lies_whole(place)}
         self._rest = {name: place for name, place in self._places.items() if name not in self._slices}
 

@@ -269,7 +269,8 @@ pipeline:
 def test_a_mistake_in_a_step_has_its_place(refused, tmp_path, written, instead, said):
     file = tmp_path / "own.yaml"
     file.write_text(OWN_STEP.replace(written, instead))
-    assert refused("run", str(file)).replace(f"{tmp_path}/", "").endswith(said)
+    for command in ("run", "graph", "plan"):
+        assert refused(command, str(file)).replace(f"{tmp_path}/", "").endswith(said)
 
 
 @pytest.mark.parametrize(
