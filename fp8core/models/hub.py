@@ -1,5 +1,6 @@
 """The model that `model:` names: its folder, or a Hugging Face hub id pinned to a commit, and its shape alone."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def resolve_model(
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
         hint = "" if near is None else f"; did you mean {near}?"
         raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME{hint}")
-    if near is not None:
+    if near is not None and _letters(near.name) != _letters(folder.name):
         return _resolved_offline(model, revision, cache, near, key)
     snapshot = _snapshot(model, revision, cache, files, key)
     return ResolvedModel(snapshot, snapshot.name)
@@ -65,6 +66,11 @@ def _near_checkpoint(folder: Path) -> Path | None:
     """A checkpoint beside a folder that does not exist, with a similar name."""
     name = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
     return None if name is None else folder.with_name(name)
+
+
+def _letters(name: str) -> str:
+    """A name without digits: models of one series, as Qwen3-4B and Qwen3-8B, differ in these alone."""
+    return re.sub("[0-9]", "", name)
 
 
 def _resolved_offline(model: str, revision: str | None, cache: Path | None, near: Path, key: str) -> ResolvedModel:

@@ -272,13 +272,23 @@ def test_a_path_that_does_not_exist_is_refused(model):
 
 
 def test_a_mistyped_folder_is_no_hub_id(small_checkpoint, tmp_path, monkeypatch):
-    """The hub is not asked: no connection can be made here."""
+    """The hub is not asked."""
+    asked = []
+
+    def refuse(*address, **options):
+        asked.append(address)
+        raise OSError("no network")
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(socket, "create_connection", None)
-    monkeypatch.setattr(socket, "getaddrinfo", None)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     shutil.copytree(small_checkpoint, tmp_path / "mine" / "ckpt")
     with pytest.raises(UserError, match=r"^model=mine/chekpt: no such folder here; did you mean mine/ckpt\? As a hub"):
         resolve_model("mine/chekpt", None, tmp_path / "cache")
+    assert asked == []
+    with pytest.raises(UserError, match="the hub did not answer"):
+        resolve_model("mine/ckpt2", None, tmp_path / "cache")
+    assert asked, "it may be another model of a series"
     with pytest.raises(UserError, match=r"not a hub id of the form OWNER/NAME; did you mean mine/ckpt\?$"):
         resolve_model("./mine/chekpt", None, tmp_path / "cache")
 
