@@ -9,10 +9,9 @@ is too short to tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean
 from typing import Literal
 
-from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, edge_steps
@@ -69,20 +68,6 @@ def answer(
         compared += "; unverifiable" if why is None else f"; unverifiable, as {why}"
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {compared}"
     return Answer(learning, agreement, reward, compared, words[0].upper() + words[1:])
-
-
-def run_sentence(run: RunData, form: Callable[[float], str]) -> str:
-    """The answer of a run, with its speed."""
-    config = run.view.config
-    why = unverifiable(config) if config is not None and is_known(config) else None
-    prompts = None if config is None else config.evaluation.prompts
-    words = [answer(run.history, form, why, prompts=prompts, left=run.left).words]
-    if run.busy:
-        words.append(f"{form(median(run.busy.values()))} s of tasks a step")
-    speed = rollout_speed(run)
-    if speed is not None:
-        words.append(f"{form(speed)} tokens a second of rollout")
-    return f"{'; '.join(words[:2])}{''.join(f', {word}' for word in words[2:])}."
 
 
 def rollout_speed(run: RunData) -> float | None:

@@ -24,7 +24,7 @@ from fp8core.config.steps import StepSpec
 from fp8core.durable import folder_digest
 from fp8core.errors import UserError
 from fp8core.report.drawing import figure_html
-from fp8core.run.resume import RedoError
+from fp8core.run.recompute import RedoError
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import LEDGER
 from fp8core.store.schemas import EXTENSIONS

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fp8core.report.chart import short
+from fp8core.report.head import head
 from fp8core.report.run_data import read_run
-from fp8core.report.run_verdict import answer, run_sentence
+from fp8core.report.run_verdict import answer
 
 
 def history(rewards, heldout=(), error=1.0, differing=0.0):
@@ -99,9 +100,9 @@ def test_held_out_accuracy_that_rose_is_learning_whatever_the_reward_did(heldout
 def test_a_run_that_goes_on_is_too_short_to_tell(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
     stopped = replace(run, history=history([0.63, 0.61] * 10))
-    assert run_sentence(stopped, short).startswith("Not learned")
+    assert head(stopped)[-2].startswith("Not learned")
     config = run.view.config.model_copy(update={"steps": 80})
-    assert run_sentence(replace(stopped, view=replace(run.view, config=config)), short).startswith("Too short")
+    assert head(replace(stopped, view=replace(run.view, config=config)))[-2].startswith("Too short")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,6 @@ def test_the_sentence_of_a_run_has_its_speed(whole_run) -> None:
     # Engines compile in the first step.
     seconds = {"rollout": {1: 1e9, 2: run.history[2]["rollout/tokens"]}}
     slow = replace(run, busy=dict.fromkeys(run.busy, 4321.0), seconds=seconds)
-    assert "4,321 s of tasks a step" in run_sentence(slow, short)
-    assert " 1 tokens a second" in run_sentence(slow, short)
-    assert run_sentence(replace(run, history=[], busy={}, seconds={}), short).endswith(".")
+    assert "4,321 s of tasks a step" in head(slow)[-2]
+    assert " 1 tokens a second" in head(slow)[-2]
+    assert head(replace(run, history=[], busy={}, seconds={}))[-2].endswith(".")
