@@ -282,7 +282,7 @@ def finish(session: Session, console: Console) -> Summary:
         ui_command(tracker.uri),
         tracker.page,
         learning=judged.learning,
-        silence=silence(metrics),
+        silence=silence(metrics, run.config),
     )
     return summary
 

@@ -106,7 +106,7 @@ def first_line(error: BaseException) -> str:
 
 
 # Lines of Prefect and uvicorn below a traceback, and the end of one with lines of SQLAlchemy.
-_LAST_LINES = re.compile(r"(?:\n\s*|\nAn exception occurred\.|\nERROR: +Application startup failed\. Exiting\.)+\Z")
+_LAST_LINE = re.compile(r"\s*|An exception occurred\.|ERROR: +Application startup failed\. Exiting\.")
 _LAST_ERROR = re.compile(
     r"^([A-Za-z_][\w.]*(?:Error|Exception)\b.*)"
     r"(?:\n\[SQL: (?:(?!\nTraceback)[\s\S])*?\])?(?:\n\[parameters: .*\])?(?:\n\(Background on .*\))?\Z",
@@ -116,7 +116,10 @@ _LAST_ERROR = re.compile(
 
 def last_words(output: str) -> str:
     """The reason in the output of a process that ended: its exception, else its last line with content."""
-    said = _LAST_LINES.sub("", f"\n{output}")
+    lines = output.splitlines()
+    while lines and _LAST_LINE.fullmatch(lines[-1].strip()):
+        lines.pop()
+    said = "\n".join(lines)
     found = _LAST_ERROR.search(said)
     return (found[1] if found else said.rpartition("\n")[2]).strip() or "it said nothing"
 

@@ -5,6 +5,7 @@ import atexit
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from gc import freeze
@@ -134,12 +135,12 @@ def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Itera
     if written is None:
         return
     if first.startswith("--"):
-        value = value or "".join(others[1:2]) or "VALUE"
+        value = value or next((other for other in others[1:2] if not other.startswith("--")), "VALUE")
         word = first[2:].replace("-", "_")
         keys = [word] if word in RunConfig.model_fields else places_of(RunConfig, word)
-        yield from (f"--set {key}={value}" for key in keys)
+        yield from (f"--set {shlex.quote(f'{key}={value}')}" for key in keys)
     elif len(others) == 1 and written and "=" not in written[-1]:
-        yield f"--set {written[-1]}={others[0]}"
+        yield f"--set {shlex.quote(f'{written[-1]}={others[0]}')}"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import launch
 from flows.run_lookup import refuse_run
-from fp8core.config.run import made_name
+from fp8core.config.run import made_name, resume_command
 from fp8core.store.outputs import SUMMARY
 
 
@@ -30,10 +30,6 @@ def run(options: argparse.Namespace) -> int:
     search_last(Path.cwd())
     refuse_run(options.config)
     config = load_config(options.config, options.overrides)
-    from fp8core.run.checks.continuation import (
-        resume_command,  # Imports torch, after mistakes of the configuration are found.
-    )
-
     name = config.run or made_name(config.name, secrets.token_hex(4))
     given = {"config": options.config, "run": name, "overrides": options.overrides}
     with placed(options.config, options.overrides):

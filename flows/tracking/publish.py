@@ -149,7 +149,7 @@ def _headline(run: RunContext) -> str:
         measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
         if measured:
             lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
-    found = silence([step_metrics(run, step) for step in steps])
+    found = silence([step_metrics(run, step) for step in steps], run.config)
     told = [] if found is None else ["", f"{found.words}." + (f" To do: {found.advice}." if found.many else "")]
     return "\n".join([*lines, *told])
 

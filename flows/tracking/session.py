@@ -31,12 +31,11 @@ from flows.tracking.store import (
 )
 from flows.tracking.tables import published_kinds
 from flows.tracking.tracker import Tracker, ahead_of
-from fp8core.config.run import RunConfig
+from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
-from fp8core.run.checks.continuation import resume_command
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused, next_step

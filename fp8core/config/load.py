@@ -186,11 +186,11 @@ def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides
 
 
 def refuse_contradiction(overrides: Overrides, flat: Mapping[str, Any]) -> None:
-    """Raises UserError: a setting of `flat`, dotted keys, has another value in the overrides."""
+    """Raises UserError: a setting of `flat`, dotted keys, has another value in the overrides, which null is none of."""
     given = {key: (value, place) for layer in _override_layers(overrides) for key, value, place in _nodes(layer)}
     for key, other in flat.items():
         value, place = given.get(key, (other, ""))
-        if value != other:
+        if value is not None and value != other:
             shown = " and ".join(without_passwords(str(each)) for each in (other, value))
             raise UserError(f"{key}: {shown} are both given, the second in {place}; omit one")
 

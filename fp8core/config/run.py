@@ -5,6 +5,7 @@ Sections are separate models so that each part of the library takes its own and 
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -536,6 +537,21 @@ def unmeant(config: RunConfig) -> dict[str, str]:
 def made_name(name: str, suffix: str) -> str:
     """A run's name of a configuration's, which may be any text."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).lstrip('._-') or 'run'}-{suffix}"
+
+
+def shown_place(config: RunConfig, name: str) -> str:
+    """A run of this name, as a command takes it: a name alone is looked for below ./runs."""
+    usual = config.runs == RunConfig.model_fields["runs"].default
+    return shlex.quote(name if usual else str(config.runs.absolute() / name))
+
+
+def resume_command(config: RunConfig, name: str) -> str:
+    """The command that continues a run of this name."""
+    command, store = f"fp8-grpo resume {shown_place(config, name)}", config.tracking.uri
+    if store is not None and store == without_passwords(store):
+        # `resume` takes no store from the folder, which may be a stranger's.
+        command += f" --set {shlex.quote(f'tracking.uri={store}')}"
+    return f"{command} --trust" if own_code(config) else command
 
 
 def own_code(config: RunConfig) -> dict[str, str]:

@@ -307,15 +307,14 @@ def check_problems(
 
 def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
     """Raises UserError as `refuse_unfit` at the first prompt that it refuses, with the number of the others."""
-    refused: list[UserError] = []
+    first, count = "", 0
     for row in problems:
         try:
             refuse_unfit(row, config, tokenizer, max_positions)
         except UserError as error:
-            refused.append(error)
-    if refused:
-        more = f" (and {len(refused) - 1:,} more such rows)" if len(refused) > 1 else ""
-        raise UserError(f"{refused[0]}{more}") from refused[0]
+            first, count = first or str(error), count + 1
+    if count:
+        raise UserError(first + (f" (and {count - 1:,} more such rows)" if count > 1 else ""))
 
 
 def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:

@@ -1,6 +1,5 @@
 """The model that `model:` names: its folder, or a Hugging Face hub id pinned to a commit, and its shape alone."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +55,12 @@ def resolve_model(
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
         hint = "" if near is None else f"; did you mean {near}?"
         raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME{hint}")
-    if near is not None and _letters(near.name) != _letters(folder.name):
-        return _resolved_offline(model, revision, cache, near, key)
-    snapshot = _snapshot(model, revision, cache, files, key)
+    try:
+        snapshot = _snapshot(model, revision, cache, files, key)
+    except UserError as error:
+        if near is None:
+            raise
+        raise UserError(f"{error}; no such folder either, did you mean {near}?") from error
     return ResolvedModel(snapshot, snapshot.name)
 
 
@@ -66,26 +68,6 @@ def _near_checkpoint(folder: Path) -> Path | None:
     """A checkpoint beside a folder that does not exist, with a similar name."""
     name = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
     return None if name is None else folder.with_name(name)
-
-
-def _letters(name: str) -> str:
-    """A name without digits: models of one series, as Qwen3-4B and Qwen3-8B, differ in these alone."""
-    return re.sub("[0-9]", "", name)
-
-
-def _resolved_offline(model: str, revision: str | None, cache: Path | None, near: Path, key: str) -> ResolvedModel:
-    """A hub id that is more likely a mistyped folder: only the cache is searched."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"{key}={model}: no such folder here; did you mean {near}? As a hub id: not in the cache, and the hub was "
-            f"not asked; if you mean it, run `hf download {model}` first"
-        ) from error
-    return ResolvedModel(Path(found), Path(found).name)
 
 
 def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str], key: str) -> Path:

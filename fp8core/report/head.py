@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from fp8core.alignment.bounds import is_known, unverifiable
+from fp8core.config.run import resume_command, shown_place
 from fp8core.report.chart import short
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import Answer, Learning, answer, rollout_speed
@@ -21,7 +22,7 @@ _LARGEST_WITH_DECIMALS = 100.0
 
 def head(run: RunData) -> list[str]:
     """Paragraphs: the silence of a run that has much of it, its result, and what to do next."""
-    found, judged = silence(run.history), _judged(run)
+    found, judged = silence(run.history, run.view.config), _judged(run)
     told = [f"{found.words}."] if found is not None and found.many else []
     return [*told, _result(run, judged), f"Next: {_next(run, judged.learning, found)}."]
 
@@ -32,9 +33,10 @@ def mismatch(run: RunData) -> str | None:
     equal = sum(row[TMPE] == 1.0 and not row.get(TOKENS_DIFFERING) for row in measured)
     if not equal:
         return None
-    return (
-        f"The mismatch is zero in {f'all {equal}' if equal == len(measured) else f'{equal} of {len(measured)}'} steps."
-    )
+    if len(measured) == 1:
+        return "The mismatch is zero in the only step."
+    count = f"all {equal}" if equal == len(measured) else f"{equal} of {len(measured)}"
+    return f"The mismatch is zero in {count} steps."
 
 
 def _judged(run: RunData) -> Answer:
@@ -83,17 +85,17 @@ def three(value: float) -> str:
 
 def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
     """The one action: of what stopped the run, else of what it lacked, else the use of what it learned."""
-    name, last = run.view.folder.name, max(run.view.steps, default=0)
+    place, last = _place(run), max(run.view.steps, default=0)
     entries: Sequence[object] = [entry for _, entry in run.view.entries]
     if entries and isinstance(crossed := entries[-1], BoundEntry) and crossed.action != "warn":
-        return f"find why {crossed.bound} was crossed (fp8-grpo bisect {name}), then fp8-grpo resume {name}"
+        return f"find why {crossed.bound} was crossed (fp8-grpo bisect {place}), then {_resume(run)}"
     if found is not None and found.many:
         return found.advice
     if run.left:
-        return f"fp8-grpo resume {name} trains the {run.left} steps that are left, if nothing trains it now"
+        return f"{_resume(run)} trains the {run.left} steps that are left, if nothing trains it now"
     match learning:
         case "learned":
-            return f"fp8-grpo evaluate {name} --samples 2, then fp8-grpo export {name} --step {last} FOLDER"
+            return f"fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step {last} FOLDER"
         case "learned its prompts alone":
             return "add training problems, or set loss.reference_kl"
         case "got worse":
@@ -101,4 +103,14 @@ def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
         case "not learned":
             return "raise training.learning_rate"
         case "too short to tell":
-            return f"fp8-grpo resume {name} --set steps={max(2 * last, 20)} trains on"
+            return f"{_resume(run)} --set steps={max(2 * last, 20)} trains on"
+
+
+def _place(run: RunData) -> str:
+    config, name = run.view.config, run.view.folder.name
+    return name if config is None else shown_place(config, name)
+
+
+def _resume(run: RunData) -> str:
+    config = run.view.config
+    return f"fp8-grpo resume {_place(run)}" if config is None else resume_command(config, run.view.folder.name)

@@ -1,12 +1,13 @@
 """Steps without a signal: how many there were, how their completions ended, and what helps.
 
-In such a step the rewards of every group are equal, so that no completion has an advantage and the update is empty.
+In such a step the rewards of every group are equal, so that no completion has an advantage.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
+from fp8core.config.run import RunConfig
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.metrics import CUT_OFF, OUTCOME, SIGNAL, History
 
@@ -69,8 +70,10 @@ class Silence:
         return failed and self.shares.get(name, 0.0) >= _MOST
 
 
-def silence(history: History) -> Silence | None:
-    """The silence of a run; None where every step had a signal, or none measured it."""
+def silence(history: History, config: RunConfig | None) -> Silence | None:
+    """The silence of a run; None where every step had a signal, or none measured it, or a teacher gives another."""
+    if config is not None and config.loss.distillation.weight > 0:
+        return None
     measured = [row for row in history if SIGNAL in row]
     silent = [row for row in measured if row[SIGNAL] == 0]
     if not silent:

@@ -31,11 +31,10 @@ def change_error(values: Sequence[float], edge: int) -> tuple[float, int]:
     degrees = count - 1 - _FITTED
     new = noise[1:] - phi * noise[:-1]
     variance = float(new @ new) / degrees / (1 - phi**2)
-    weights = np.zeros(count)
-    weights[:edge] -= 1 / edge
-    weights[count - edge :] += 1 / edge
-    lags = np.abs(np.arange(1 - count, count))
-    return math.sqrt(variance * float(np.correlate(weights, weights, "full") @ phi**lags)), degrees
+    places = np.concatenate([np.arange(edge), np.arange(count - edge, count)])
+    weights = np.repeat([-1 / edge, 1 / edge], edge)
+    correlated = phi ** np.abs(places[:, None] - places)
+    return math.sqrt(variance * float(weights @ correlated @ weights)), degrees
 
 
 @cache

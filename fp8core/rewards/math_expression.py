@@ -74,7 +74,11 @@ _BASE = re.compile(r"\d[)}\]]* *_ *\{? *(?:\d+|\\?[A-Za-z]+)?")
 _PAIRS = {("(", ")"), ("[", "]"), ("[", ")"), ("(", "]"), ("{", "}"), (r"\{", r"\}")}
 _LETTER_I = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]?i|i[A-Za-z]?)(?![A-Za-z])")
 _INDEX_LETTERS = frozenset("jklmnpqN")
-_INDEX = re.compile(r"_ *\{?[^{}]*i|\\(?:sum|prod|binom|pmod|bmod)|i *[!=_]|= *i(?![A-Za-z])")
+# Of the imaginary unit, a reference has no quotient by it left, and no absolute value.
+_INDEX = re.compile(
+    r"_ *\{?[^{}]*i|\\(?:sum|prod|binom|pmod|bmod)|i *[!=_]|= *i(?![A-Za-z])"
+    r"|\\[dt]?frac *\{[^{}]*\} *\{[^{}]*i|/ *\(?[^+\-,;()]*i|\|[^|]*i[^|]*\|"
+)
 # Powers, and products in which more than one factor has the letter.
 _MULTIPLIED = re.compile(r"i *\^|i[^+\-,;]*\([^()]*i|\([^()]*i[^()]*\) *(?:\\cdot|\*)? *(?:[a-hj-z]? *i|\(|\^)")
 _OPENING, _CLOSING = ({pair[side] for pair in _PAIRS} for side in (0, 1))

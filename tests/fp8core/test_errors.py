@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from fp8core.errors import first_line, last_words, printable, printable_lines, without_passwords
@@ -69,3 +71,10 @@ def test_passwords_of_addresses_are_masked(uri: str, shown: str) -> None:
 )
 def test_the_reason_of_a_process_is_its_exception_or_its_last_line(output, reason) -> None:
     assert last_words(output) == reason
+
+
+def test_many_empty_lines_take_no_time() -> None:
+    output = "starting" + "\n" * 20_000 + "ValueError: no" + "\n \n" * 20_000
+    began = time.process_time()
+    assert last_words(output) == "ValueError: no"
+    assert time.process_time() - began < 1

@@ -1,12 +1,11 @@
 """Refusals of a run that exists and cannot be continued as it is configured."""
 
-import shlex
 from pathlib import Path
 
 from fp8core.config.load import config_digest_at, may_continue, reload_config
-from fp8core.config.run import RunConfig, own_code, public_dump
+from fp8core.config.run import RunConfig, public_dump, resume_command
 from fp8core.durable import refuse_unwritable
-from fp8core.errors import StoredFileError, UserError, without_passwords
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, SegmentEntry
@@ -101,17 +100,6 @@ def _refuse_edited(begun: RunConfig, folder: Path, ledger: LedgerView) -> None:
             f"{folder}/run.json has other settings than step {last} was made with: undo the change, or begin "
             "another run with it: fp8-grpo run ... --set run=NAME"
         )
-
-
-def resume_command(config: RunConfig, name: str) -> str:
-    """The command that continues a run of this name: a name alone is looked for below ./runs."""
-    default = type(config).model_fields["runs"].default
-    place = name if config.runs == default else str(config.runs.absolute() / name)
-    command, store = f"fp8-grpo resume {shlex.quote(place)}", config.tracking.uri
-    if store is not None and store == without_passwords(store):
-        # `resume` takes no store from the folder, which may be a stranger's.
-        command += f" --set {shlex.quote(f'tracking.uri={store}')}"
-    return f"{command} --trust" if own_code(config) else command
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:

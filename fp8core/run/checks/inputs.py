@@ -21,6 +21,7 @@ from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
 from fp8core.run.episodes import check_observation, check_openings, failed_trial, refuse_invalid, tool_calls_of, trial
+from fp8core.store.ledger import START
 
 
 def check_inputs(config: RunConfig) -> None:
@@ -36,7 +37,9 @@ def check_inputs(config: RunConfig) -> None:
     if (ledger := stored_ledger(config)) is not None:
         refuse_other_data(config, ledger, source.digest())
     base = find_base(config)
-    if config.warm_start is not None and config.warm_start.demonstrations is not None:
+    # A run that goes on has its warm start behind it, and reads them no more.
+    trained = ledger is not None and "warm_start" in ledger.tasks(START)
+    if config.warm_start is not None and config.warm_start.demonstrations is not None and not trained:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         teacher = check_opened(config, base, source, verifier)

@@ -140,6 +140,8 @@ def test_a_setting_that_has_another_value_beside_the_overrides_is_refused(overri
     with pytest.raises(UserError, match=r"^loss\.clip_low: 0\.3 and 0\.2 are both given"):
         refuse_contradiction(overrides, {"loss.clip_low": 0.3})  # type: ignore[arg-type]
     refuse_contradiction(["run=a", "run=b"], {"run": "b"})
+    # A name that the command has made takes its place.
+    refuse_contradiction(["run=null"], {"run": "tiny-1"})
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1", 1.0), (".5", 0.5), ("2E-2", 0.02)])

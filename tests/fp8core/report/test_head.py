@@ -49,23 +49,29 @@ def test_the_result_names_what_decided_first(run: RunData) -> None:
 @pytest.mark.parametrize(
     ("heldout", "rewards", "action"),
     [
-        ((0.1, 0.9), RISING, "fp8-grpo evaluate whole --samples 2, then fp8-grpo export whole --step 4"),
+        ((0.1, 0.9), RISING, "fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step 4"),
         ((0.9, 0.1), RISING, "loss.reference_kl"),
         ((0.9, 0.1), RISING[::-1], "lower training.learning_rate"),
         ((0.5, 0.5), LEVEL, "raise training.learning_rate"),
-        ((0.5, 0.5), LEVEL[:2], "fp8-grpo resume whole --set steps="),
+        ((0.5, 0.5), LEVEL[:2], "fp8-grpo resume {place} --set steps="),
     ],
 )
 def test_one_action_follows_from_the_verdict(run: RunData, heldout, rewards, action: str) -> None:
     *_, last = head(replace(run, history=history(heldout, rewards)))
     assert last.startswith("Next: ")
-    assert action in last
+    # The run does not lie below ./runs.
+    assert action.format(place=run.view.folder) in last
+    config = run.view.config
+    assert config is not None
+    usual = config.model_copy(update={"runs": type(config).model_fields["runs"].default})
+    shown = replace(run, view=replace(run.view, config=usual), history=history(heldout, rewards))
+    assert action.format(place="whole") in head(shown)[-1]
 
 
 def test_what_stopped_or_silenced_a_run_comes_before_its_verdict(run: RunData) -> None:
     assert run.view.config is not None
     longer = replace(run, view=replace(run.view, config=run.view.config.model_copy(update={"steps": 80})))
-    assert "fp8-grpo resume whole trains the 76 steps" in head(longer)[-1]
+    assert f"fp8-grpo resume {run.view.folder} trains the 76 steps" in head(longer)[-1]
     silent = replace(longer, history=history((0.5, 0.5), LEVEL, **SILENT))
     assert head(silent)[-1] == "Next: raise rollout.max_new_tokens."
 

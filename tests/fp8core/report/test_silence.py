@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from fp8core.config.load import load_config
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.report.silence import silence
@@ -34,7 +35,7 @@ def rows(*shares: dict[str, float], signal: float = 0.0) -> list[dict[str, float
     ],
 )
 def test_the_advice_fits_the_cause(shares, advised) -> None:
-    found = silence(rows(shares, shares))
+    found = silence(rows(shares, shares), None)
     assert found is not None
     assert advised in found.advice
 
@@ -42,18 +43,25 @@ def test_the_advice_fits_the_cause(shares, advised) -> None:
 def test_the_shares_are_those_of_the_silent_steps() -> None:
     heard = rows({"right": 1.0}, signal=0.5)
     silent = rows({"unparsed": 1.0, "wrong": 0.0, "cut off": 0.97}, {"unparsed": 0.9, "wrong": 0.1, "cut off": 0.99})
-    none, some = silence(silent), silence([*heard, *silent])
+    none, some = silence(silent, None), silence([*heard, *silent], None)
     assert none is not None
     assert none.words == "No step had a signal: 95 % unparsed, 5 % wrong, 98 % cut off"
     assert some is not None
     assert some.words == "2 of 3 steps had no signal: 95 % unparsed, 5 % wrong, 98 % cut off"
-    assert silence(heard) is None
-    assert silence([{"step": 0}]) is None
+    assert silence(heard, None) is None
+    assert silence([{"step": 0}], None) is None
+
+
+def test_a_run_that_learns_from_a_teacher_is_not_silent() -> None:
+    silent, teacher = rows({"right": 1.0}), "loss.distillation.teacher=x"
+    assert silence(silent, load_config("tiny")) is not None
+    taught = load_config("tiny", [teacher, "loss.distillation.weight=1.0", "loss.distillation.rewards=0.0"])
+    assert silence(silent, taught) is None
 
 
 @pytest.mark.parametrize(("silent", "of", "many"), [(1, 80, False), (26, 80, False), (27, 80, True), (1, 1, True)])
 def test_a_third_of_the_steps_are_many(silent: int, of: int, many: bool) -> None:
-    found = silence(rows(*[{}] * silent) + rows(*[{}] * (of - silent), signal=1.0))
+    found = silence(rows(*[{}] * silent) + rows(*[{}] * (of - silent), signal=1.0), None)
     assert found is not None
     assert found.many == many
 

@@ -55,6 +55,8 @@ def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish:
         (r"\boxed{i^2}", "-1", "right"),
         (r"\boxed{(1+i)^2}", "2i", "right"),
         (r"\boxed{\frac{1}{i}}", "-i", "right"),
+        (r"\boxed{-i}", r"\frac{1}{i}", "unparsed"),
+        (r"\boxed{1}", "|i|", "unparsed"),
         (r"\boxed{\sqrt{-4}}", "2i", "right"),
         (r"\boxed{e^{i\pi}}", "-1", "right"),
         (r"\boxed{(x+i)(x-i)}", "x^2+1", "right"),
