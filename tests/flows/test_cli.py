@@ -348,7 +348,7 @@ def test_a_broken_checkpoint_is_refused_before_its_evaluation_starts_a_server(re
 
 def test_a_folder_without_a_checkpoint_is_named_with_its_setting(refused, tmp_path):
     said = refused("run", "gsm8k", *flags(f"model={tmp_path}", "training.device=cpu", "rollout.engine=embedded"))
-    assert said.endswith(f"model={tmp_path}: the folder holds no checkpoint (no config.json)")
+    assert said.endswith(f"model={tmp_path}: the folder holds no checkpoint (no config.json) (--set)")
 
 
 def test_an_unknown_configuration_lists_those_that_exist(refused):
