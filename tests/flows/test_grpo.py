@@ -94,7 +94,7 @@ def test_mlflow_shows_the_run(three_steps):
     assert run.data.params["training.learning_rate"] == "0.0001"
     assert run.data.params["precision.rollout.kv_cache"].strip('"') == "fp8"
     core = {"reward", "length", "entropy", "error_minus_1", "k3", "ess", "clip", "grad_norm", "seconds",
-            "tokens_per_second", "overhead_ms"}  # fmt: skip
+            "tokens_per_second", "overhead_ms", "groups_with_signal"}  # fmt: skip
     detail = {"time/rollout_seconds", "time/rollout_share", "kv/saturated_share", "kv/lag_error"}
     groups = {key.partition("/")[0] for key in run.data.metrics}
     assert {"core", "detail"} == groups - {"system"}, "a model's metrics are those of the run"

@@ -78,7 +78,7 @@ def test_a_server_that_stays_silent_is_refused_before_a_run_has_a_folder(silent,
     settings = (f"cluster.address={silent}", f"runs={tmp_path / 'runs'}")
     assert cli.main(["run", "tiny", *(flag for setting in settings for flag in ("--set", setting))]) == 2
     why = "it did not answer as a Ray head within 1 s"
-    assert capsys.readouterr() == ("", f"fp8-grpo: cluster.address={silent}: {why}\n")
+    assert capsys.readouterr() == ("", f"fp8-grpo: cluster.address={silent}: {why} (--set)\n")
     assert not list(tmp_path.iterdir())
 
 
