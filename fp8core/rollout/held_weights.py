@@ -90,10 +90,11 @@ class HeldWeights:
         if self._slices:
             found |= zip(self._slices, slice_sums(list(self._slices.values())), strict=True)
         for name, place in self._rest.items():
-            part = _slice_of(place)
             if place.cut is not None and place.cut.gathered:
                 assert gather is not None, "parts of columns lie on several GPUs"
                 part = Slice.whole(gather(place.rows, place.cut.axis))
+            else:
+                part = _slice_of(place)
             # One after another: there is no room for all of them.
             (found[name],) = slice_sums([part])
         return found

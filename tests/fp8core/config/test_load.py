@@ -590,15 +590,3 @@ def test_a_file_may_name_the_home_folder(tmp_path, monkeypatch):
 def test_a_base_is_for_files(overrides):
     with pytest.raises(UserError, match=r"^base: it belongs in a configuration file, .* \((--set|overrides)\)$"):
         load_config("tiny", overrides)
-
-
-def test_a_configuration_that_is_made_in_python_is_the_one_that_is_loaded():
-    """What validation derives is there either way: the pipeline of the source, and the end of the schedule."""
-    overrides = ["logprobs.source=training", "training.learning_rate_schedule.kind=cosine"]
-    loaded = load_config("tiny", overrides)
-    given = {**public_dump(loaded)}
-    given["training"]["learning_rate_schedule"]["over_steps"] = None
-    given["pipeline"] = public_dump(load_config("tiny"))["pipeline"]
-    made = RunConfig(**given)
-    assert made == RunConfig.model_validate(given) == loaded
-    assert made.training.learning_rate_schedule.over_steps == loaded.steps

@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
 from fp8core.config.load import SHIPPED, load_config
-from fp8core.config.run import public_dump
+from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.schema import file_schema, override_schema
 from fp8core.config.yaml_text import parse_yaml
 from fp8core.errors import UserError
@@ -133,3 +133,15 @@ def test_overrides_that_cannot_load_are_refused_before(
     assert not submitted.is_valid(overrides)
     with pytest.raises(UserError):
         load_config("tiny", overrides)
+
+
+def test_a_configuration_that_is_made_in_python_is_the_one_that_is_loaded():
+    """What validation derives is there either way: the pipeline of the source, and the end of the schedule."""
+    overrides = ["logprobs.source=training", "training.learning_rate_schedule.kind=cosine"]
+    loaded = load_config("tiny", overrides)
+    given = {**public_dump(loaded)}
+    given["training"]["learning_rate_schedule"]["over_steps"] = None
+    given["pipeline"] = public_dump(load_config("tiny"))["pipeline"]
+    made = RunConfig(**given)
+    assert made == RunConfig.model_validate(given) == loaded
+    assert made.training.learning_rate_schedule.over_steps == loaded.steps

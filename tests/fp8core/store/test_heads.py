@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fp8core.errors import UserError
 from fp8core.store.heads import Chain, ExpectedHead, signature_lines
 from fp8core.store.manifest import Head, SigningKey, signature_file, write_signature
-from fp8core.store.run_view import Finding
+from fp8core.store.run_view import Finding, spans
 
 DIGESTS = [f"{step:x}" * 64 for step in range(4)]
 LINKS = Chain(dict(enumerate(DIGESTS)))
@@ -108,3 +108,9 @@ def test_a_signature_that_does_not_hold_is_an_error_with_and_without_a_key(
     signature_file(tmp_path, 1).write_text("{")
     errors = [finding for finding in signature_summary(tmp_path, trusted)[0] if finding.startswith("error manifests")]
     assert [error.partition(": ")[2][:20] for error in errors] == ["not a signature: Inv", "it signs the record "]
+
+
+def test_steps_in_words() -> None:
+    assert spans([]) == ""
+    assert spans([3]) == "3"
+    assert spans({5, 0, 1, 2, 9, 8}) == "0-2, 5, 8-9"

@@ -26,7 +26,7 @@ from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
 from fp8core.store.manifest import Head, StepManifest
-from fp8core.store.run_view import Finding, RunView, spans
+from fp8core.store.run_view import Finding, RunView
 
 ZEROS = "0" * 64
 
@@ -593,9 +593,3 @@ def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run
     assert findings(run) == []
     (run / policy.uri).unlink()
     assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
-
-
-def test_steps_in_words() -> None:
-    assert spans([]) == ""
-    assert spans([3]) == "3"
-    assert spans({5, 0, 1, 2, 9, 8}) == "0-2, 5, 8-9"
