@@ -5,6 +5,7 @@ away. Its tasks end by events, of which a server that is killed loses the last o
 """
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from prefect.client.schemas.filters import (
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import State, StateType, TaskRun
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed
@@ -57,29 +58,43 @@ class EndedTrainings:
             return
 
     def settle(self) -> None:
-        """A step or task that began has crashed, and a step that did not begin is deleted.
+        """A step or task that began has crashed, one that did not begin is deleted, and one that is refused stays.
 
         Raises:
-            httpx.HTTPError: the server does not answer, or refuses.
-            PrefectException: somebody else deleted a run meanwhile.
+            httpx.HTTPError: the server does not answer, or refuses to list runs.
         """
         places = [run for run in self._left(_TRAINING) if run.task_key == FLOW]
-        crashed: State[Any] = Crashed(message="its training ended before")
-        if places:
-            above = FlowRunFilterParentTaskRunId(any_=[place.id for place in places])
-            under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))
-            steps = FlowRunFilter(parent_task_run_id=above, state=under_way)
-            for step in self._client.read_flow_runs(flow_run_filter=steps):
-                if step.state_type == StateType.PENDING:
-                    self._client.delete_flow_run(step.id)
-                else:
-                    # The place of the step follows it.
-                    self._client.set_flow_run_state(step.id, crashed, force=True)
+        # Where a step is refused its place stays too: by the place the next look finds the step.
+        refused = {step.parent_task_run_id for step in self._steps(places) if not self._ended(step)}
         for run in (*self._left(_TRAINING), *self._left(FLOW)):
-            if run.task_key == FLOW and run.state_type == StateType.PENDING:
-                self._client.request("DELETE", "/task_runs/{id}", path_params={"id": run.id})
-            else:
-                self._client.set_task_run_state(run.id, crashed, force=True)
+            if run.id not in refused:
+                self._ended(run)
+
+    def _steps(self, places: Sequence[TaskRun]) -> list[FlowRun]:
+        """Flow runs under way at these places."""
+        if not places:
+            return []
+        above = FlowRunFilterParentTaskRunId(any_=[place.id for place in places])
+        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))
+        return self._client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_task_run_id=above, state=under_way))
+
+    def _ended(self, run: FlowRun | TaskRun) -> bool:
+        """Settle one run; False: the server refuses it, or somebody else deleted it."""
+        crashed: State[Any] = Crashed(message="its training ended before")
+        try:
+            match run:
+                case FlowRun(state_type=StateType.PENDING):
+                    self._client.delete_flow_run(run.id)
+                case FlowRun():
+                    # The place of the step follows it.
+                    self._client.set_flow_run_state(run.id, crashed, force=True)
+                case TaskRun(task_key=key, state_type=StateType.PENDING) if key == FLOW:
+                    self._client.request("DELETE", "/task_runs/{id}", path_params={"id": run.id})
+                case _:
+                    self._client.set_task_run_state(run.id, crashed, force=True)
+        except (httpx.HTTPStatusError, PrefectException):
+            return False
+        return True
 
     def _left(self, flow: str) -> list[TaskRun]:
         """Task runs under way of those runs of a flow that ended; the place of a step is one of its training's."""

@@ -39,6 +39,23 @@ class Line:
         return request
 
 
+class RefusesOneDeletion:
+    """A client whose server never deletes the first flow run that it is asked to delete."""
+
+    def __init__(self, client: SyncPrefectClient) -> None:
+        self._client, self._refused = client, list[UUID]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def delete_flow_run(self, number: UUID) -> None:
+        if number in [*self._refused, number][:1]:
+            self._refused.append(number)
+            request = httpx.Request("DELETE", f"http://server/flow_runs/{number}")
+            raise httpx.HTTPStatusError("refused", request=request, response=httpx.Response(500, request=request))
+        self._client.delete_flow_run(number)
+
+
 @pytest.fixture
 def line(prefect_server: None) -> Iterator[Line]:
     with step_client() as client:
@@ -219,6 +236,8 @@ def test_what_a_training_left_is_settled_from_outside_once_it_has_ended(line: Li
     with get_client(sync_client=True) as client:
         EndedTrainings(client, timedelta(minutes=10)).settle()
         assert tasks_of(training) == [("step 1", "Running"), *ahead]
+        EndedTrainings(RefusesOneDeletion(client), timedelta(0)).settle()  # type: ignore[arg-type]
+        assert [state for _, state in shown(tag)] == ["CRASHED", "PENDING"]
         EndedTrainings(client, timedelta(0)).settle()
         assert_shown(tag, [("step 1", "CRASHED")])
         assert_tasks(training, [("step 1", "Crashed")])
