@@ -29,7 +29,7 @@ from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.recompute import RedoError
-from fp8core.run.replay import FAILURES
+from fp8core.run.snapshot import FAILURES
 from fp8core.store.outputs import EVALUATION, Output
 
 

@@ -28,7 +28,7 @@ from fp8core.run.checks.machine import check_engine, check_shape
 from fp8core.run.episodes import check_openings
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.machine import engine_environment, members_node
-from fp8core.run.replay import RunSnapshot
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.layout import POLICY, checkpoint_place
 
 _UNUSED = ("run", "steps", "loss", "checkpoint", "artifacts", "replay", "parity")

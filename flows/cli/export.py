@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.models.quantised_checkpoint import CheckpointConversion
     from fp8core.run.export import ExportedPolicy
-    from fp8core.run.replay import RunSnapshot
+    from fp8core.run.snapshot import RunSnapshot
 
 
 def add_command(commands: Any) -> None:
@@ -46,7 +46,7 @@ def export_step(options: argparse.Namespace) -> int:
     from fp8core.report.console import Console
     from fp8core.run.export import export, refuse_existing, refuse_format, stored_policy
     from fp8core.run.recompute import RedoError
-    from fp8core.run.replay import FAILURES, RunSnapshot
+    from fp8core.run.snapshot import FAILURES, RunSnapshot
 
     quiet_store_logs()
     torch.set_num_threads(1)

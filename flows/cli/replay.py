@@ -71,7 +71,8 @@ def verdict_lines(verdict: "ReplayResult") -> list[str]:
 
 def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.report.console import Console
-    from fp8core.run.replay import RunSnapshot, replay
+    from fp8core.run.replay import replay
+    from fp8core.run.snapshot import RunSnapshot
     from fp8core.store.run_directory import RunDirectory
     from fp8core.store.run_view import RunView
 

@@ -19,7 +19,7 @@ from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin
-from fp8core.run.replay import RunSnapshot, scratch_folder, scratch_run
+from fp8core.run.snapshot import RunSnapshot, scratch_folder, scratch_run
 from fp8core.store.checkpoints import is_intact
 from fp8core.store.json_text import StepNumber, parse_model
 from fp8core.store.layout import POLICY

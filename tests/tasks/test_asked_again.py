@@ -8,7 +8,8 @@ from fp8core.errors import UserError
 from fp8core.report.console import Console
 from fp8core.run.execute import carried, run_step
 from fp8core.run.loop import begin
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_directory import read_description

@@ -18,7 +18,8 @@ from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.run_directory import read_description
 from fp8core.training.micro_batch import MicroBatchTrainer
 from fp8core.training.trainer import LogprobError

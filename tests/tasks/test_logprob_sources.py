@@ -14,8 +14,9 @@ from fp8core.report.console import Console
 from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
 from fp8core.run.scoring import compared_rows
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView

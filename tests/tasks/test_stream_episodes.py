@@ -19,7 +19,8 @@ from fp8core.report.console import Console
 from fp8core.rollout.engine import sample_seed
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import begin, train
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView

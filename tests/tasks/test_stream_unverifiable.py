@@ -19,9 +19,10 @@ from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
 from fp8core.run.recompute import rewind_to
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import token_batch
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.stream_writers import Part, SegmentWriter
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import RolloutShards

@@ -15,7 +15,8 @@ from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.run_directory import read_description

@@ -12,7 +12,8 @@ from fp8core.numerics.logprobs import Truncation
 from fp8core.report.console import Console
 from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.player import EpisodePlayer
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.run_directory import read_description
 
 CUT = {"rollout.top_k": 5, "rollout.top_p": 0.9}

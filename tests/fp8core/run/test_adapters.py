@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from fp8core.durable import folder_digest
 from fp8core.report.console import Console
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView

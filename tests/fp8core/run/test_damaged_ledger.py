@@ -7,7 +7,8 @@ import pytest
 from fp8core.errors import StoredFileError
 from fp8core.report.console import Console
 from fp8core.run.export import stored_policy
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.run_directory import read_description
 
 EDITS = {

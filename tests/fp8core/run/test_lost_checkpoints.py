@@ -8,7 +8,8 @@ import pytest
 from fp8core.config.run import KeepConfig
 from fp8core.report.console import Console
 from fp8core.run.loop import begin, save_last
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.checkpoints import is_intact
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.run_directory import read_description

@@ -9,7 +9,8 @@ import pytest
 from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.report.console import Console
 from fp8core.run.execute import StepError
-from fp8core.run.replay import RunSnapshot, replay, scratch_folder
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.run_directory import RunDirectory, read_description
@@ -182,19 +183,3 @@ def test_what_cannot_be_replayed_is_refused(run_copy, replayed):
     with pytest.raises(UserError, match=message):
         replayed(run_copy, range(4, 5))
     assert replayed(run_copy, range(3, 4))[0].outcome == "equal"
-
-
-def test_ranks_of_other_nodes_see_a_scratch_folder_beside_the_run(run_copy, tmp_path):
-    one = RunSnapshot.read(run_copy.folder, read_description(run_copy.folder)).config(1)
-    settings = one.cluster.model_copy(update={"address": "auto"})
-    several = one.model_copy(update={"cluster": settings})
-    with scratch_folder(run_copy.folder, 1, one) as folder:
-        assert not folder.is_relative_to(run_copy.folder.parent)
-    before = set(run_copy.folder.parent.iterdir())
-    with scratch_folder(run_copy.folder, 1, one, several) as folder:
-        assert folder.parent.parent == run_copy.folder.parent
-        assert folder.parent.name.startswith("."), "no name of a run"
-    assert set(run_copy.folder.parent.iterdir()) == before
-    refused = pytest.raises(UserError, match=rf"^{tmp_path}/missing: cannot be written: No such file")
-    with refused, scratch_folder(tmp_path / "missing" / "run", 0, several):
-        pass

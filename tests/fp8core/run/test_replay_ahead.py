@@ -6,7 +6,8 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.report.console import Console
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.run_directory import read_description
 
 AHEAD = {

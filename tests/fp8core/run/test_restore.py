@@ -14,8 +14,8 @@ from fp8core.run.execute import carried
 from fp8core.run.export import stored_policy
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.recompute import RedoError, recompute_kinds_if_damaged
-from fp8core.run.replay import RunSnapshot
 from fp8core.run.resume import history
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry

@@ -13,7 +13,8 @@ from fp8core.report.console import Console
 from fp8core.run import loop
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, save_last
-from fp8core.run.replay import RunSnapshot, replay
+from fp8core.run.replay import replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_directory import read_description
