@@ -23,9 +23,9 @@ from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.answer import Questions
 from fp8core.run.build import FoundModel, build_environment, find_base
+from fp8core.run.checks.environment import check_openings
 from fp8core.run.checks.inputs import check_stop_strings
 from fp8core.run.checks.machine import check_engine, check_shape
-from fp8core.run.episodes import check_openings
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
 from fp8core.run.machine import engine_environment, members_node
 from fp8core.run.snapshot import RunSnapshot

@@ -23,9 +23,9 @@ from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import episode_means
 from fp8core.run.scales import lag_error, read_scales
 from fp8core.run.scoring import compared_rows
+from fp8core.run.turns import episode_means
 from fp8core.run.update_inputs import learnt_tokens, rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS, SCORE, key_of, row_numbers

@@ -5,8 +5,7 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import check_reward
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import score, stored_endings
-from fp8core.run.rollouts import tell_failures
+from fp8core.run.verdicts import score, stored_endings, tell_failures
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, REWARDS, SCORE, keys_of
 from tasks.step import step

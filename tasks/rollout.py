@@ -9,7 +9,6 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.rollout.episodes import Episode
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import answers, seconds_of, stored_endings, turns_table
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import (
     check_episodes,
@@ -19,6 +18,8 @@ from fp8core.run.rollouts import (
     shards_to_continue,
     while_going,
 )
+from fp8core.run.turns import seconds_of, turns_table
+from fp8core.run.verdicts import answers, stored_endings
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import (
     ORDER,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from fp8core.config.environment import EnvironmentConfig
 from fp8core.environments.protocol import Action, Said, Tool, Turn
 from fp8core.environments.tool_calls import TOOL_CALLS, instructions
 from fp8core.errors import UserError
@@ -34,6 +35,25 @@ class ObservationError(ValueError):
 
 class LongTextError(ObservationError):
     """Text of an environment that surely has more tokens than fit; none of them was made."""
+
+
+def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
+    """The name of the format of tool calls (`TOOL_CALLS`).
+
+    Raises:
+        UserError: it is to be that of the chat template, which writes no tool calls that are known.
+    """
+    if config.format != "auto":
+        return config.format
+    if not tokenizer.has_template:
+        return "plain"
+    for mark, name in (("<tool_call>", "qwen"), ("<|python_tag|>", "llama3")):
+        if mark in tokenizer.template:
+            return name
+    raise UserError(
+        f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
+        "qwen, llama3 or plain, and the first message says how to call"
+    )
 
 
 class Talk:

@@ -13,12 +13,13 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
+from fp8core.run.checks.environment import check_openings
 from fp8core.run.checks.inputs import check_stop_strings
-from fp8core.run.episodes import check_openings, ending_of, score
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report
-from fp8core.run.rollouts import early_endings, failures, groups_of, judges, problem_table
+from fp8core.run.rollouts import groups_of, problem_table
 from fp8core.run.scales import covered, scales_of
+from fp8core.run.verdicts import early_endings, ending_of, failures, judges, score
 from fp8core.training.trainer import Trainer
 
 

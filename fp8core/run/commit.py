@@ -1,11 +1,13 @@
 """Close an iteration: its manifest, and its line in the ledger."""
 
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from fp8core import durable
 from fp8core.alignment.bounds import unverifiable
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import percentiles
 from fp8core.run.execute import carried
 from fp8core.run.rollouts import shards_of
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -118,7 +120,7 @@ def _manifest(run: RunContext, index: int) -> StepManifest:
         git=run.git,
         paths={name: ref.uri for name, ref in outputs.items()},
         cluster={} if run.cluster is None else run.cluster.places(),
-        environment=percentiles([seconds for each in answers.values() for seconds in each]),
+        environment=_percentiles([seconds for each in answers.values() for seconds in each]),
         answers={episode: [round(seconds, 6) for seconds in each] for episode, each in sorted(answers.items())},
     )
     return StepManifest(record=record, observed=observed)
@@ -147,3 +149,11 @@ def committed_step(run: RunContext, index: int) -> StepEntry:
     entry = run.directory.ledger.step(index)
     assert entry is not None, f"step {index} is not committed"
     return entry
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Nearest-rank percentiles of times, and their number; empty without any."""
+    if not seconds:
+        return {}
+    p50, p95 = np.percentile(seconds, [50, 95], method="nearest").tolist()
+    return {"answers": float(len(seconds)), "p50": p50, "p95": p95, "max": max(seconds)}

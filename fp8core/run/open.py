@@ -14,6 +14,7 @@ from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.source import build_source, failed_answer
+from fp8core.environments.chat import tool_calls_of
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
@@ -27,7 +28,6 @@ from fp8core.run.checks.inputs import check_new, check_opened, try_environment
 from fp8core.run.checks.machine import check_memory
 from fp8core.run.checks.settings import uncorrected_lag
 from fp8core.run.context import RunContext, register, release
-from fp8core.run.episodes import tool_calls_of
 from fp8core.run.machine import members_node, wants_gpus
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import shards_of_steps

@@ -1,5 +1,6 @@
 """Player of episodes: an engine and an environment, under the distribution of a configuration."""
 
+from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -7,16 +8,16 @@ from typing import Any
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import longest_prompt
-from fp8core.environments.chat import Talk
+from fp8core.environments.chat import Talk, tool_calls_of
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rewards.scorer import Key
-from fp8core.rollout.engine import PromptGroup, RolloutEngine, Sampling, StreamingEngine
+from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
 from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, ask_again, run_episodes
 from fp8core.rollout.registry import longest_row
-from fp8core.run.episodes import RecordedPool, cut_at, task_of, tool_calls_of
+from fp8core.run.turns import RecordedPool, task_of
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,30 @@ class EpisodePlayer:
         talk = Talk(self.tokenizer, tool_calls_of(asked_for, self.tokenizer))
         counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
         return MultiTurn(pool, talk, tasks, budget, begun, room, counted)
+
+
+def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:
+    """The completion up to the token that completes the first of the strings; all of it without one.
+
+    A token depends on those before it alone. So the result equals, bit for bit, a completion of an engine that stops
+    there.
+    """
+    if not strings:
+        return completion
+
+    def complete(count: int) -> bool:
+        text = tokenizer.decode(completion.tokens[:count])
+        return any(string in text for string in strings)
+
+    whole = len(completion.tokens)
+    if not complete(whole):
+        return completion
+    count = bisect_left(range(whole), True, key=complete)
+    experts = completion.experts
+    return replace(
+        completion,
+        tokens=completion.tokens[:count],
+        logprobs=completion.logprobs[:count],
+        finish="stop_string",
+        experts=None if experts is None else experts[: len(experts) - (whole - count)],
+    )

@@ -1,4 +1,4 @@
-"""Problems as requests, completions as tables, and the verifier's verdicts on them."""
+"""Problems as requests, completions as tables, and how well held-out prompts are answered."""
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,18 +20,9 @@ from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sampl
 from fp8core.rollout.episodes import Episode, Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import (
-    UNCHECKED_OUTCOMES,
-    RecordedPool,
-    completion_text,
-    ended_as,
-    ending_of,
-    episode_means,
-    messages_of,
-    score,
-    turns_table,
-)
 from fp8core.run.player import EpisodePlayer
+from fp8core.run.turns import RecordedPool, completion_text, episode_means, messages_of, turns_table
+from fp8core.run.verdicts import ending_of, score, tell_endings, tell_failures
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.layout import shards_place
 from fp8core.store.ledger import START
@@ -156,58 +147,6 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, written["text"], rewards.filter(place)["reward"][0].as_py()
 
 
-def tell_failures(run: RunContext, what: str, verdicts: Sequence[Verdict]) -> None:
-    """Say how many answers could not be checked (errors: `failures`, but none where a replay takes recorded ones)."""
-    try:
-        text = failures(judges(run.config), verdicts)
-    except UserError as error:
-        if not run.takes_recorded:
-            raise
-        text = str(error)
-    if text is not None:
-        run.console.note(f"{what}: {text}")
-
-
-def tell_endings(run: RunContext, what: str, turns: pa.Table) -> None:
-    """Say how many episodes ended before the policy's first turn, and how the first of them did.
-
-    `turns`: of kind `turns`. Raises UserError: all of them did, or the environment failed in all. A replay that takes
-    recorded answers goes on: an episode may have more turns than are recorded, which the comparison finds.
-    """
-    ended = turns.filter(pc.not_equal(turns["outcome"], "")).select(["turn", "outcome", "detail"]).to_pylist()
-    try:
-        lines = early_endings(run.config, [(row["turn"], row["outcome"], row["detail"]) for row in ended])
-    except UserError as error:
-        if not run.takes_recorded:
-            raise
-        lines = [str(error)]
-    for text in lines:
-        run.console.note(f"{what}: {text}")
-
-
-def early_endings(config: RunConfig, ended: Sequence[tuple[int, str, str]]) -> list[str]:
-    """A line on the episodes that ended before the policy's first turn, if there are any.
-
-    `ended`: of each episode the policy's turns, the outcome and its detail. Raises UserError: as `tell_endings`.
-    """
-    unspoken = [each for each in ended if not each[0]]
-    failed = [each for each in ended if each[1] in UNCHECKED_OUTCOMES]
-    # Of some that failed, the verdicts tell.
-    all_failed = failed if len(failed) == len(ended) else []
-    assert config.environment is not None, "without one the policy speaks"
-    lines = []
-    for which, where in ((unspoken, "before the policy's first turn"), (all_failed, "in the environment")):
-        if not which:
-            continue
-        _, outcome, detail = which[0]
-        number = f"all {len(ended)}" if len(which) == len(ended) else f"{len(which)} of {len(ended)}"
-        text = f"{number} episodes ended {where}, the first of them as {ended_as(outcome, detail)}"
-        if len(which) == len(ended):
-            raise UserError(f"environment.name={config.environment.name}: {text}")
-        lines.append(text)
-    return lines
-
-
 def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
     """As `tell_endings` for the episodes of a step, which a run that goes on plays again where it raises."""
     if not len(turns):
@@ -217,39 +156,6 @@ def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
     except UserError:
         shards_of(run, index).clear()
         raise
-
-
-def judges(config: RunConfig) -> str:
-    """The settings of what gives verdicts."""
-    verifier = f"reward.verifier={config.reward.verifier}"
-    return verifier if config.environment is None else f"environment.name={config.environment.name}, {verifier}"
-
-
-def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
-    """The number of answers that a verifier could not check, and why the first, in a line; None when each could.
-
-    Raises:
-        UserError: the main verifier, or the environment, could check none of them; with the setting that names it.
-    """
-    failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
-    if not failed:
-        return _failures_of_others(verdicts)
-    counts = Counter(verdict.outcome for verdict in failed)
-    how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if counts[outcome])
-    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
-    if len(failed) == len(verdicts):
-        raise UserError(f"{setting}: {text}")
-    return "; ".join(filter(None, (text, _failures_of_others(verdicts))))
-
-
-def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
-    """The failures of each verifier beside the main one, which counted as 0, and the reason of the first."""
-    failed = [
-        (part.name, verdict) for verdict in verdicts for part in verdict.added if part.outcome in UNCHECKED_OUTCOMES
-    ]
-    counts = Counter(name for name, _ in failed)
-    lines = (f"{count} of {len(verdicts)} by reward.others.{name}" for name, count in counts.items())
-    return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
 
 
 @contextmanager

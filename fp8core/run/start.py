@@ -35,7 +35,6 @@ from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_engine, build_sft_trainer
 from fp8core.run.context import RunContext, gc_freeze
-from fp8core.run.episodes import ending_of, score
 from fp8core.run.execute import TaskResult, attempt, run_task
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import initial_trainer, push
@@ -44,6 +43,7 @@ from fp8core.run.recompute import recompute_damaged
 from fp8core.run.rollouts import heldout_accuracy, heldout_episodes, prompt_groups, prompt_table
 from fp8core.run.scales import covered, read_scales, store_scales
 from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
+from fp8core.run.verdicts import ending_of, score
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json, parse_model
 from fp8core.store.ledger import START

@@ -14,9 +14,9 @@ from fp8core.rollout.episodes import Begun, Episode, Pool
 from fp8core.rollout.registry import continuation_of
 from fp8core.rollout.stream import GroupPlace, Row, group_of
 from fp8core.run.context import RunContext
-from fp8core.run.episodes import RecordedPool, begun_of, seconds_of, turn_rows
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import prompt_table, shards_to_continue
+from fp8core.run.turns import RecordedPool, begun_of, seconds_of, turn_rows
 from fp8core.store.tables import PLAYED_EPISODES, SEGMENTS, TURNS
 
 _Sample = tuple[int, int, int]

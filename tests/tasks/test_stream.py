@@ -17,13 +17,13 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.checks.settings import graph_of, pipeline_of
-from fp8core.run.episodes import answers, stored_endings
 from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run
 from fp8core.run.replay import replay
 from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.stream_writers import Part
+from fp8core.run.verdicts import answers, stored_endings
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.layout import LEDGER

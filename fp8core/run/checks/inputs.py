@@ -10,6 +10,7 @@ from fp8core.config.run import RunConfig
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import Problem, PromptSource, longest_prompt
 from fp8core.data.source import build_source, check_problems, check_turns
+from fp8core.environments.chat import tool_calls_of
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
@@ -20,7 +21,7 @@ from fp8core.rl.objective import refuse_unmeant_loss
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
-from fp8core.run.episodes import check_observation, check_openings, failed_trial, refuse_invalid, tool_calls_of, trial
+from fp8core.run.checks.environment import check_observation, check_openings, failed_trial, refuse_invalid, trial
 from fp8core.store.ledger import START
 
 

@@ -11,7 +11,7 @@ from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import build_verifier
-from fp8core.run.rollouts import failures
+from fp8core.run.verdicts import failures
 
 LENGTH = {"weight": 0.5, "longest": 10, "buffer": 4}
 FORMAT = {"weight": 0.25, "tags": ["<a>", "</a>"]}

@@ -24,8 +24,8 @@ from fp8core.rollout.episodes import (
     TurnBudget,
     run_episodes,
 )
-from fp8core.run.episodes import RecordedPool, begun_of, turn_rows, turns_table
 from fp8core.run.player import EpisodePlayer
+from fp8core.run.turns import RecordedPool, begun_of, turn_rows, turns_table
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fp8core.rollout.engine import Completion
-from fp8core.run.episodes import cut_at, text_until
+from fp8core.run.player import cut_at
+from fp8core.run.turns import text_until
 
 SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
 

@@ -4,11 +4,11 @@ import pytest
 from chat_templates import CHATML, LLAMA3, QWEN3
 
 from fp8core.config.environment import EnvironmentConfig
+from fp8core.environments.chat import tool_calls_of
 from fp8core.environments.protocol import Tool
 from fp8core.environments.tool_calls import TOOL_CALLS
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
-from fp8core.run.episodes import tool_calls_of
 
 AUTO = EnvironmentConfig(name="calculator")
 CALL = {"name": "calculate", "arguments": {"expression": "3*4"}}

@@ -11,8 +11,8 @@ from fp8core.config.load import load_config
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
 from fp8core.run.build import build_base, build_environment
+from fp8core.run.checks.environment import failed_trial, refuse_invalid, trial
 from fp8core.run.checks.inputs import check_inputs
-from fp8core.run.episodes import failed_trial, refuse_invalid, trial
 
 ENVIRONMENT = """
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
