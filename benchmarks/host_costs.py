@@ -2,7 +2,7 @@
 
     python -m benchmarks.host_costs --out FILE
 
-Metrics (`tasks.record`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time.
+Metrics (`step_metrics`) are of 192 completions of 1,024 tokens, correction and losses of the same, twelve at a time.
 These are hundreds of operations on 200,000 numbers, by number of threads, beside --busy processes that only compute. A
 full collection is that of a process which has imported what a training imports, as it is, and with all of it frozen
 (`fp8core.run.context`). Medians of five after one that is not counted. On a CPU.
@@ -29,7 +29,7 @@ from fp8core.rl.batch import RolloutBatch, TokenBatch, column
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective
 from fp8core.run.context import gc_freeze, gc_unfreeze
-from tasks.record import mismatch, rollout_metrics, torch_threads
+from fp8core.run.step_metrics import mismatch, rollout_metrics, torch_threads
 
 COMPLETIONS, TOKENS, PROMPT, TOGETHER, REPEATS = 192, 1024, 16, 12, 5
 

@@ -48,12 +48,12 @@ from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective
+from fp8core.run.step_metrics import torch_threads
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron.requirements import machine_refusals, required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE
 from fp8core.training.registry import packages_of
-from tasks.record import torch_threads
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

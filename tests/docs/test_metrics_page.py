@@ -12,9 +12,9 @@ from fp8core.rl.correction import CorrectionRule, row_error_metrics
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.run.commit import stored_metrics
+from fp8core.run.step_metrics import stream_metrics, turn_metrics
 from fp8core.run.turns import episode_means
 from fp8core.store.tables import STREAM, TURNS
-from tasks.record import stream_metrics, turn_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 NAME = re.compile(r"`((?:reward|environment|rollout|train|correction|kv|alignment|sync)/[\w.{},]+)`")

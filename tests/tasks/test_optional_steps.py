@@ -10,10 +10,10 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
+from fp8core.run.step_metrics import mismatch, reward_metrics, rollout_metrics
 from fp8core.run.update_inputs import centred, rollout_batch
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
-from tasks.record import mismatch, reward_metrics, rollout_metrics
 from tasks.shape import ShapeOptions, shaped
 
 LATER = """

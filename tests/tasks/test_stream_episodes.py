@@ -260,11 +260,11 @@ def test_a_task_that_begins_again_stores_no_more_than_it_asks_for(ahead, tmp_pat
             artifacts = carried(opened, 3) | opened.directory.ledger.artifacts(3)
             ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
             for count in tries[:-1]:
-                monkeypatch.setattr(stream, "_chunks", lambda *asked, count=count: chain([2] * count, stopped()))
+                monkeypatch.setattr(stream, "chunks_ahead", lambda *asked, count=count: chain([2] * count, stopped()))
                 with pytest.raises(StepError, match="stopped"):
                     run_step(opened, 3, planned, ports)
                 assert len(list((run.folder / "shards").rglob("*.parquet"))) > 0, "some episodes were over"
-            monkeypatch.setattr(stream, "_chunks", lambda *asked: [2])
+            monkeypatch.setattr(stream, "chunks_ahead", lambda *asked: [2])
             entry = run_step(opened, 3, planned, ports).entry
             table = opened.directory.store.get_table(entry.outputs["next_stream"])
             assert {row["finish"] for row in table.to_pylist()} == {""}

@@ -146,7 +146,7 @@ def test_what_was_ended_beside_a_long_update_is_kept(clocked, copy_of, killed_wh
     run = copy_of(clocked)
     run.cut_after(3, "train")
     with monkeypatch.context() as patched:
-        patched.setattr(stream, "_chunks", lambda *asked: [2] * 11)
+        patched.setattr(stream, "chunks_ahead", lambda *asked: [2] * 11)
         shards = killed_when_all_had_ended(run)
 
     def ended(rows):
@@ -167,7 +167,7 @@ def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, halted_ah
     run.cut_after(3, "rollout")
     with run.opened() as opened:
         begin(opened)
-        monkeypatch.setattr(stream, "_chunks", lambda *asked: [1])
+        monkeypatch.setattr(stream, "chunks_ahead", lambda *asked: [1])
         halted_ahead(opened, 3)
 
 

@@ -1,0 +1,223 @@
+"""Metrics of a step, each from the tables and reports that it is of."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from fp8core.config.run import RunConfig
+from fp8core.rewards.scorer import OUTCOMES, Key
+from fp8core.rl.alignment_metrics import alignment_metrics
+from fp8core.rl.batch import padded
+from fp8core.rl.losses import ClipRange
+from fp8core.rl.objective import named_correction
+from fp8core.rl.staleness import lag_metrics, staleness_metrics
+from fp8core.rollout.stream import LEFT
+from fp8core.run.turns import episode_means
+from fp8core.run.update_inputs import learnt_tokens, rows_with_signal
+from fp8core.store.tables import LOGPROBS, SCORE, key_of
+from fp8core.training.trainer import REPORTED
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads of torch inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def reward_metrics(rewards: pa.Table, turns: pa.Table | None = None) -> dict[str, float]:
+    """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
+
+    `turns`: as of `rows_with_signal`.
+    """
+    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    groups = torch.tensor(rewards["group"].to_pylist())
+    mixed = groups[rows_with_signal(rewards, turns)]
+    outcomes = Counter(rewards["outcome"].to_pylist())
+    return {
+        "reward/mean": float(values.mean()),
+        "reward/std": float(values.std(correction=0)),
+        "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
+        "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
+        **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},
+        **{
+            f"reward/{name.removeprefix(SCORE)}": float(np.mean(rewards[name].to_numpy()))
+            for name in rewards.column_names
+            if name.startswith(SCORE)
+        },
+    }
+
+
+def rollout_metrics(rollouts: pa.Table, logprobs: pa.Table) -> dict[str, float]:
+    """Lengths, how completions ended, and the entropy of the policy (nats), over the tokens it wrote."""
+    written = padded(rollouts["written"], torch.bool, False)
+    lengths = written.sum(dim=1).double()
+    entropy = padded(logprobs["entropy"], torch.float64, 0.0)
+    return {
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/cut_off_share": rollouts["finish"].to_pylist().count("length") / rollouts.num_rows,
+        "rollout/entropy": float(entropy[written].mean()),
+    }
+
+
+def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: Mapping[Key, int]) -> dict[str, float]:
+    """Turns, tool calls and numbers of the environment in the mean, how episodes ended, and the mismatch by turn.
+
+    Args:
+        turns: of kind `turns`.
+        rollouts, logprobs: of both policies; their rows correspond.
+        rows: key -> the row, of completions that are compared.
+    """
+    table = turns.to_pylist()
+    episodes = [list(group) for _, group in groupby(table, key_of)]
+    observed = [
+        rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of) for rows_of in episodes
+    ]
+    told: dict[str, list[float]] = {}
+    for row in table:
+        for name, value in json.loads(row["info"] or "{}").items():
+            told.setdefault(name, []).append(value)
+    finishes = Counter(rollouts["finish"].to_pylist())
+    return {
+        **{f"environment/{name}": value for name, value in episode_means(episodes).items()},
+        "environment/turns_max": float(max(rows_of[-1]["turn"] for rows_of in episodes)),
+        "environment/observation_tokens": sum(observed) / len(episodes),
+        **{f"environment/ended_{name}": finishes[name] / len(episodes) for name in ("turns", "observation")},
+        **{f"environment/info_{name}": sum(values) / len(values) for name, values in sorted(told.items())},
+        **mismatch_by_turn(table, rollouts, logprobs, rows),
+    }
+
+
+def mismatch_by_turn(
+    turns: Sequence[Mapping[str, Any]],
+    rollouts: pa.Table,
+    logprobs: pa.Table,
+    rows: Mapping[Key, int],
+) -> dict[str, float]:
+    """The largest difference of log-probs, and the tokens that differ, by turns 1, 2 to 3, 4 to 7, ... of episodes."""
+    sampled, trained = (padded(table["logprobs"], torch.float32, 0.0) for table in (rollouts, logprobs))
+    apart = (sampled.double() - trained.double()).abs()
+    differ = sampled.view(torch.int32) != trained.view(torch.int32)
+    largest, differing = dict[str, float](), Counter[str]()
+    for turn in turns:
+        row = rows.get(key_of(turn))
+        if row is None or turn["begin"] == turn["end"]:
+            continue
+        tokens, first = slice(turn["begin"], turn["end"]), 1 << turn["turn"].bit_length() - 1
+        name = f"turn_{first}" if first == 1 else f"turn_{first}_{2 * first - 1}"
+        largest[name] = max(largest.get(name, 0.0), float(apart[row, tokens].max()))
+        differing[name] += int(differ[row, tokens].sum())
+    return {
+        **{f"alignment/logprob_abs_diff_max_{name}": value for name, value in largest.items()},
+        **{f"alignment/tokens_differing_{name}": float(differing[name]) for name in largest},
+    }
+
+
+def behind(logprobs: pa.Table, behaviour: pa.Table) -> tuple[torch.Tensor, pa.Table]:
+    """True for completions with log-probs of the versions that wrote them; all log-probs, with these in place."""
+    newer, rows = ({key_of(row): row for row in table.to_pylist()} for table in (behaviour, logprobs))
+    replaced = pa.Table.from_pylist([*(rows | newer).values()], LOGPROBS)
+    return torch.tensor([key in newer for key in rows]), replaced
+
+
+def age_metrics(
+    rollouts: pa.Table, rewards: pa.Table, logprobs: pa.Table, newest: int, config: RunConfig
+) -> dict[str, float]:
+    """Age of the tokens, and by age the weights of the policy `newest` over the one that wrote a token."""
+    written = padded(rollouts["written"], torch.bool, False)
+    ages = torch.zeros(written.shape, dtype=torch.int64)
+    if "versions" in rollouts.column_names:
+        ages = newest - padded(rollouts["versions"], torch.int64, newest)
+    old, sampled = (padded(table["logprobs"], torch.float32, 0.0) for table in (logprobs, rollouts))
+    learnt = learnt_tokens(rollouts, rewards, logprobs, config)
+    clip = ClipRange(low=config.loss.clip_low, high=config.loss.clip_high)
+    lag = lag_metrics(old, sampled, ages, learnt, named_correction(config.correction).rule, clip)
+    return {
+        **{f"rollout/{name}": value for name, value in staleness_metrics(ages, written).items()},
+        **{f"correction/{name}": value for name, value in lag.items()},
+    }
+
+
+STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
+"""What `stream_metrics` reads, and `written` of episodes."""
+
+
+def stream_metrics(
+    before: pa.Table, after: pa.Table, chunks: Sequence[int], evicted: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Prompts in flight and complete ones that wait after an update, and tokens that the policy wrote beside it.
+
+    Args:
+        before, after: the stream before and after the update.
+        chunks: tokens one after the other that might be written beside it (`schedule`); completions may end before.
+        evicted: prompts that got too old (`evictions`).
+    """
+    open_: dict[tuple[int, int], bool] = {}
+    for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
+        if finish != LEFT:
+            open_[batch, group] = open_.get((batch, group), False) or not finish
+    # Completions that ended before the update was taken ended after the chunks.
+    first, last = (pc.max(table["ended"]).as_py() or 0 for table in (before, after))
+    tokens = [_written_tokens(table) for table in (before, after)]
+    return {
+        "rollout/prompts_in_flight": float(sum(open_.values())),
+        "rollout/prompts_waiting": float(len(open_) - sum(open_.values())),
+        "rollout/tokens_ahead": float(tokens[1]),
+        "rollout/tokens_beside_update": float(tokens[1] - tokens[0]),
+        "rollout/decode_steps_beside_update": float(max(sum(chunks), last - first)),
+        "rollout/evicted_prompts": float(len(evicted)),
+        "rollout/evicted_tokens": float(sum(each["tokens"] for each in evicted)),
+    }
+
+
+def _written_tokens(stream: pa.Table) -> int:
+    """Tokens of a stream without those that an environment wrote."""
+    if "written" in stream.column_names:
+        return pc.sum(pc.list_flatten(stream["written"])).as_py() or 0
+    return pc.sum(pc.list_value_length(stream["tokens"])).as_py() or 0
+
+
+def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: float) -> dict[str, float]:
+    """Every alignment metric between the policy that sampled and the policy that trains, over the tokens it wrote.
+
+    `rows`: bool [rows], those that were compared (`scoring.compared_rows`); `cap`: of truncated weights.
+    """
+    return alignment_metrics(
+        padded(logprobs["logprobs"], torch.float32, 0.0),
+        padded(rollouts["logprobs"], torch.float32, 0.0),
+        padded(rollouts["written"], torch.bool, False) & rows[:, None],
+        cap,
+    )
+
+
+def train_metrics(report: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a train report."""
+    corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
+    trained = {f"train/{name}": float(report[name]) for name in REPORTED}
+    if report["first_reward_slope"] is not None:
+        trained["train/first_reward_slope"] = report["first_reward_slope"]
+    return {**trained, **corrected}
+
+
+def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:
+    """Scales and amax per layer."""
+    return {
+        f"kv/{part}_{kind}_layer{i}": value
+        for part, rows in (("scale", scales["layers"]), ("amax", scales["amax"]))
+        for i, layer in enumerate(rows)
+        for kind, value in layer.items()
+    }
