@@ -278,6 +278,11 @@ class CacheRoom:
     wanted: int
     engines: int
 
+    @property
+    def need(self) -> Need:
+        """The bytes on one GPU."""
+        return Need("KV cache", self.bytes, f"{self.bytes_per_token:,} bytes a token")
+
 
 def cache_room(
     config: RunConfig, arch: Architecture, sequence: int, gib: float | None, free: int, shared: int = 1
@@ -319,19 +324,6 @@ def cache_refusal(room: CacheRoom, length: str, wanted: int, size: str) -> str |
     )
 
 
-def lower_share(setting: str, value: float, least: int, gpu: Device, share: float) -> str | None:
-    """Advice to lower an engine's share of a GPU, None where that would not help.
-
-    Args:
-        setting: of the share.
-        value: that it has now.
-        least: bytes that the engine takes without a cache.
-        gpu: the share is of its memory.
-        share: that is left for the engine.
-    """
-    return f"lower {setting} to {share}" if least / gpu.memory < share < value else None
-
-
 @dataclass(frozen=True)
 class EngineMemory:
     """The memory that one engine takes of a GPU, or all engines take of the host.
@@ -354,6 +346,38 @@ class EngineMemory:
     advice_beside: Callable[[float], str | None] = lambda share: None
     cache: CacheRoom | None = None
     refusal: str | None = None
+
+
+def gpu_engine(
+    gpu: Device,
+    fixed: tuple[Need, ...],
+    asleep: tuple[Need, ...] | None,
+    limit: int,
+    room: CacheRoom,
+    refusal: str | None,
+    *,
+    size: str,
+    share: float | None,
+) -> EngineMemory:
+    """The memory of an engine on a GPU, all but its cache being `fixed`.
+
+    Args:
+        gpu: it generates there.
+        fixed: needs that its settings do not change.
+        asleep, limit, refusal: as of `EngineMemory`.
+        room: its cache.
+        size: setting of the cache's size, or of the engine's share of the GPU.
+        share: that share; None where the cache has a size.
+    """
+    advice = f"{'lower' if share is None else 'raise'} {size}, or choose a GPU with more memory"
+
+    def beside(left: float) -> str | None:
+        if share is None:
+            return advice
+        least = sum(need.bytes for need in fixed) / gpu.memory
+        return f"lower {size} to {left}" if least < left < share else None
+
+    return EngineMemory((*fixed, room.need), asleep, limit, advice, beside, room, refusal)
 
 
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:

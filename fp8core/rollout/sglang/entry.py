@@ -13,7 +13,7 @@ from fp8core.resources.memory import (
     cache_refusal,
     cache_room,
     engine_weights,
-    lower_share,
+    gpu_engine,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -72,28 +72,16 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     weights = engine_weights(shipped_bytes(arch, config.precision))
     if gpu is None:
         return EngineMemory((weights,))
-    sized = options.kv_cache_gib is not None
-    size = "rollout.sglang." + ("kv_cache_gib" if sized else "mem_fraction_static")
-    static = gpu.memory if sized else int(gpu.memory * options.mem_fraction_static)
+    share = options.mem_fraction_static if options.kv_cache_gib is None else None
+    size = "rollout.sglang." + ("kv_cache_gib" if share is None else "mem_fraction_static")
+    # Its share is of weights and cache alone. With a cache of a given size it takes what it needs.
+    static = gpu.memory if share is None else int(gpu.memory * share)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
+    asleep = (Need("engine asleep", _ASLEEP, "CUDA context; estimate"),) if options.sleep else None
     room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, static - weights.bytes)
-    advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
-
-    def beside(share: float) -> str | None:
-        if sized:
-            return advice
-        least = weights.bytes + workspace.bytes
-        return lower_share("rollout.sglang.mem_fraction_static", options.mem_fraction_static, least, gpu, share)
-
-    return EngineMemory(
-        needs=(weights, workspace, Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")),
-        asleep=(Need("engine asleep", _ASLEEP, "CUDA context; estimate"),) if options.sleep else None,
-        limit=gpu.memory if sized else min(gpu.memory, static + _WORKSPACE),
-        advice=advice,
-        advice_beside=beside,
-        cache=room,
-        refusal=cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size),
-    )
+    refusal = cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size)
+    limit = min(gpu.memory, static + _WORKSPACE)
+    return gpu_engine(gpu, (weights, workspace), asleep, limit, room, refusal, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:

@@ -20,7 +20,7 @@ from fp8core.resources.memory import (
     cache_refusal,
     cache_room,
     engine_weights,
-    lower_share,
+    gpu_engine,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -106,54 +106,26 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     """Of one GPU with one engine, or of a host with one."""
     options = config.rollout.vllm
     weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
-    sized = options.kv_cache_gib is not None
-    size = "rollout.vllm." + ("kv_cache_gib" if sized else "gpu_memory_utilization")
+    share = options.gpu_memory_utilization if options.kv_cache_gib is None else None
+    size = "rollout.vllm." + ("kv_cache_gib" if share is None else "gpu_memory_utilization")
 
-    def refusal(room: CacheRoom) -> str | None:
-        """The reason why vLLM would not start."""
-        return cache_refusal(room, "rollout.vllm.max_model_len", _longest(config, arch), size)
+    def cache(free: int) -> tuple[CacheRoom, str | None]:
+        """The cache, and the reason why vLLM would not start with it."""
+        room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, free, shared)
+        return room, cache_refusal(room, "rollout.vllm.max_model_len", _longest(config, arch), size)
 
     if gpu is None:
-        room = cache_room(
-            config, arch, longest_sequence(config, arch), options.kv_cache_gib, int(CPU_CACHE_GIB * GIB), shared
-        )
-        cache = _cache(room)
-        on_host = weights, Need(cache.item, shared * cache.bytes, cache.note)
-        return EngineMemory(on_host, cache=room, refusal=refusal(room))
+        room, refusal = cache(int(CPU_CACHE_GIB * GIB))
+        on_host = weights, replace(room.need, bytes=shared * room.bytes)
+        return EngineMemory(on_host, cache=room, refusal=refusal)
     if shared > 1:
         weights = Need(weights.item, math.ceil(weights.bytes / shared), f"{weights.note}, 1 of {shared} parts")
-    # With a cache of a given size it takes what it needs.
-    limit = gpu.memory if sized else int(gpu.memory * options.gpu_memory_utilization)
+    # Its share includes the workspace. With a cache of a given size it takes what it needs.
+    limit = gpu.memory if share is None else int(gpu.memory * share)
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    room = cache_room(
-        config,
-        arch,
-        longest_sequence(config, arch),
-        options.kv_cache_gib,
-        limit - weights.bytes - workspace.bytes,
-        shared,
-    )
-    advice = f"{'lower' if sized else 'raise'} {size}, or choose a GPU with more memory"
-
-    def beside(share: float) -> str | None:
-        if sized:
-            return advice
-        least = weights.bytes + workspace.bytes
-        return lower_share("rollout.vllm.gpu_memory_utilization", options.gpu_memory_utilization, least, gpu, share)
-
-    return EngineMemory(
-        needs=(weights, workspace, _cache(room)),
-        asleep=(Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None,
-        limit=limit,
-        advice=advice,
-        advice_beside=beside,
-        cache=room,
-        refusal=refusal(room),
-    )
-
-
-def _cache(room: CacheRoom) -> Need:
-    return Need("KV cache", room.bytes, f"{room.bytes_per_token:,} bytes a token")
+    asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
+    found = cache(limit - weights.bytes - workspace.bytes)
+    return gpu_engine(gpu, (weights, workspace), asleep, limit, *found, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:
