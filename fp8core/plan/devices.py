@@ -31,6 +31,8 @@ from fp8core.training.registry import gpu_memory, trainer_of
 _BF16 = 2
 # Token, log-prob and version.
 _STREAMED = 12
+# A GPU that only trains has this one.
+_NO_ENGINE = EngineMemory(())
 _MORE_MEMORY = "choose a machine with more memory"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 
@@ -125,7 +127,7 @@ def _devices(demand: Demand, machine: Machine) -> tuple[DevicePlan, ...]:
     elif gpu is None:
         raise UserError("there is no GPU to train on")
     elif not shared:
-        plans.append(DevicePlan(gpu, parallel.gpus, _training(demand, gpu, parallel)))
+        plans.append(DevicePlan(gpu, parallel.gpus, _trainer_phases(demand, gpu, parallel)))
     if parallel is not None and demand.scoring.on_host:
         on_host["scoring"] = times(ranks, demand.scoring.on_host)
     gathered = () if parallel is None else _gathered(config, arch)
@@ -236,22 +238,6 @@ def _receiving(demand: Demand, gpu: Device) -> Phase:
     return Phase("syncing", (*engine.needs, received), gpu.memory, engine.advice_beside(share) or engine.advice)
 
 
-def _training(demand: Demand, gpu: Device, parallel: Parallel) -> tuple[Phase, ...]:
-    """Phases of GPUs that only train."""
-    config, arch, scoring = demand.config, demand.arch, demand.scoring
-    memory, advice = gpu_memory(config.training), trainer_of(config.training).advice(config)
-    state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
-    sent = memory.exported(config, arch, parallel, demand.sync)
-    phases = (
-        Phase("training", (*state, *memory.step(config, arch, parallel)), gpu.memory, advice),
-        Phase("syncing", (*state, *_larger(sent, _keeping(demand, sent))), gpu.memory, advice),
-    )
-    saved, scored = memory.saved(config, arch, parallel), _scoring(demand, parallel, state)
-    return _with_largest(
-        phases, Phase("scoring", scored, gpu.memory, advice), Phase("saving", (*state, *saved), gpu.memory, advice)
-    )
-
-
 def _keeping(demand: Demand, sent: tuple[Need, ...]) -> tuple[Need, ...]:
     """The weights to send, and beside them the policy to keep, which the trainer makes in its own formats.
 
@@ -275,17 +261,19 @@ def _sharing(demand: Demand, gpu: Device, parallel: Parallel) -> list[DevicePlan
     """The GPUs that generate and train in turn, and those that do one of both where there are more of them."""
     engine_gpus = demand.engine_gpus
     both = min(engine_gpus, parallel.gpus)
-    plans = [DevicePlan(gpu, both, _in_turn(demand, gpu, parallel))]
+    plans = [DevicePlan(gpu, both, _trainer_phases(demand, gpu, parallel, demand.engine))]
     if engine_gpus > both:
         plans.append(DevicePlan(gpu, engine_gpus - both, (_generating(demand.engine),)))
     if parallel.gpus > both:
-        plans.append(DevicePlan(gpu, parallel.gpus - both, _training(demand, gpu, parallel)))
+        plans.append(DevicePlan(gpu, parallel.gpus - both, _trainer_phases(demand, gpu, parallel)))
     return plans
 
 
-def _in_turn(demand: Demand, gpu: Device, parallel: Parallel) -> tuple[Phase, ...]:
-    """Phases of a GPU that generates and trains: masters and optimiser states stay, an engine may sleep."""
-    config, arch, engine, scoring = demand.config, demand.arch, demand.engine, demand.scoring
+def _trainer_phases(
+    demand: Demand, gpu: Device, parallel: Parallel, engine: EngineMemory = _NO_ENGINE
+) -> tuple[Phase, ...]:
+    """Phases of a GPU that trains, and may generate in turn: masters and optimiser states stay, an engine may sleep."""
+    config, arch, scoring = demand.config, demand.arch, demand.scoring
     memory, lower = gpu_memory(config.training), trainer_of(config.training).advice(config)
     state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, demand.sync)
@@ -295,11 +283,13 @@ def _in_turn(demand: Demand, gpu: Device, parallel: Parallel) -> tuple[Phase, ..
     beside = engine.needs if engine.asleep is None else engine.asleep
     saved = memory.saved(config, arch, parallel)
     # An engine that wakes has its cache again before the update is over, and keeps it while a checkpoint is saved.
-    stays = (*state, Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate"))
+    at_rest = Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate")
+    stays = (*state, at_rest) if engine.needs else state
     left = gpu.memory - sum(need.bytes for need in (*stays, *_larger(sent, saved)))
     advice = engine.advice_beside(math.floor(100 * left / gpu.memory) / 100) or lower
+    generating = (Phase("generating", (*engine.needs, *stays), gpu.memory, advice),) if engine.needs else ()
     phases = (
-        Phase("generating", (*engine.needs, *stays), gpu.memory, advice),
+        *generating,
         Phase("training", (*beside, *state, *memory.step(config, arch, parallel)), gpu.memory, lower),
         Phase("syncing", _larger((*engine.needs, *stays, *sent), (*beside, *stays, *keeping)), gpu.memory, advice),
     )
