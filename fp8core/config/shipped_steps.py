@@ -52,7 +52,12 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
         ValueError: the steps do not fit the mode.
     """
     _refuse_unfollowed(pipeline)
-    if pipeline.mode == "synchronous" or any(step.uses in (_FINISH, _FINISH_EPISODES) for step in pipeline.steps):
+    streamed = [step for step in pipeline.steps if step.uses in (_FINISH, _FINISH_EPISODES, _AHEAD)]
+    if streamed and pipeline.mode == "synchronous":
+        raise ValueError(
+            f"pipeline.mode=synchronous: step {streamed[0].name} is {streamed[0].uses}, of the other modes"
+        )
+    if streamed or pipeline.mode == "synchronous":
         return pipeline
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PROMPTS, _ROLLOUT)}
     if [len(steps) for steps in found.values()] != [1, 1]:
@@ -95,7 +100,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
     scoring, updates, joined = found.values()
     if source == "pass":
         if joined:
-            raise ValueError(f"step {joined[0].name}: {_SCORING_UPDATE} needs logprobs.source=training or rollout")
+            raise ValueError(f"logprobs.source=pass: step {joined[0].name} is {_SCORING_UPDATE}, of the other sources")
         return pipeline
     place = f"logprobs.source={source}"
     if not scoring and not updates and len(joined) == 1:

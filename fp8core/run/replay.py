@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Literal
 
@@ -83,10 +84,15 @@ def replay(
         original.refuse_unknown(step)
     note_damaged_manifests(original, steps, console)
     own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
+    if changed.cluster.address != own.cluster.address:
+        # The run's own one may be gone.
+        own = own.model_copy(update={"cluster": changed.cluster})
     if rerun_environments and changed.environment is None:
         raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
     _refuse_other_model(own, changed, steps)
     _refuse_other_stream(own, changed, steps)
+    if steps[0] > START and not rerun_environments:
+        _refuse_unasked(own, changed)
     if steps[0] > START:
         # The first step may score tokens of policies that are as old as this.
         original.refuse_removed(own, steps[0] - 1, max(0, own.pipeline.reach - 1))
@@ -298,6 +304,18 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
         raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
 
 
+def _refuse_unasked(own: RunConfig, changed: RunConfig) -> None:
+    """Settings of an environment that answers nothing, since its recorded answers are taken."""
+    if own.environment is None or changed.environment is None:
+        return
+    for name in ("name", "options", "timeout_seconds", "cpu_seconds", "memory_mb", "output_kb", "processes", "at_once"):
+        if getattr(own.environment, name) != getattr(changed.environment, name):
+            raise UserError(
+                f"--set environment.{name}: no environment is asked, since its recorded answers are taken; add "
+                "--rerun-environments"
+            )
+
+
 def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> None:
     """The completions in flight that a step goes on from fit only settings that allow what was written."""
     if steps[0] <= START + 1 or "stream" not in graph_of(own).carries:
@@ -314,11 +332,14 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
         # The step of a prompt follows from its number.
         "rollout.prompts_per_step": changed.rollout.prompts_per_step != own.rollout.prompts_per_step,
         "rollout.oversample": changed.rollout.drawn_prompts != own.rollout.drawn_prompts,
+        # Prompts that enter would have others than those that wait beside them.
+        "rollout.group_size": changed.rollout.group_size != own.rollout.group_size,
+        "seed": changed.seed != own.seed,
+        "pipeline.mode": changed.pipeline.mode != own.pipeline.mode,
     }
     for key, found in unfit.items():
         if found:
-            section, name = key.split(".")
-            value = json.dumps(getattr(getattr(own, section), name)).strip('"')
+            value = json.dumps(reduce(getattr, key.split("."), own)).strip('"')
             raise UserError(f"--set {key}: {begun} under {key}={value}")
 
 

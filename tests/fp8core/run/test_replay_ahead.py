@@ -41,6 +41,8 @@ def ahead(loop_run):
         ("rollout.max_new_tokens=3", "rollout.max_new_tokens=16"),
         ("rollout.prompts_per_step=6", "rollout.prompts_per_step=4"),
         ("rollout.oversample=1.5", "rollout.oversample=1.0"),
+        ("rollout.group_size=3", "rollout.group_size=4"),
+        ("seed=8", "seed=0"),
     ],
 )
 def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setting, begun):
@@ -51,6 +53,14 @@ def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setti
     # Nothing is in flight before the first step.
     (verdict,) = replayed(ahead, 1, setting)
     assert not any("Error" in line for line in verdict.difference)
+
+
+def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahead):
+    with pytest.raises(UserError, match=r"pipeline\.mode=synchronous: step rollout is tasks\.stream:finish"):
+        replayed(ahead, 1, "pipeline.mode=synchronous", "pipeline.ahead_tokens=null", "pipeline.max_staleness=1")
+    scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
+    with pytest.raises(UserError, match=r"logprobs\.source=pass: step train is tasks\.train:train_scoring"):
+        replayed(scored, 1, "logprobs.source=pass")
 
 
 def test_completions_that_began_without_an_environment_go_on_in_none(ahead):
@@ -75,6 +85,9 @@ def test_turns_that_may_be_longer_than_those_to_come_are_refused(loop_run):
     run = loop_run("turns_ahead", **{**AHEAD, **answered}, steps=2)
     with pytest.raises(UserError, match=r"step 2 goes on from completions begun under environment\.turn_tokens=8$"):
         replayed(run, 2, "environment.turn_tokens=7")
+    for unasked in ("environment.timeout_seconds=3", "environment.at_once=2"):
+        with pytest.raises(UserError, match=r"no environment is asked, .* add --rerun-environments$"):
+            replayed(run, 1, unasked)
 
 
 def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
