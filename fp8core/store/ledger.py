@@ -382,6 +382,15 @@ class LedgerView:
         segments = self._read.tail.segments or self._all().segments
         return segments[-1] if segments else None
 
+    def was_cut(self, number: int) -> bool:
+        """True if a process began between the first task of a finished step and its commit."""
+        index = self._of(number)
+        began, ended = (
+            min(task.started for task in index.tasks[number].values()),
+            index.steps[number].committed_ms / 1000,
+        )
+        return any(began < segment.started < ended for segment in index.segments)
+
     def bounds(self, since: int) -> list[BoundEntry]:
         """The crossings of bounds by step `since`, an iteration, and later ones, in order."""
         return [entry for entry in self._of(since).bounds if entry.step >= since]

@@ -412,6 +412,16 @@ def test_a_redo_after_the_last_checkpoint_counts_for_its_step(long_run: Path, qu
     assert LedgerView.glance(long_run).inexact_steps() == [0, 10]
 
 
+@pytest.mark.parametrize(("started", "cut"), [(0.5, False), (1.5, True), (5.5, False)])
+def test_a_step_is_cut_where_a_process_began_within_it(path: Path, started: float, cut: bool) -> None:
+    ledger = Ledger.open(path)
+    ledger.append(SegmentEntry(pid=1, host="h", code_version="c", started=0.25))
+    ledger.append(task(1, "prompts"))
+    ledger.append(SegmentEntry(pid=2, host="h", code_version="c", started=started))
+    ledger.append(task(1, "train"), step(1).model_copy(update={"committed_ms": 5000}))
+    assert ledger.was_cut(1) is LedgerView.read(path).was_cut(1) is cut
+
+
 def test_a_task_that_ran_anew_after_a_redo_is_not_redone(path: Path) -> None:
     ledger = Ledger.open(path)
     ledger.append(task(1, "train"))
