@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flows.environment import search_last
 from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
-from fp8core.config.run import RunConfig, own_code, public_dump
+from fp8core.config.run import CLUSTER, RunConfig, own_code, public_dump
 from fp8core.errors import UserError, meant, not_unicode, printable
 
 if TYPE_CHECKING:
@@ -124,19 +124,23 @@ def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: boo
         UserError: there is such code, and no trust.
     """
     described = description_of(folder).config
-    if code := own_code(reload_config(described)):
+    effective = own_code(reload_config(described, overrides))
+    # The run's code is imported whatever replaces it, but a cluster that an override replaces is not joined.
+    named = own_code(reload_config(described))
+    code = {key: value for key, value in named.items() if key != CLUSTER or effective.get(key) == value}
+    if code:
         if not trust:
             would = _listed(code, "code that would be imported", "a cluster that would be joined")
             raise UserError(f"{folder}: its run.json names {would}; --trust allows it")
         does = _listed(code, "importing what its run.json names", "joining the cluster that it names")
         say(f"{folder}: {does}", sys.stderr)
-    if code or own_code(reload_config(described, overrides)):
+    if code or effective:
         search_last(searched)
 
 
 def _listed(found: Mapping[str, str], of_code: str, of_cluster: str) -> str:
     """Keys and values of a configuration (`own_code`), after words for code and words for a cluster."""
-    cluster = {key: value for key, value in found.items() if key == "cluster.address"}
+    cluster = {key: value for key, value in found.items() if key == CLUSTER}
     parts = (of_code, {key: value for key, value in found.items() if key not in cluster}), (of_cluster, cluster)
     shown = (f"{words}: {', '.join(f'{key}={value}' for key, value in part.items())}" for words, part in parts if part)
     return printable("; ".join(shown))

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fp8core.config.capability import Node, this_node
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
-from fp8core.processes.variables import set_variables
+from fp8core.processes.variables import chosen_variables, set_variables
 
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
@@ -195,7 +195,8 @@ def _refuse_others(address: str, named: str) -> None:
             asked.kill()
     if address == "auto":
         # Perhaps of a head that has crashed, and is still the last one that was started here.
-        why = f"no running cluster answers; {asked_at} was tried"
+        origin = " (RAY_ADDRESS)" if chosen_variables(["RAY_ADDRESS"]) else ""
+        why = f"no running cluster answers; {asked_at}{origin} was tried"
     raise UserError(f"{named}: {why}")
 
 
@@ -256,8 +257,8 @@ def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool
     return unit, held
 
 
-def awaited_size(settings: ClusterConfig, tensor_parallel: int, unit: str) -> int:
-    """The amount of a resource in the cluster, once it suffices: a node that was lost may come back.
+def await_size(settings: ClusterConfig, tensor_parallel: int, unit: str) -> None:
+    """Wait until the cluster has enough of a resource: a node that was lost may come back.
 
     Raises UserError: it does not suffice within `start_seconds`.
     """
@@ -267,7 +268,6 @@ def awaited_size(settings: ClusterConfig, tensor_parallel: int, unit: str) -> in
             late = f"the cluster has {held} after cluster.start_seconds={settings.start_seconds:g}"
             raise UserError(settings.too_small(tensor_parallel, unit, late))
         time.sleep(_POLL_SECONDS)
-    return held
 
 
 def last_line(text: str) -> str:

@@ -4,6 +4,7 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 """
 
 import platform
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import ray
 import torch
 from ray.exceptions import (
     ActorHandleNotFoundError,
+    ActorUnavailableError,
     ActorUnschedulableError,
     GetTimeoutError,
     OutOfMemoryError,
@@ -28,7 +30,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import HeadWatch, awaited_size, checked_size, connect, last_line
+from fp8core.cluster.connection import HeadWatch, await_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.cluster import ClusterConfig
@@ -42,8 +44,8 @@ _SLICE_SECONDS = 5.0
 _LAST_WORDS = 400
 # Libraries may write gigabytes.
 _LAST_BYTES = 1 << 16
-# Ray's own lines in the log of a process.
-_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+# Ray's own lines in the log of a process, the frames of a stack of C++ among them.
+_RAYS = re.compile(r":(?:job_id|actor_name|task_name):|.*\(\S*\+0x[0-9a-f]+\)|\*\*\* ")
 
 
 class MemberFailed(RuntimeError):
@@ -112,10 +114,11 @@ class Gang:
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             if lost is None:
-                self.unit, held = checked_size(settings, tensor_parallel, wants_gpus)
+                self.unit, _ = checked_size(settings, tensor_parallel, wants_gpus)
             else:
-                self.unit, held = lost.unit, awaited_size(settings, tensor_parallel, lost.unit)
-            self._place(settings, tensor_parallel, held, arguments)
+                self.unit = lost.unit
+                await_size(settings, tensor_parallel, self.unit)
+            self._place(settings, tensor_parallel, arguments)
         except BaseException:
             self.close()
             raise
@@ -240,13 +243,14 @@ class Gang:
         self._all, self._group = [], None
         ray.shutdown()
 
-    def _place(self, settings: ClusterConfig, tensor_parallel: int, held: int, arguments: tuple[Any, ...]) -> None:
-        """Place the members in a cluster that has so much of their resource."""
+    def _place(self, settings: ClusterConfig, tensor_parallel: int, arguments: tuple[Any, ...]) -> None:
+        """Place the members in a cluster that has enough of their resource."""
         unit, bundles = self.unit, settings.bundles(tensor_parallel)
         wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
         self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
-            free = int(ray.available_resources().get(unit, 0))
+            # Now: a node that was lost is counted for some seconds.
+            held, free = (int(found().get(unit, 0)) for found in (ray.cluster_resources, ray.available_resources))
             host = f", {tensor_parallel} of them on one host" if tensor_parallel > 1 else ""
             raise UserError(
                 f"cluster: {sum(bundles)} {unit}s{host} were not free within cluster.start_seconds="
@@ -361,6 +365,8 @@ def _where(member: Handle) -> str:
 
 def _reason(error: Exception) -> str:
     """The line of Ray's message with the reason of an actor's end."""
+    if isinstance(error, ActorUnavailableError):
+        return "its node, or the connection to it, is gone"
     lines = [line.strip() for line in str(error).splitlines()]
     told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
     return told.partition("Some common causes")[0].strip()
@@ -377,6 +383,6 @@ def _said(member: Handle) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-        if text := " ".join(line.strip() for line in lines if line.strip() and not line.startswith(_MARKS)):
+        if text := " ".join(line.strip() for line in lines if line.strip() and not _RAYS.match(line)):
             return f"; it wrote last: {text[-_LAST_WORDS:]}"
     return ""

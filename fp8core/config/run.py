@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
@@ -554,6 +554,10 @@ def resume_command(config: RunConfig, name: str) -> str:
     return f"{command} --trust" if own_code(config) else command
 
 
+CLUSTER: Final = "cluster.address"
+"""The key of a cluster in `own_code`."""
+
+
 def own_code(config: RunConfig) -> dict[str, str]:
     """The import paths in a configuration that are not this project's own, and a cluster, by the key that has them.
 
@@ -569,5 +573,5 @@ def own_code(config: RunConfig) -> dict[str, str]:
         *((f"reward.others.{other.name}", other.verifier, SHIPPED_VERIFIERS) for other in config.reward.others),
     )
     if config.cluster.address is not None:
-        found["cluster.address"] = config.cluster.address
+        found[CLUSTER] = config.cluster.address
     return found | {key: path for key, path, shipped in choices if path not in shipped}

@@ -143,6 +143,9 @@ def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy
         told = capsys.readouterr().err
         assert "a cluster that would be joined: cluster.address=127.0.0.1:1; --trust" in told
         assert "code" not in told
+    # One that an override replaces is joined by nobody.
+    assert main(["replay", str(run_copy.folder), "--step", "1", "--set", "cluster.address=null"]) == 0
+    assert "joining" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

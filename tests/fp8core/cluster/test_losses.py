@@ -3,17 +3,20 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
 import torch
+from ray.exceptions import ActorUnavailableError
 from ray_nodes import start_cluster
 
 from fp8core.cluster import gang
@@ -61,6 +64,38 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "it wrote last" not in str(lost.value), "it wrote nothing"
     assert "memory" not in str(lost.value)
     assert "OOM" not in str(lost.value)
+
+
+_LOSE = """
+import os, signal, sys, time
+from fp8core.config.load import load_config
+from fp8core.errors import MemberLost
+from fp8core.run.build import open_cluster
+gang = open_cluster(load_config("tiny", {"cluster": {"address": sys.argv[1], "ranks": 1}})).gang
+os.kill(gang.ranks[0].place.pid, signal.SIGKILL)
+try:
+    gang.gather([gang.ranks[0].send("drop", "nothing")])
+except MemberLost as lost:
+    print(lost, flush=True)
+time.sleep(3)
+"""
+
+
+def test_ray_prints_no_guesses_of_its_own_beside_the_line_of_a_loss(address):
+    told = subprocess.run(
+        [sys.executable, "-c", _LOSE, address], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert re.fullmatch(r"rank 0 ended: .*\n", told.stdout + told.stderr)
+
+
+def test_a_lost_node_is_named_and_no_frames_of_a_stack_are_last_words(monkeypatch, tmp_path):
+    unavailable = ActorUnavailableError("Socket closed rpc_code: 14", b"a" * 16)
+    assert gang._reason(unavailable) == "its node, or the connection to it, is gone"
+    frame = "/lib/ray/_raylet.so(+0xb1e3c4) [0x7f48] ray::core::CoreWorker()"
+    (tmp_path / "worker-w-01-7.err").write_text(f":job_id:01\nno space left\n{frame}\n")
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(get_logs_dir_path=lambda: tmp_path))
+    member = Handle(None, HostProcess("host", None, 7, "w", "", "", ""))
+    assert gang._said(member) == "; it wrote last: no space left"
 
 
 @pytest.mark.parametrize("again", [False, True])
