@@ -196,3 +196,11 @@ def ending(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with code {code}"
     return f"was ended by {signal.Signals(-code).name}"
+
+
+def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Kernel by type of linear (`qkv_proj`, ...); every kernel that occurs, where they differ."""
+    kernels: dict[str, dict[str, None]] = {}
+    for name, linear in linears.items():
+        kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
+    return {kind: "+".join(names) for kind, names in kernels.items()}

@@ -32,7 +32,7 @@ from fp8core.numerics.fingerprint import hex_digits
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
-from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
+from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusals
@@ -126,7 +126,7 @@ class SglangEngine(ResidentEngine):
             **executed_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described),
             "model": "aligned" if is_aligned(described) else "stock",
-            "kernels": {name.rpartition(".")[2]: linear["kernel"] for name, linear in described["linears"].items()},
+            "kernels": kernels_by_type(described["linears"]),
             "backend": described["attention"][0],
             "graphs": self._resolved["graphs"],
             "settings": self._resolved,

@@ -35,7 +35,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import hex_digits
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
-from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending
+from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import (
@@ -150,7 +150,7 @@ class VllmEngine(ResidentEngine):
     def describe(self) -> dict[str, object]:
         """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
         described = self.call_worker("policy_describe")
-        kernels = _by_layer_type(described["linears"])
+        kernels = kernels_by_type(described["linears"])
         held = self.call_worker("policy_held_scales") if self._has_fp8_cache() else []
         return {
             "engine": "vllm",
@@ -412,11 +412,3 @@ def _ending(code: int | None) -> str:
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
     return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
-
-
-def _by_layer_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Kernel by type of linear (`qkv_proj`, ...); every kernel that occurs, where they differ."""
-    kernels: dict[str, dict[str, None]] = {}
-    for name, linear in linears.items():
-        kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
-    return {kind: "+".join(names) for kind, names in kernels.items()}

@@ -21,6 +21,7 @@ from fp8core.numerics.grouped import Quantisers
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.engine import SglangEngine
 from fp8core.rollout.sglang.requirements import (
@@ -268,6 +269,25 @@ def test_a_report_is_checked_against_the_contract():
     ):
         with pytest.raises(SyncError, match=complaint):
             check_formats(executed_formats(_described(**change), FP8, 2) | points, FP8)
+
+
+class _Reporting(SglangEngine):
+    """An engine without SGLang, whose worker reports these kernels of one type of linear, by layer."""
+
+    def __init__(self, *kernels):
+        ResidentEngine.__init__(self, ARCH, FP8, longest=256, sleeps=False, routes=False)
+        linears = {f"model.layers.{i}.mlp.down_proj": {"kernel": k, "dtype": "bfloat16"} for i, k in enumerate(kernels)}
+        self._answers = {"describe": _described(linears=linears, model="Qwen3ForCausalLM"), "held_scales": []}
+        self._build, self._resolved = BUILD, {"graphs": False}
+
+    def call_worker(self, method, *arguments):
+        return self._answers[method]
+
+
+def test_every_kernel_of_a_type_of_linear_is_reported():
+    """Of layers that are kept in BF16, too, wherever they lie."""
+    kernels = _Reporting("UnquantizedLinearMethod", "BlockFp8Linear", "UnquantizedLinearMethod").describe()["kernels"]
+    assert kernels == {"down_proj": "UnquantizedLinearMethod+BlockFp8Linear"}
 
 
 @pytest.mark.parametrize(
