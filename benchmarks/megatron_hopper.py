@@ -201,7 +201,7 @@ def beside(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor],
     stored, objective = rollout_formats(config.precision, arch.num_layers), Objective(config.loss, config.correction)
     formats = reference_formats(arch.num_layers)
     scored = ExactTrainer(arch, weights, formats, stored, config.training, objective)
-    logprobs = scored.logprobs(batch.sequences, TEMPERATURE, None).logprobs
+    logprobs = scored.logprobs(batch.sequences, TEMPERATURE, ()).logprobs
     return replace(batch, rollout_logprobs=logprobs, old_logprobs=logprobs)
 
 
@@ -249,8 +249,8 @@ def packed(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor],
 
 
 def _updated(trainer: ExactTrainer | PackedTrainer, config: RunConfig, batch: RolloutBatch) -> Computed:
-    logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, None).logprobs
-    report = trainer.step(batch, TEMPERATURE, None)
+    logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, ()).logprobs
+    report = trainer.step(batch, TEMPERATURE, ())
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(Path(folder))
         moments = load_file(Path(folder) / "optimiser.safetensors")
@@ -343,9 +343,9 @@ def speed_rows(name: str, precision: str, deterministic: bool) -> list[Row]:
     trainer = megatron(config, case.arch, RandomPolicy(case.arch))
     batch = random_batch(case.arch, case.sequences, case.prompt, case.completion)
     tokens = int(batch.sequences.valid.sum())
-    scoring = [timed(lambda: trainer.logprobs(batch.sequences, TEMPERATURE, None)) for _ in range(4)]
+    scoring = [timed(lambda: trainer.logprobs(batch.sequences, TEMPERATURE, ())) for _ in range(4)]
     reports: list[Any] = []
-    steps = [timed(lambda: reports.append(trainer.step(batch, TEMPERATURE, None))) for _ in range(4)]
+    steps = [timed(lambda: reports.append(trainer.step(batch, TEMPERATURE, ()))) for _ in range(4)]
     scored, step = median(scoring[1:]), median(steps[1:])
     row = {
         "kind": "training",
@@ -412,7 +412,7 @@ def format_rows(family: str) -> list[Row]:
 def computed(config: RunConfig, arch: Architecture, weights: Mapping[str, Tensor], batch: Any) -> Computed:
     """Megatron's results of a batch."""
     trainer = megatron(config, arch, weights)
-    logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, None).logprobs
+    logprobs = trainer.logprobs(batch.sequences, TEMPERATURE, ()).logprobs
     loss, gradients = trainer.gradients(batch, TEMPERATURE)
     norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
     return Computed(logprobs, loss, norm, gradients)

@@ -227,7 +227,7 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
     sequence = 256 if small else SEQUENCE
     trainer = trainer_of(cell, arch, device)
     batch = random_batch(arch, 2 if small else cell.sequences, sequence, sequence * PROMPT // SEQUENCE)
-    scales = [LayerScales(1 / 64, 1 / 64, 1 / 64)] * arch.num_layers if cell.precision == "fp8_block_kv" else None
+    scales = [LayerScales(1 / 64, 1 / 64, 1 / 64)] * arch.num_layers if cell.precision == "fp8_block_kv" else []
 
     def step() -> float:
         _synchronise(device)

@@ -3,7 +3,7 @@
 from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.scales import read_scales
-from fp8core.run.scoring import SCORED_COLUMNS, layer_scales, policy_batch, stored_scores, trainer_of_policy
+from fp8core.run.scoring import SCORED_COLUMNS, policy_batch, stored_scores, trainer_of_policy
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -20,5 +20,5 @@ def logprobs(
     table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
     current = read_scales(run, scales)
     batch = policy_batch(table, run.config.rollout)
-    scored = trainer.logprobs(batch, run.config.rollout.temperature, layer_scales(current))
+    scored = trainer.logprobs(batch, run.config.rollout.temperature, current.layers)
     return stored_scores(run, trainer.version, table, scored)

@@ -4,7 +4,7 @@ from fp8core.config.steps import NoOptions
 from fp8core.run.context import RunContext
 from fp8core.run.policy import initial_trainer
 from fp8core.run.scales import read_scales
-from fp8core.run.scoring import SCORED_COLUMNS, layer_scales, logprob_table, token_batch
+from fp8core.run.scoring import SCORED_COLUMNS, logprob_table, token_batch
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -16,7 +16,7 @@ def reference(run: RunContext, index: int, options: NoOptions, rollouts: Ref, sc
     if run.reference is None:
         run.reference = initial_trainer(run)
     table = run.directory.store.get_table(rollouts, SCORED_COLUMNS)
-    current = layer_scales(read_scales(run, scales))
+    current = read_scales(run, scales).layers
     scored = run.reference.logprobs(token_batch(table), run.config.rollout.temperature, current)
     run.reference.rest()
     return {"reference": run.directory.store.put_table("logprobs", logprob_table(table, scored))}

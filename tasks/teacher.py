@@ -20,7 +20,7 @@ def teacher(run: RunContext, index: int, options: NoOptions, rollouts: Ref) -> d
         run.teacher_digest = run.teacher.digest()
     store, settings = run.directory.store, run.config.loss.distillation
     table = store.get_table(rollouts, SCORED_COLUMNS)
-    scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, None)
+    scored = run.teacher.logprobs(token_batch(table), run.config.rollout.temperature, ())
     run.teacher.rest()
     checkpoint = {
         "model": settings.teacher,

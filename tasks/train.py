@@ -12,7 +12,7 @@ from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.context import RunContext
 from fp8core.run.scales import read_scales
-from fp8core.run.scoring import compared_rows, layer_scales, stored_scores, trainer_of_policy
+from fp8core.run.scoring import compared_rows, stored_scores, trainer_of_policy
 from fp8core.run.update_inputs import UPDATE_COLUMNS, observed_tokens, rollout_batch
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import keys_of
@@ -49,7 +49,7 @@ def train(
     store, trainer = run.directory.store, trainer_of_policy(run, policy)
     table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
     batch, masking = update_batch(run, index, table, store.get_table(logprobs), signals)
-    report = trainer.step(batch, run.config.rollout.temperature, layer_scales(read_scales(run, scales)))
+    report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
     return stored_update(run, report, masking)
 
 
@@ -97,7 +97,7 @@ def train_scoring(
         batch = replace(batch, audited=audited)
         if versions and (older := padded(table["versions"], torch.int64, version) < version).any():
             batch = replace(batch, stale=older)
-    report, scored = trainer.scored_step(batch, config.rollout.temperature, layer_scales(read_scales(run, scales)))
+    report, scored = trainer.scored_step(batch, config.rollout.temperature, read_scales(run, scales).layers)
     if sampled:
         scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
     return stored_update(run, report, masking) | stored_scores(run, version, table, scored)

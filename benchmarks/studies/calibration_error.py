@@ -97,7 +97,7 @@ def heads_of(
         output = masters[f"model.layers.{layer}.self_attn.o_proj.weight"]
         found.append(HeldHeads.of(heads, batch.valid, output))
 
-    Decoder(arch, formats).hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), None, keep)
+    Decoder(arch, formats).hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), (), keep)
     return found
 
 
@@ -298,7 +298,7 @@ def measured(material: Material) -> list[Row]:
     trainer = build_trainer(material.config, arch, material.later)
     sides = [f"precision.{side}.kv_cache=bf16" for side in ("rollout", "training")]
     plain = build_trainer(load_config("tiny", [*_linears(material.config), *sides]), arch, material.later)
-    reference = plain.logprobs(batch, temperature, None).logprobs
+    reference = plain.logprobs(batch, temperature, ()).logprobs
     rows = []
     for name, scales in choices(material, heads).items():
         errors = [layer.error(s) for layer, s in zip(heads, scales, strict=True)]

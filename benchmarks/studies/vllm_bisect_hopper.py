@@ -322,7 +322,7 @@ def _look_inside(engine: Any, subject: Subject, rows: Rows) -> None:
 
 
 def _chains(subject: Subject, points: RoundingPoints) -> list[list[Operation]]:
-    formats, scales = subject.formats.with_points(points), subject.scales.layers or None
+    formats, scales = subject.formats.with_points(points), subject.scales.layers
     return [operations(subject.arch, formats, subject.weights, tokens, scales) for tokens, _ in subject.sequences()]
 
 

@@ -94,12 +94,12 @@ class Task:
     Attributes:
         sequences: tokens; errors are of the completion tokens.
         temperature: of the softmax.
-        scales: of Q, K and V per layer, the same for both sides; None when no attention is FP8.
+        scales: of Q, K and V per layer, the same for both sides; empty when no attention is FP8.
     """
 
     sequences: TokenBatch
     temperature: float
-    scales: Sequence[LayerScales] | None
+    scales: Sequence[LayerScales]
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class OperationError:
 
 
 def operations(
-    arch: Architecture, formats: Formats, weights: PolicyWeights, tokens: Tensor, scales: Sequence[LayerScales] | None
+    arch: Architecture, formats: Formats, weights: PolicyWeights, tokens: Tensor, scales: Sequence[LayerScales]
 ) -> list[Operation]:
     """Every operation of a forward over one sequence, in order.
 

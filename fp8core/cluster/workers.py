@@ -410,7 +410,7 @@ class RankedTrainer:
                 first.setdefault(name, rank.name)
         return found
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
         return found
 
@@ -418,11 +418,11 @@ class RankedTrainer:
         found: KvStatistics = self._call("statistics", batch)
         return found
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
         return self._learnt(self._by_all("step", batch, temperature, scales))
 
     def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> tuple[TrainReport, ScoredBatch]:
         found = self._by_all("scored_step", batch, temperature, scales)
         return self._learnt([report for report, _ in found]), found[0][1]
@@ -437,7 +437,7 @@ class RankedTrainer:
         self._gang.call_all(self._gang.ranks, "drop", kept)
 
     def logprobs_of(
-        self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, kept: str, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         shared = [ray.put(each) for each in (batch, temperature, scales)]
         found: ScoredBatch = self._gang.call_all(self._gang.ranks, "hand", self._key, "logprobs_of", kept, *shared)[0]

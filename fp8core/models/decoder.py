@@ -3,7 +3,7 @@
     decoder = Decoder(architecture, reference_formats(architecture.num_layers))
     weights = load_policy(architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
     context = FullContext.of(valid)                       # bool [B, T], False on padding
-    hidden  = decoder.hidden(weights, tokens, positions, context, scales=None)   # FP32 [B, T, hidden]
+    hidden  = decoder.hidden(weights, tokens, positions, context, scales=())     # FP32 [B, T, hidden]
     logits  = decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)    # FP32 [B * T, vocabulary]
 
 Engine and trainer run this code on the same bytes, and no operation depends on the batch around a token. So their
@@ -89,7 +89,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         context: Context,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         observe: Observer | None = None,
         routing: Routing = TOP_K,
     ) -> Tensor:
@@ -125,7 +125,7 @@ class Decoder:
         weights: PolicyWeights,
         batch: "TokenBatch",
         temperature: float,
-        scales: Sequence[LayerScales] | None = None,
+        scales: Sequence[LayerScales] = (),
         observe: Observer | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats).

@@ -198,7 +198,7 @@ class EmbeddedEngine:
     def _hidden(self, tokens: Tensor, positions: Tensor, cache: KvCache, record: RecordedRouting | None) -> Tensor:
         assert self._weights is not None, "update() comes before generate()"
         assert self._scales is not None, "update() comes before generate()"
-        scales = self._scales.layers or None
+        scales = self._scales.layers
         return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -48,9 +48,7 @@ def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> 
     for version, policy in policies.items():
         rows = (versions == version).any(dim=1).nonzero()[:, 0]
         chosen = TokenBatch(batch.tokens[rows], batch.valid[rows], batch.completion[rows])
-        scored = trainer.logprobs_of(
-            policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers or None
-        )
+        scored = trainer.logprobs_of(policy.tensors, chosen, run.config.rollout.temperature, policy.scales.layers)
         for into, part in zip(found, (scored.logprobs, scored.entropy), strict=True):
             longest = part.shape[1]
             written = versions[rows, :longest] == version

@@ -273,9 +273,9 @@ def _zeros(arch: Architecture) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape) for name, shape in parameter_shapes(arch).items()}
 
 
-def _scales(config: RunConfig, arch: Architecture) -> Sequence[LayerScales] | None:
+def _scales(config: RunConfig, arch: Architecture) -> Sequence[LayerScales]:
     scaled = config.precision.training.kv_cache == "fp8"
-    return [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers if scaled else None
+    return [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers if scaled else []
 
 
 def _batch(config: RunConfig, arch: Architecture, tokens: int) -> TokenBatch:

@@ -109,7 +109,7 @@ def trainer_probe(run: RunContext, scales: PolicyScales) -> tuple[list[Probe], l
         rows = [tokens[:_LONGEST] for tokens in prompt_table(run, problems)["tokens"].to_pylist()]
         run.probes = [probe_of(tokens, i, len(rows)) for i, tokens in enumerate(rows)]
     batch = TokenBatch.of([probe.context for probe in run.probes], [[probe.target] for probe in run.probes])
-    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers or None)
+    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers)
     return run.probes, scored.logprobs[:, 0].tolist()
 
 

@@ -90,7 +90,7 @@ def gap_line(gap: dict[str, Any]) -> str:
 
 def _whole_logprobs(run: RunContext, batch: TokenBatch, scales: PolicyScales) -> Tensor:
     """FP32 log-prob of every completion token in order, by the trainer: a run that truncates has equal sides."""
-    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers or None).logprobs
+    scored = run.ready_trainer().logprobs(batch, run.config.rollout.temperature, scales.layers).logprobs
     return scored[~scored.isnan()]
 
 

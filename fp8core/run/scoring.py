@@ -1,7 +1,6 @@
 """Rollouts as batches that a trainer scores, and its scores as stored tables."""
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,6 @@ from torch import Tensor
 from fp8core.config.run import RolloutConfig, RunConfig
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rl.batch import TokenBatch, column, drawn_rows, routes
-from fp8core.rollout.engine import PolicyScales
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, LOGPROBS
@@ -74,11 +72,6 @@ def policy_batch(rollouts: pa.Table, config: RolloutConfig) -> TokenBatch:
     prompts, completions = (rollouts[name].to_pylist() for name in ("prompt_tokens", "tokens"))
     experts = routes(rollouts["experts"]) if "experts" in rollouts.column_names else None
     return replace(TokenBatch.of(prompts, completions, experts), truncation=Truncation.of(config.top_k, config.top_p))
-
-
-def layer_scales(scales: PolicyScales) -> Any:
-    """Scales as the decoder takes them: None where nothing is scaled."""
-    return scales.layers or None
 
 
 def logprob_table(rollouts: pa.Table, scored: ScoredBatch) -> pa.Table:

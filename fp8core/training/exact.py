@@ -148,8 +148,8 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         slices = list(self._slices(batch))
         for index in self._ranks.own(len(slices)):
             part = slices[index][1]
-            observe = _observer(statistics, part.valid, None)
-            self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), None, observe)
+            observe = _observer(statistics, part.valid, ())
+            self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
         self._ranks.combine_counts(statistics.combine)
         return statistics
 
@@ -188,7 +188,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         weights: PolicyWeights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
     ) -> Scored:
         observe = None if statistics is None else _observer(statistics, batch.valid, scales)
@@ -239,7 +239,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
 
 def _observer(
-    statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales] | None
+    statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales]
 ) -> Callable[[int, tuple[Tensor, Tensor, Tensor]], None]:
     return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
 

@@ -51,7 +51,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._exported: int | None = None
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
@@ -76,7 +76,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         kept: KeptWeights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
     ) -> ScoredBatch:
         try:
             return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
@@ -84,7 +84,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             self._drop_shipped()
 
     def _scored_under(
-        self, weights: Weights, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, weights: Weights, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         statistics, slices = self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
@@ -94,7 +94,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return ScoredBatch(*_padded(batch, slices, scores), statistics)
 
     def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> tuple[TrainReport, ScoredBatch]:
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
 
@@ -129,7 +129,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         updates: Sequence[slice],
         passed: Mapping[int, Tensor],
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
         """Make the updates; their statistics, and scores of all rows by their forwards.
 
@@ -152,7 +152,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return reports, ScoredBatch(logprobs, entropy, statistics)
 
     def _pass_scores(
-        self, batch: RolloutBatch, first: int, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, first: int, temperature: float, scales: Sequence[LayerScales]
     ) -> dict[int, Tensor]:
         """Log-probs under this policy of audited rows beyond the `first`, or with stale tokens: row -> FP32 [C].
 
@@ -172,7 +172,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self,
         batch: RolloutBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics,
     ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
         """As `_accumulate_parts`, with log-probs and entropies of its forward as FP32 [B, C], NaN on padding."""
@@ -218,7 +218,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
             tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
 
             def learn(rows_and_part: tuple[slice, TokenBatch]) -> float:
-                logprobs = self._score(weights, rows_and_part[1], 1.0, None).logprobs
+                logprobs = self._score(weights, rows_and_part[1], 1.0, ()).logprobs
                 loss = -logprobs.double().sum() / tokens
                 self._backward(loss, rows_and_part is slices[self._ranks.own(len(slices))[-1]])
                 return float(loss.detach())
@@ -261,7 +261,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         weights: Weights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
     ) -> Scored:
         """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
@@ -270,9 +270,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _no_statistics(self) -> KvStatistics:
         """Statistics that nothing was observed for yet, where the passes run."""
 
-    def _accumulate(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
         return self._accumulate_parts(
             batch, lambda weights, part: self._score_drawn(weights, part, temperature, scales)
         )
@@ -282,7 +280,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         weights: Weights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
     ) -> Scored:
         """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""

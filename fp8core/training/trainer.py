@@ -123,15 +123,15 @@ class Trainer(Protocol):
         """Shape of the policy."""
         ...
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
-        """Score completion tokens under the current policy."""
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
+        """Score completion tokens under the current policy; `scales` of each layer, none where attention has none."""
         ...
 
     def statistics(self, batch: TokenBatch) -> KvStatistics:
         """Statistics of Q, K and V under the current policy, without any scales."""
         ...
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
         """Learn from a batch: version v becomes v + 1."""
         ...
 
@@ -185,7 +185,7 @@ class ScoringTrainer(Protocol):
     """A trainer whose update scores its rows (`TrainerEntry.scores_updates`), and which scores under older policies."""
 
     def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> tuple[TrainReport, ScoredBatch]:
         """As `step`, and score the rows in the forwards of its updates."""
         ...
@@ -203,7 +203,7 @@ class ScoringTrainer(Protocol):
         ...
 
     def logprobs_of(
-        self, kept: Any, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None
+        self, kept: Any, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
     ) -> ScoredBatch:
         """As `logprobs`, under a policy that was kept."""
         ...
@@ -235,7 +235,7 @@ class PolicyTrainer(ABC):
         self._config, self._objective = training, objective
         self._updates = 0
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None) -> TrainReport:
+    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
         """One update per minibatch (`minibatches`), in row order; gradients are clipped by their global norm.
 
         Raises:
@@ -279,7 +279,7 @@ class PolicyTrainer(ABC):
         )
 
     @abstractmethod
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
 
     @property
@@ -302,9 +302,7 @@ class PolicyTrainer(ABC):
         """Digest of the FP32 master weights."""
 
     @abstractmethod
-    def _accumulate(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
         """Add up the gradients of a batch; returns its statistics.
 
         Raises:
@@ -337,7 +335,7 @@ class PolicyTrainer(ABC):
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
     def _update(
-        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales]
     ) -> dict[str, float]:
         """One optimiser update, by its number in the step from 0; returns its statistics."""
         with self._guarded():
@@ -346,7 +344,7 @@ class PolicyTrainer(ABC):
         return totals
 
     def _selected(
-        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales] | None
+        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales]
     ) -> RolloutBatch:
         """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
 

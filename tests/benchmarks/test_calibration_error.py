@@ -65,7 +65,7 @@ def test_outlier_channels_change_nothing_without_fp8(material, qk_norm):
     plain, loud = (build_trainer(config, arch, weights) for weights in (masters, amplified))
     batch = material.next_rollouts
     assert torch.equal(
-        plain.logprobs(batch, 1.0, None).logprobs.nan_to_num(), loud.logprobs(batch, 1.0, None).logprobs.nan_to_num()
+        plain.logprobs(batch, 1.0, ()).logprobs.nan_to_num(), loud.logprobs(batch, 1.0, ()).logprobs.nan_to_num()
     )
     largest = [
         (a.k / b.k, a.v / b.v) for a, b in zip(*(t.statistics(batch).amax() for t in (loud, plain)), strict=True)

@@ -52,7 +52,7 @@ def our_logits(folder, tokens):
     masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
     weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
     context = FullContext.of(torch.ones(tokens.shape, dtype=torch.bool))
-    hidden = decoder.hidden(weights, tokens, torch.arange(tokens.shape[1])[None], context, None)
+    hidden = decoder.hidden(weights, tokens, torch.arange(tokens.shape[1])[None], context, ())
     return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)
 
 

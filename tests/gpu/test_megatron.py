@@ -75,7 +75,7 @@ def test_log_probs_are_near_those_of_fp32(family: str, precision: str, bound: fl
     batch = batch_of(family)
     config = cases.configuration(precision)
     expected = cases.in_fp32(config, cases.small(family), cases.small_policy(cases.small(family)), batch)
-    found = trainer_of(family, precision).logprobs(batch.sequences, cases.TEMPERATURE, None).logprobs
+    found = trainer_of(family, precision).logprobs(batch.sequences, cases.TEMPERATURE, ()).logprobs
     assert float((found - expected.logprobs)[batch.mask].abs().mean()) < bound
 
 
@@ -92,7 +92,7 @@ def test_two_trainings_of_a_dense_model_are_equal_bit_for_bit(recompute: str) ->
     batch, changes = batch_of("qwen3"), f"training.megatron.recompute={recompute}"
     trainers = [trainer_of("qwen3", "fp8", changes) for _ in range(2)]
     for _ in range(3):
-        reports = [trainer.step(batch, cases.TEMPERATURE, None) for trainer in trainers]
+        reports = [trainer.step(batch, cases.TEMPERATURE, ()) for trainer in trainers]
         assert reports[0] == reports[1]
     assert trainers[0].describe()["deterministic"]
 
@@ -100,13 +100,13 @@ def test_two_trainings_of_a_dense_model_are_equal_bit_for_bit(recompute: str) ->
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_a_loaded_trainer_holds_what_was_saved(family: str, tmp_path: Any) -> None:
     batch, trainer = batch_of(family), trainer_of(family, "fp8")
-    trainer.step(batch, cases.TEMPERATURE, None)
+    trainer.step(batch, cases.TEMPERATURE, ())
     trainer.save(tmp_path)
-    digest, expected = trainer.digest(), trainer.step(batch, cases.TEMPERATURE, None)
+    digest, expected = trainer.digest(), trainer.step(batch, cases.TEMPERATURE, ())
     other = trainer_of(family, "fp8")
     other.load(tmp_path)
     assert (other.version, other.digest()) == (1, digest)
-    again = other.step(batch, cases.TEMPERATURE, None)
+    again = other.step(batch, cases.TEMPERATURE, ())
     assert again.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-4)
     assert again.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
 
@@ -126,9 +126,9 @@ def test_routes_of_the_rollout_are_replayed(gpu: torch.device) -> None:
     routes = drawn[..., : arch.experts.per_token].sort(-1).values.short()
     replayed = replace(batch.sequences, experts=torch.where(batch.sequences.valid[..., None, None], routes, -1))
     trainer = trainer_of("qwen3-moe", "bf16", "training.megatron.recompute=full")
-    free, forced = (trainer.logprobs(s, cases.TEMPERATURE, None).logprobs for s in (batch.sequences, replayed))
+    free, forced = (trainer.logprobs(s, cases.TEMPERATURE, ()).logprobs for s in (batch.sequences, replayed))
     assert float((free - forced)[batch.mask].abs().max()) > 1e-2
-    report = trainer.step(replace(batch, sequences=replayed), cases.TEMPERATURE, None)
+    report = trainer.step(replace(batch, sequences=replayed), cases.TEMPERATURE, ())
     assert torch.isfinite(torch.tensor(report.grad_norm))
 
 
@@ -160,19 +160,19 @@ def test_ranks_of_a_cluster_compute_what_one_process_does(grid: str, tmp_path: A
     try:
         together = cluster.build_trainer(config, arch, stored(tmp_path / "start", cases.small_policy(arch)))
         assert together.export().digest() == one.export().digest()
-        found, expected = (t.logprobs(batch.sequences, cases.TEMPERATURE, None) for t in (together, one))
+        found, expected = (t.logprobs(batch.sequences, cases.TEMPERATURE, ()) for t in (together, one))
         assert float((found.logprobs - expected.logprobs)[batch.mask].abs().mean()) < 0.05
-        step, alone = (t.step(batch, cases.TEMPERATURE, None) for t in (together, one))
+        step, alone = (t.step(batch, cases.TEMPERATURE, ()) for t in (together, one))
         assert step.loss == pytest.approx(alone.loss, rel=0.05, abs=0.01)
         assert step.grad_norm == pytest.approx(alone.grad_norm, rel=0.05)
         together.save(tmp_path)
-        digest, _ = together.digest(), together.step(batch, cases.TEMPERATURE, None)
+        digest, _ = together.digest(), together.step(batch, cases.TEMPERATURE, ())
         together.load(tmp_path)
         assert (together.version, together.digest()) == (1, digest)
         pid = cluster.places()[f"rank {count - 1}"]["pid"]
         os.kill(pid, signal.SIGSTOP)
         Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(MemberLost, match=f"^rank {count - 1} ended"):
-            together.step(batch, cases.TEMPERATURE, None)
+            together.step(batch, cases.TEMPERATURE, ())
     finally:
         cluster.close()

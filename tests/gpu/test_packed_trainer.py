@@ -211,7 +211,7 @@ def test_the_head_does_not_depend_on_the_rows() -> None:
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_log_probs_are_near_those_of_the_exact_trainer(name: str, arch: Architecture) -> None:
     kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    scales = SCALES if kept.training.kv_cache == "fp8" else []
     on_gpu, on_cpu = packed(kept, arch=arch), exact(kept, arch)
     assert on_gpu.digest() == on_cpu.digest()
     found, expected = (trainer.logprobs(rows(), 1.0, scales) for trainer in (on_gpu, on_cpu))
@@ -227,7 +227,7 @@ def test_log_probs_are_near_those_of_the_exact_trainer(name: str, arch: Architec
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_log_probs_do_not_depend_on_the_pack(name: str, arch: Architecture) -> None:
     kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    scales = SCALES if kept.training.kv_cache == "fp8" else []
     together = packed(kept, arch=arch).logprobs(rows(), 0.8, scales).logprobs
     apart = packed(kept, arch=arch, tokens_per_pass=256).logprobs(rows(), 0.8, scales).logprobs
     differ = int((together.nan_to_num() != apart.nan_to_num()).sum())
@@ -241,7 +241,7 @@ def test_log_probs_do_not_depend_on_the_pack(name: str, arch: Architecture) -> N
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_an_update_scores_as_a_pass(name: str, checkpointing: bool) -> None:
     kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    scales = SCALES if kept.training.kv_cache == "fp8" else []
     passing, scoring = (packed(kept, activation_checkpointing=checkpointing) for _ in range(2))
     expected = passing.logprobs(rows(), 1.0, scales)
     batch = batch_of(expected.logprobs, rows())
@@ -255,7 +255,7 @@ def test_an_update_scores_as_a_pass(name: str, checkpointing: bool) -> None:
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_three_steps_are_the_same_twice(name: str) -> None:
     kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    scales = SCALES if kept.training.kv_cache == "fp8" else []
     batch = batch_of(packed(kept).logprobs(rows(), 1.0, scales).logprobs, rows())
     digests = []
     for checkpointing in (False, False, True):
@@ -269,7 +269,7 @@ def test_three_steps_are_the_same_twice(name: str) -> None:
 @pytest.mark.parametrize(("name", "bound"), [("fp8", 0.12), ("fp8, bf16 cache", 0.12), ("bf16", 0.02)])
 def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float, arch: Architecture) -> None:
     kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else None
+    scales = SCALES if kept.training.kv_cache == "fp8" else []
     on_gpu, on_cpu = packed(kept, arch=arch), exact(kept, arch)
     batch = batch_of(on_cpu.logprobs(rows(), 1.0, scales).logprobs, rows())
     found, expected = (trainer.step(batch, 1.0, scales) for trainer in (on_gpu, on_cpu))
@@ -286,7 +286,7 @@ def test_a_policy_that_is_shown_the_same_learns_it() -> None:
 RANKS = 2
 
 
-def two_steps(trainer: PackedTrainer, scales: list[LayerScales] | None) -> dict[str, Any]:
+def two_steps(trainer: PackedTrainer, scales: list[LayerScales]) -> dict[str, Any]:
     """What must not depend on the number of ranks, and the gradient norms of two updates, which may in their order."""
     found = trainer.logprobs(rows(), 1.0, scales)
     first = {"digest": trainer.digest(), "logprobs": found.logprobs.nan_to_num(), "exported": trainer.export().digest()}
@@ -298,7 +298,7 @@ def two_steps(trainer: PackedTrainer, scales: list[LayerScales] | None) -> dict[
 def _rank(rank: int, port: int, name: str, reduced: str, folder: Path) -> None:
     torch.cuda.set_device(rank)
     ranks = GroupRanks("127.0.0.1", port, rank, RANKS)
-    scales = SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None
+    scales = SCALES if CONTRACTS[name].training.kv_cache == "fp8" else []
     trainer, again = (packed(CONTRACTS[name], ranks, reduce_gradients=reduced) for _ in range(2))
     found = two_steps(trainer, scales)
     assert two_steps(again, scales)["weights"] == found["weights"], "a repetition has other bytes"
@@ -319,7 +319,7 @@ def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, reduced: str
     mp.spawn(_rank, (meeting.port(), name, reduced, tmp_path), nprocs=RANKS)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     alone = packed(CONTRACTS[name])
-    expected = two_steps(alone, SCALES if CONTRACTS[name].training.kv_cache == "fp8" else None)
+    expected = two_steps(alone, SCALES if CONTRACTS[name].training.kv_cache == "fp8" else [])
     assert torch.equal(found["logprobs"], expected["logprobs"])
     assert (found["digest"], found["exported"]) == (expected["digest"], expected["exported"])
     assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
@@ -339,17 +339,17 @@ def test_adapters_make_an_ordinary_policy_that_learns_the_same_twice(name: str, 
     kept, lora = CONTRACTS[name], {"rank": 4, "targets": ["q_proj", "up_proj", "down_proj"]}
     trainer, again = (packed(kept, lora=lora, learning_rate=0.01, warmup_steps=0) for _ in range(2))
     sequences = rows()
-    batch = batch_of(trainer.logprobs(sequences, 1.0, None).logprobs, sequences)
+    batch = batch_of(trainer.logprobs(sequences, 1.0, ()).logprobs, sequences)
     before = {part: weight.clone() for part, weight in trainer.masters.items()}
     for _ in range(2):
-        assert asdict(trainer.step(batch, 1.0, None)) == asdict(again.step(batch, 1.0, None))
+        assert asdict(trainer.step(batch, 1.0, ())) == asdict(again.step(batch, 1.0, ()))
     after = {part: weight.clone() for part, weight in trainer.masters.items()}
     assert {part.split(".")[-2] for part in after if not torch.equal(after[part], before[part])} == set(lora["targets"])
     full = packed(kept, weights=after)
     assert full.export().digest() == trainer.export().digest()
-    scored = [each.logprobs(sequences, 1.0, None).logprobs.nan_to_num() for each in (trainer, full)]
+    scored = [each.logprobs(sequences, 1.0, ()).logprobs.nan_to_num() for each in (trainer, full)]
     assert torch.equal(*scored)
     trainer.save(tmp_path)
     restored = packed(kept, lora=lora, learning_rate=0.01, warmup_steps=0)
     restored.load(tmp_path)
-    assert asdict(restored.step(batch, 1.0, None)) == asdict(again.step(batch, 1.0, None))
+    assert asdict(restored.step(batch, 1.0, ())) == asdict(again.step(batch, 1.0, ()))

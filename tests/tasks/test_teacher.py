@@ -55,7 +55,7 @@ def scores(folder, batch):
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
     masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
     weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
-    hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), None)
+    hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), ())
     logits = decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double()
     logp = torch.log_softmax(logits / TEMPERATURE, -1)
     return logp.gather(-1, batch.tokens[:, 1:].reshape(-1, 1)).view(len(batch), -1)[batch.completion[:, 1:]]

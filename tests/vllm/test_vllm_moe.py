@@ -107,7 +107,7 @@ def test_experts_on_the_same_inputs_are_the_references(engine, policies):
     formats, weights = rollout_formats(CONTRACT, 3), load_policy(ARCH, policy.trainer.export())
 
     def differing(formats):
-        errors = compare(operations(ARCH, formats, weights, tokens, None), values)
+        errors = compare(operations(ARCH, formats, weights, tokens, ()), values)
         return {error.operation: error.local_differing for error in errors if error.operation.endswith(".mlp")}
 
     assert differing(formats).keys() == {"model.layers.0.mlp", "model.layers.2.mlp"}

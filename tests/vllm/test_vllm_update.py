@@ -138,7 +138,7 @@ def differing(engine, policies):
 
     def measure(points):
         formats = rollout_formats(CONTRACT, trainer.arch.num_layers).with_points(points)
-        errors = compare(operations(trainer.arch, formats, weights, tokens, None), values)
+        errors = compare(operations(trainer.arch, formats, weights, tokens, ()), values)
         # Of layers the last: the first norm adds nothing.
         return {error.operation.rpartition(".")[2]: error.local_differing for error in errors}
 

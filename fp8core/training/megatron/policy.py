@@ -150,7 +150,7 @@ class MegatronPolicy:
             router.router_replay.chosen = chosen
 
     @contextmanager
-    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales] | None) -> Iterator[None]:
+    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales]) -> Iterator[None]:
         """While it lasts, Q, K and V of this stage's attention are added to the statistics as they would be cached.
 
         For passes without gradients: a pass with recomputation would count twice.
@@ -160,7 +160,7 @@ class MegatronPolicy:
         def observe(layer: int, _: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
             assert not torch.is_grad_enabled(), "a pass with gradients may run twice"
             q, k, v = (x.detach().transpose(0, 1)[None] for x in arguments[:3])
-            statistics.observe(layer, (q, k, v), self._valid, None if scales is None else scales[layer])
+            statistics.observe(layer, (q, k, v), self._valid, scales[layer] if scales else None)
 
         handles = [
             layer.self_attention.core_attention.register_forward_pre_hook(partial(observe, layer.layer_number - 1))

@@ -112,7 +112,7 @@ class MegatronTrainer(PolicyTrainer):
         return joint_digest(self._optimiser.masters())
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
@@ -131,14 +131,14 @@ class MegatronTrainer(PolicyTrainer):
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
-        self._observe(batch, 1.0, statistics, None, lambda *_: None)
+        self._observe(batch, 1.0, statistics, (), lambda *_: None)
         return statistics
 
     def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a batch by Hugging Face name, to compare trainers of one copy; no update."""
         corrected, _ = self._objective.corrected(batch)
         try:
-            loss = self._accumulate(corrected, temperature, None)["loss"]
+            loss = self._accumulate(corrected, temperature, ())["loss"]
             self._optimiser.finish()
             return loss, {n: g.clone() for n, g in self._policy.whole(self._optimiser.gradients()).items()}
         finally:
@@ -149,7 +149,7 @@ class MegatronTrainer(PolicyTrainer):
         batch: TokenBatch,
         temperature: float,
         statistics: KvStatistics,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         scored: Scored,
     ) -> None:
         """Score this process's packs, and complete the statistics over all processes at the end."""
@@ -167,9 +167,7 @@ class MegatronTrainer(PolicyTrainer):
     def _drop_gradients(self) -> None:
         self._optimiser.clear()
 
-    def _accumulate(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales] | None
-    ) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
         """Of this process's packs; the statistics are those of the whole batch. Attention needs no scales."""
         denominator = Denominator.of(batch.mask)
         totals: dict[str, float] = {}

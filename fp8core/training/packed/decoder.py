@@ -46,7 +46,7 @@ class LayerContext:
     attention: PackedAttention
     cos: Tensor
     sin: Tensor
-    scales: Sequence[LayerScales] | None
+    scales: Sequence[LayerScales]
     observe: Observer | None
 
     def scales_of(self, layer: int) -> LayerScales | None:
@@ -354,7 +354,7 @@ class PackedDecoder(nn.Module):
         tokens: Tensor,
         pack: DevicePack,
         attention: PackedAttention,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         observe: Observer | None = None,
     ) -> Tensor:
         """Hidden states after the final norm.

@@ -155,7 +155,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def digest(self) -> str:
         return self._masters.digest()
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales] | None) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         """As every trainer; raises GroupNotFinite when a linear met NaN or infinity, which kernels only note."""
         scored = super().logprobs(batch, temperature, scales)
         self._refuse_not_finite()
@@ -168,7 +168,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         statistics = self._no_statistics()
         slices = list(self._slices(batch))
         for index in self._ranks.own(len(slices)):
-            self._hidden(self._packed(slices[index][1]), self._unscaled, None, statistics)
+            self._hidden(self._packed(slices[index][1]), self._unscaled, (), statistics)
         self._refuse_not_finite()
         self._ranks.combine_counts(statistics.combine)
         return statistics
@@ -182,7 +182,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self,
         pack: Pack,
         attention: PackedAttention,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics | None,
     ) -> Tensor:
         observe: Observer | None = None
@@ -202,7 +202,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         weights: Tensor,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales] | None,
+        scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
     ) -> Scored:
         pack = self._packed(batch)

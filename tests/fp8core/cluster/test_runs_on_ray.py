@@ -552,10 +552,10 @@ def ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(
 ) -> None:
     base, batch = build_base(config), packed_batch(12)
     alone, together = (build_trainer(config, base.arch, base.tensors, where) for where in (None, cluster))
-    expected, found = (trainer.logprobs(batch.sequences, 1.0, None) for trainer in (alone, together))
+    expected, found = (trainer.logprobs(batch.sequences, 1.0, ()) for trainer in (alone, together))
     assert torch.equal(expected.logprobs.nan_to_num(), found.logprobs.nan_to_num())
     assert expected.statistics.amax() == found.statistics.amax()
-    reports = [trainer.step(batch, 1.0, None) for trainer in (alone, together)]
+    reports = [trainer.step(batch, 1.0, ()) for trainer in (alone, together)]
     assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
     assert together.digest() == reports[1].digest != policy_digest(base.tensors)
@@ -567,8 +567,8 @@ def an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster: Remot
     # Of rank 1: rank 0 has finished its parts by then.
     spoilt = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([10]), torch.nan))
     with pytest.raises(NotFiniteError, match="the update was not applied"):
-        together.step(spoilt, 1.0, None)
-    assert together.step(batch, 1.0, None) == alone.step(batch, 1.0, None)
+        together.step(spoilt, 1.0, ())
+    assert together.step(batch, 1.0, ()) == alone.step(batch, 1.0, ())
 
 
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):

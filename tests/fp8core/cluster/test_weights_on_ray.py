@@ -138,7 +138,7 @@ def test_ranks_that_make_other_weights_from_one_source_or_come_to_hold_others_ar
         with pytest.raises(ReplicaError, match=r"^rank 1 has weights \w+, rank 0 has \w+$"):
             trainer.export()
         with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights after update 1$"):
-            trainer.step(two_tokens(), 1.0, None)
+            trainer.step(two_tokens(), 1.0, ())
         assert trainer.version == 0
 
 

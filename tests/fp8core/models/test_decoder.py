@@ -93,7 +93,7 @@ def test_an_fp8_cache_without_scales_is_refused(architecture, masters_of):
     )
     tokens, valid = random_tokens(1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(AssertionError, match="calibrate first"):
-        decoder.hidden(weights, tokens, torch.arange(3)[None], FullContext.of(valid), scales=None)
+        decoder.hidden(weights, tokens, torch.arange(3)[None], FullContext.of(valid), scales=())
 
 
 def test_gradients_equal_those_of_transformers(transformers_checkpoint):
@@ -107,7 +107,7 @@ def test_gradients_equal_those_of_transformers(transformers_checkpoint):
     masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.tensors.items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     policy = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), "pow2"), masters)
-    hidden = decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=None)
+    hidden = decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=())
     targets = batch.tokens[:, 1:][written]
     ours, _ = token_logprobs(hidden[:, :-1][written], policy.head, decoder.formats.head, targets, temperature=0.8)
     gradients = torch.autograd.grad(
@@ -134,7 +134,7 @@ def our_logits(folder, tokens: Tensor, valid: Tensor, positions: Tensor) -> Tens
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     masters = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
     weights = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.scale_rule))
-    hidden = decoder.hidden(weights, tokens, positions, FullContext.of(valid), scales=None)
+    hidden = decoder.hidden(weights, tokens, positions, FullContext.of(valid), scales=())
     return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head).view(*tokens.shape, -1)
 
 

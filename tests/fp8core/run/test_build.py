@@ -196,7 +196,7 @@ def test_an_exported_policy_answers_in_transformers_as_in_the_engine(gsm8k, grou
     sequences = TokenBatch.of(prompts, [[9, 8, 7]] * 3)
     zeros, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
     batch = RolloutBatch(sequences, mask, zeros, zeros, None, torch.tensor([1.0, -1.0, 0.5]), mask[:, 0])
-    trainer.step(batch, 1.0, None)
+    trainer.step(batch, 1.0, ())
     engine.update(trainer.export(), PolicyScales(1, ()), 1)
     groups = groups_of(prompts, 1)
     ours = completed(engine, groups, Sampling(0.0, 12, base.tokenizer.eos_ids))

@@ -116,7 +116,7 @@ class PlainTrainer:
         policy = load_policy(
             self._decoder.arch, stored_weights(weights, formats.stored_names(), formats.scale_rule), weights
         )
-        hidden = self._decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=None)
+        hidden = self._decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=())
         written = batch.completion[:, 1:]
         states, tokens = hidden[:, :-1][written], batch.tokens[:, 1:][written]
         loss = -token_logprobs(states, policy.head, formats.head, tokens, temperature=1.0)[0].mean()

@@ -154,7 +154,7 @@ def test_a_row_is_scored_the_same_in_any_company(trainer_of, architecture, first
 def test_statistics_are_those_of_the_logprob_pass(trainer_of, architecture, ragged_prompts):
     trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(micro_batch=2))
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
-    scored = trainer.logprobs(batch, 1.0, None)
+    scored = trainer.logprobs(batch, 1.0, ())
     assert trainer.statistics(batch).amax() == scored.statistics.amax()
     assert trainer.statistics(batch).histograms() == scored.statistics.histograms()
     assert scored.statistics.saturated_share() == 0
@@ -176,7 +176,7 @@ def test_statistics_leave_padding_out(trainer_of, architecture):
         for layers in zip(*alone, strict=True)
     ]
     assert trainer.statistics(padded).amax() == expected
-    assert trainer.logprobs(padded, 1.0, None).statistics.amax() == expected
+    assert trainer.logprobs(padded, 1.0, ()).statistics.amax() == expected
 
 
 def test_statistics_need_no_scales_and_scores_do(trainer_of, architecture, ragged_prompts):
@@ -184,7 +184,7 @@ def test_statistics_need_no_scales_and_scores_do(trainer_of, architecture, ragge
     batch = TokenBatch.of(ragged_prompts(5, 40), ragged_prompts(5, 40, seed=1))
     assert len(trainer.statistics(batch).amax()) == 2
     with pytest.raises(AssertionError, match="calibrate first"):
-        trainer.logprobs(batch, 1.0, None)
+        trainer.logprobs(batch, 1.0, ())
 
 
 def test_saturation_is_the_share_beyond_the_scales(trainer_of, architecture, ragged_prompts):
@@ -297,10 +297,10 @@ def test_minibatches_are_updates_in_row_order(trainer_of, architecture, batch_fo
     contract = CONTRACTS["bf16"]
     batch = batch_for(contract)
     together = trainer_of(contract, architecture(), TrainingConfig(minibatches=minibatches, warmup_steps=10))
-    report = together.step(batch, 1.0, None)
+    report = together.step(batch, 1.0, ())
     one_by_one = trainer_of(contract, architecture(), TrainingConfig(warmup_steps=10))
     bounds = {2: [0, 3, 6], 4: [0, 1, 3, 4, 6]}[minibatches]
-    shares = [one_by_one.step(batch.rows(slice(*pair)), 1.0, None) for pair in pairwise(bounds)]
+    shares = [one_by_one.step(batch.rows(slice(*pair)), 1.0, ()) for pair in pairwise(bounds)]
     assert together.digest() == one_by_one.digest()
     assert (together.version, one_by_one.version) == (1, minibatches)
     assert report.tokens == int(batch.mask.sum())
@@ -311,10 +311,10 @@ def test_minibatches_are_updates_in_row_order(trainer_of, architecture, batch_fo
 def test_learning_rate_warms_up_linearly(trainer_of, architecture, batch_for):
     trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(learning_rate=2e-4, warmup_steps=4))
     batch = batch_for(CONTRACTS["bf16"])
-    rates = [trainer.step(batch, 1.0, None).learning_rate for _ in range(6)]
+    rates = [trainer.step(batch, 1.0, ()).learning_rate for _ in range(6)]
     assert rates == pytest.approx([0.5e-4, 1e-4, 1.5e-4, 2e-4, 2e-4, 2e-4])
     without = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(learning_rate=2e-4, warmup_steps=0))
-    assert without.step(batch, 1.0, None).learning_rate == 2e-4
+    assert without.step(batch, 1.0, ()).learning_rate == 2e-4
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_the_learning_rate_falls_to_its_final_share(trainer_of, architecture, ba
     schedule = {"kind": kind, "final_share": 0.2, "over_steps": 5}
     training = TrainingConfig(learning_rate=1e-3, warmup_steps=2, learning_rate_schedule=schedule)
     trainer, batch = trainer_of(CONTRACTS["bf16"], architecture(), training), batch_for(CONTRACTS["bf16"])
-    assert [trainer.step(batch, 1.0, None).learning_rate for _ in rates] == pytest.approx([1e-3 * x for x in rates])
+    assert [trainer.step(batch, 1.0, ()).learning_rate for _ in rates] == pytest.approx([1e-3 * x for x in rates])
 
 
 @pytest.mark.parametrize("kept", [6, 1, 0])
@@ -336,7 +336,7 @@ def test_a_schedule_is_over_after_its_steps_however_many_updates_they_make(train
     training = TrainingConfig(learning_rate=1e-3, warmup_steps=1, minibatches=2, learning_rate_schedule=schedule)
     trainer, batch = trainer_of(CONTRACTS["bf16"], architecture(), training), batch_for(CONTRACTS["bf16"])
     some = replace(batch, keep=torch.arange(6) < kept)
-    rates = [trainer.step(some, 1.0, None).learning_rate for _ in range(6)]
+    rates = [trainer.step(some, 1.0, ()).learning_rate for _ in range(6)]
     place = {6: 2, 1: 1}.get(kept)
     expected = [1 - 0.8 * min(1, (2 * step + place - 1) / 10) for step in range(6)] if place else [0.0] * 6
     assert rates == pytest.approx([1e-3 * share for share in expected])
@@ -348,7 +348,7 @@ def test_weights_decay(trainer_of, architecture, batch_for):
     trainer = trainer_of(CONTRACTS["bf16"], architecture(), settings)
     before = {name: tensor.detach().clone() for name, tensor in trainer.masters.items()}
     batch = batch_for(CONTRACTS["bf16"])
-    report = trainer.step(replace(batch, advantages=torch.zeros(6)), 1.0, None)
+    report = trainer.step(replace(batch, advantages=torch.zeros(6)), 1.0, ())
     assert (report.grad_norm, report.loss) == (0, 0)
     for name, tensor in trainer.masters.items():
         assert torch.allclose(tensor.detach(), before[name] * (1 - 1e-2 * 0.5), rtol=1e-6), name
@@ -359,7 +359,7 @@ def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, ba
     free, report = gradient_of(CONTRACTS["bf16"], batch)
     limit = report.grad_norm / 3
     trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(beta1=0.0, max_grad_norm=limit))
-    assert trainer.step(batch, 1.0, None).grad_norm == pytest.approx(report.grad_norm), "reported before clipping"
+    assert trainer.step(batch, 1.0, ()).grad_norm == pytest.approx(report.grad_norm), "reported before clipping"
     trainer.save(tmp_path)
     clipped = load_file(tmp_path / "optimiser.safetensors")
     assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
@@ -410,7 +410,7 @@ def test_weights_that_are_not_finite_are_refused(trainer_of, architecture, first
 def test_bypass_mode_weighs_by_the_policy_of_each_update(trainer_of, architecture, batch_for, weight_of_two_updates):
     contract = CONTRACTS["bf16"]
     found, expected, frozen = weight_of_two_updates(
-        lambda training, objective: trainer_of(contract, architecture(), training, objective), batch_for(contract), None
+        lambda training, objective: trainer_of(contract, architecture(), training, objective), batch_for(contract), ()
     )
     assert found == pytest.approx(expected, rel=1e-6)
     assert abs(frozen - expected) > 1e-3
@@ -457,7 +457,7 @@ def test_what_a_loss_singles_out_is_a_matter_of_the_minibatch(trainer_of, archit
     for micro_batch, draw in settings:
         objective = Recorded(loss)
         training = TrainingConfig(minibatches=2, micro_batch=micro_batch, learning_rate=1e-2, warmup_steps=0)
-        trainer_of(contract, architecture(), training, objective).step(replace(batch, draw=draw), 1.0, None)
+        trainer_of(contract, architecture(), training, objective).step(replace(batch, draw=draw), 1.0, ())
         assert [len(each) for each in objective.found] == [3, 3]
         found.append(torch.cat(objective.found))
     assert all(torch.equal(found[0], other) for other in found[:3])
@@ -480,12 +480,12 @@ def test_a_second_update_singles_out_by_the_policy_it_starts_from(trainer_of, ar
 
     training = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=0)
     trainer = trainer_of(contract, architecture(), training, Watched(loss, CorrectionConfig()))
-    trainer.step(batch, 1.0, None)
+    trainer.step(batch, 1.0, ())
     once = training.model_copy(update={"minibatches": 1})
     alone = trainer_of(contract, architecture(), once, Objective(loss, CorrectionConfig()))
-    alone.step(batch.rows(slice(0, 3)), 1.0, None)
+    alone.step(batch.rows(slice(0, 3)), 1.0, ())
     second = batch.rows(slice(3, 6))
-    expected = alone.logprobs(second.sequences, 1.0, None).logprobs
+    expected = alone.logprobs(second.sequences, 1.0, ()).logprobs
     assert torch.equal(seen[0], batch.old_logprobs[:3][batch.mask[:3]])
     assert torch.equal(seen[1], expected[~expected.isnan()])
     assert not torch.equal(seen[1], second.old_logprobs[second.mask])
@@ -538,10 +538,10 @@ def test_a_trainer_that_never_stepped_is_saved_too(trainer_of, architecture, bat
     trainer = trainer_of(CONTRACTS["bf16"], architecture())
     batch = batch_for(CONTRACTS["bf16"])
     trainer.save(tmp_path)
-    expected = trainer.step(batch, 1.0, None)
+    expected = trainer.step(batch, 1.0, ())
     trainer.load(tmp_path)
     assert trainer.version == 0
-    assert trainer.step(batch, 1.0, None) == expected, "moments of the later steps must be gone"
+    assert trainer.step(batch, 1.0, ()) == expected, "moments of the later steps must be gone"
 
 
 def test_what_was_saved_is_checked(trainer_of, architecture, tmp_path):

@@ -75,22 +75,22 @@ def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> M
 def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Path, **grid: Any) -> dict[str, Any]:
     """Two updates with a checkpoint between them, on this process's part of a grid; then with experts given."""
     trainer, forced = trainer_of(arch, masters, ranks, **grid), replayed(batch, arch)
-    scored = trainer.logprobs(batch.sequences, 0.9, None)
-    first = trainer.step(batch, 0.9, None)
+    scored = trainer.logprobs(batch.sequences, 0.9, ())
+    first = trainer.step(batch, 0.9, ())
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
     distributed.barrier()
-    second = trainer.step(batch, 0.9, None)
+    second = trainer.step(batch, 0.9, ())
     trainer.load(folder)
     found = {
         "logprobs": scored.logprobs,
         "amax": [vars(layer) for layer in scored.statistics.amax()],
         "elements": [sum(layer.k.counts) for layer in scored.statistics.histograms()],
         "steps": [vars(first), vars(second)],
-        "again": vars(trainer.step(batch, 0.9, None)),
+        "again": vars(trainer.step(batch, 0.9, ())),
         "masters": trainer.masters,
         "copies": copies(trainer),
-        "replayed": vars(trainer.step(forced, 0.9, None)),
+        "replayed": vars(trainer.step(forced, 0.9, ())),
     }
     # Of more copies of the model each holds the gradients of its own rows.
     if parallel.data_group().size() == 1:

@@ -86,13 +86,13 @@ def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged
     assert largest(masters_of(together, tmp_path / "before"), policy[1]) == 0
     assert together.start_digest == policy_digest(policy[1])
     assert together.export().digest() == one.export().digest()
-    found, expected = (trainer.logprobs(ragged_batch.sequences, 0.9, None) for trainer in (together, one))
+    found, expected = (trainer.logprobs(ragged_batch.sequences, 0.9, ()) for trainer in (together, one))
     mask = ragged_batch.mask
     assert torch.allclose(found.logprobs[mask], expected.logprobs[mask], rtol=0, atol=1e-5)
     counts = [[sum(layer.k.counts) for layer in each.statistics.histograms()] for each in (found, expected)]
     assert counts[0] == counts[1]
     for _ in range(2):
-        ours, theirs = (vars(trainer.step(ragged_batch, 0.9, None)) for trainer in (together, one))
+        ours, theirs = (vars(trainer.step(ragged_batch, 0.9, ())) for trainer in (together, one))
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
     assert largest(masters_of(together, tmp_path / "after"), one.masters) < 1e-4
@@ -100,17 +100,17 @@ def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged
 
 
 def test_checkpoints_are_read_on_the_same_grid_and_on_others(together, alone, ragged_batch, tmp_path):
-    together.step(ragged_batch, 0.9, None)
+    together.step(ragged_batch, 0.9, ())
     together.save(tmp_path)
     digest, weights = together.digest(), masters_of(together, tmp_path / "weights")
-    expected = together.step(ragged_batch, 0.9, None)
+    expected = together.step(ragged_batch, 0.9, ())
     together.load(tmp_path)
     assert (together.version, together.digest()) == (1, digest)
-    assert together.step(ragged_batch, 0.9, None) == expected
+    assert together.step(ragged_batch, 0.9, ()) == expected
     one = alone()
     one.load(tmp_path)
     assert largest(one.masters, weights) == 0
-    one.step(ragged_batch, 0.9, None)
+    one.step(ragged_batch, 0.9, ())
     (tmp_path / "one").mkdir()
     one.save(tmp_path / "one")
     together.load(tmp_path / "one")
@@ -126,30 +126,30 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_refused_at_once(cluster_of_tw
         together.load(Path(f"/proc/self/task/{first}/root{tmp_path}"))
     assert cluster_of_two[1].gang.alive
     together.load(tmp_path)
-    assert together.step(ragged_batch, 0.9, None).version == 1
+    assert together.step(ragged_batch, 0.9, ()).version == 1
 
 
 def test_an_update_that_is_not_finite_leaves_all_ranks_as_they_were(together, ragged_batch):
     digest = together.digest()
     with pytest.raises(NotFiniteError, match="update 0 of policy 0"):
-        together.step(replace(ragged_batch, advantages=torch.full((24,), torch.inf)), 0.9, None)
+        together.step(replace(ragged_batch, advantages=torch.full((24,), torch.inf)), 0.9, ())
     assert together.digest() == digest
-    assert together.step(ragged_batch, 0.9, None).version == 1
+    assert together.step(ragged_batch, 0.9, ()).version == 1
 
 
 def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two, together, start, ragged_batch):
     """The other rank waits for it in a collective; new ranks take their places."""
     config, cluster = cluster_of_two
-    expected, pid = together.step(ragged_batch, 0.9, None), cluster.places()["rank 1"]["pid"]
+    expected, pid = together.step(ragged_batch, 0.9, ()), cluster.places()["rank 1"]["pid"]
     # It cannot finish the step before it is killed.
     os.kill(pid, signal.SIGSTOP)
     Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
     started = time.monotonic()
     with pytest.raises(MemberLost, match=f"^rank 1 ended: process {pid} "):
-        together.step(ragged_batch, 0.9, None)
+        together.step(ragged_batch, 0.9, ())
     assert time.monotonic() - started < 20
     together.close()
     cluster.replace()
     again = cluster.build_trainer(config, *start)
-    assert again.step(ragged_batch, 0.9, None) == expected
+    assert again.step(ragged_batch, 0.9, ()) == expected
     again.close()

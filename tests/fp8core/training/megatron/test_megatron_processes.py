@@ -85,7 +85,7 @@ def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies,
         stack.callback(parallel.destroy)
         trainer = trainer_of(*policies[family], ALONE, distributed_optimizer=spread.get("distributed_optimizer", True))
         trainer.load(together[grid]["state"])
-        again = vars(trainer.step(ragged_batch, 0.9, None))
+        again = vars(trainer.step(ragged_batch, 0.9, ()))
         assert again["grad_norm"] == pytest.approx(together[grid]["again"]["grad_norm"], rel=1e-5)
         assert largest(trainer.masters, together[grid]["masters"]) < 1e-4
 

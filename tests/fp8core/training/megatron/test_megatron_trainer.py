@@ -75,7 +75,7 @@ def test_logits_equal_the_reference_decoders(family, masters_of, ragged_batch):
     decoder = Decoder(family, reference_formats(family.num_layers))
     weights = load_policy(family, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
     context = FullContext.of(sequences.valid)
-    states = decoder.hidden(weights, sequences.tokens, sequences.positions, context, None)[sequences.valid]
+    states = decoder.hidden(weights, sequences.tokens, sequences.positions, context, ())[sequences.valid]
     expected = decoder.formats.head.logits(states, weights.head)
     assert float((found - expected).abs().max()) < 1e-5
 
@@ -83,7 +83,7 @@ def test_logits_equal_the_reference_decoders(family, masters_of, ragged_batch):
 def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragged_batch):
     masters = masters_of(family)
     found, expected = (
-        make(family, masters).logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        make(family, masters).logprobs(ragged_batch.sequences, TEMPERATURE, ())
         for make in (megatron_trainer, torch_trainer)
     )
     for name in ("logprobs", "entropy"):
@@ -100,7 +100,7 @@ def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
     masters = masters_of(family)
     ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
     batch, _ = OBJECTIVE.corrected(ragged_batch)
-    found, expected = ours._accumulate(batch, TEMPERATURE, None), theirs._accumulate(batch, TEMPERATURE, None)
+    found, expected = ours._accumulate(batch, TEMPERATURE, ()), theirs._accumulate(batch, TEMPERATURE, ())
     # No mean, but the exponential of the largest difference: log-probs may differ by 1e-5, so it may by as much of it.
     assert found.pop("ratio_deviation") == pytest.approx(expected.pop("ratio_deviation"), rel=2e-5)
     assert found == pytest.approx(expected, abs=1e-6)
@@ -121,7 +121,7 @@ def test_updates_equal_the_torch_trainers(family, masters_of, ragged_batch, opti
     ours, theirs = megatron_trainer(family, masters, optimise), torch_trainer(family, masters)
     assert all(torch.equal(ours.masters[name], masters[name]) for name in masters)
     for _ in range(2):
-        found, expected = (trainer.step(ragged_batch, TEMPERATURE, None) for trainer in (ours, theirs))
+        found, expected = (trainer.step(ragged_batch, TEMPERATURE, ()) for trainer in (ours, theirs))
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean", "learning_rate"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-6), name
     # Adam turns the rounding of a gradient that is nearly zero into an update.
@@ -139,7 +139,7 @@ def test_padded_linears_compute_and_learn_the_same(
     ours, theirs = megatron_trainer(arch, masters, optimise), torch_trainer(arch, masters)
     for trainer in (ours, theirs):
         for _ in range(2):
-            trainer.step(ragged_batch, TEMPERATURE, None)
+            trainer.step(ragged_batch, TEMPERATURE, ())
     ours.save(tmp_path)
     again = megatron_trainer(arch, masters, optimise)
     again.load(tmp_path)
@@ -158,7 +158,7 @@ def test_minibatches_are_updates_of_their_own(architecture, masters_of, ragged_b
     ours = megatron_trainer(architecture(), masters, training=training)
     formats = reference_formats(2)
     theirs = ExactTrainer(architecture(), masters, formats, formats, training, OBJECTIVE)
-    found, expected = (trainer.step(ragged_batch, TEMPERATURE, None) for trainer in (ours, theirs))
+    found, expected = (trainer.step(ragged_batch, TEMPERATURE, ()) for trainer in (ours, theirs))
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
 
@@ -174,7 +174,7 @@ def test_bypass_mode_weighs_by_the_policy_of_each_update(
         own = training.model_copy(update={"megatron": TRAINING.megatron})
         return MegatronTrainer(arch, masters_of(arch), FP32, formats, own, objective, CPU, LocalOptimiser, False, ALONE)
 
-    found, expected, frozen = weight_of_two_updates(make, rollout_batch(exact, first_scales(exact, FP32)), None)
+    found, expected, frozen = weight_of_two_updates(make, rollout_batch(exact, first_scales(exact, FP32)), ())
     assert found == pytest.approx(expected, rel=1e-5)
     assert abs(frozen - expected) > 1e-3
 
@@ -191,7 +191,7 @@ def test_bonus_and_choice_are_the_torch_trainers(policy, architecture, masters_o
     stored = rollout_formats(FP32, 2)
     ours = MegatronTrainer(arch, masters, FP32, stored, training, objective, CPU, LocalOptimiser, False, ALONE)
     batch = replace(ragged_batch, draw=(0, 1))
-    found, expected = (trainer.step(batch, TEMPERATURE, None) for trainer in (ours, theirs))
+    found, expected = (trainer.step(batch, TEMPERATURE, ()) for trainer in (ours, theirs))
     for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4, abs=1e-6), name
     assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
@@ -201,32 +201,32 @@ def test_bonus_and_choice_are_the_torch_trainers(policy, architecture, masters_o
 def test_a_loaded_trainer_goes_on_bit_for_bit(name, architecture, masters_of, ragged_batch, optimise, tmp_path):
     arch = architecture(**FAMILIES[name])
     trainer = megatron_trainer(arch, masters_of(arch), optimise)
-    trainer.step(ragged_batch, TEMPERATURE, None)
+    trainer.step(ragged_batch, TEMPERATURE, ())
     trainer.save(tmp_path)
-    digest, expected = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, None)
+    digest, expected = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, ())
     other = megatron_trainer(arch, masters_of(arch, seed=1), optimise)
     other.load(tmp_path)
     assert (other.version, other.digest()) == (1, digest)
-    assert other.step(ragged_batch, TEMPERATURE, None) == expected
+    assert other.step(ragged_batch, TEMPERATURE, ()) == expected
     assert other.digest() == trainer.digest() != digest
 
 
 def test_a_checkpoint_before_the_first_update_loads(architecture, masters_of, ragged_batch, optimise, tmp_path):
     trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
     trainer.save(tmp_path)
-    expected = trainer.step(ragged_batch, TEMPERATURE, None)
+    expected = trainer.step(ragged_batch, TEMPERATURE, ())
     trainer.load(tmp_path)
-    assert trainer.step(ragged_batch, TEMPERATURE, None) == expected
+    assert trainer.step(ragged_batch, TEMPERATURE, ()) == expected
 
 
 def test_an_update_that_is_not_finite_is_not_applied(architecture, masters_of, ragged_batch, optimise):
     trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
     digest, broken = trainer.digest(), replace(ragged_batch, advantages=torch.full((24,), torch.inf))
     with pytest.raises(NotFiniteError, match=r"update 0 of policy 0: the loss is .*not applied"):
-        trainer.step(broken, TEMPERATURE, None)
+        trainer.step(broken, TEMPERATURE, ())
     assert (trainer.version, trainer.digest()) == (0, digest)
     fresh = megatron_trainer(architecture(), masters_of(architecture()), optimise)
-    assert trainer.step(ragged_batch, TEMPERATURE, None) == fresh.step(ragged_batch, TEMPERATURE, None)
+    assert trainer.step(ragged_batch, TEMPERATURE, ()) == fresh.step(ragged_batch, TEMPERATURE, ())
 
 
 def test_export_is_quantised_in_the_engines_layout(architecture, masters_of):
@@ -252,12 +252,12 @@ def test_experts_of_the_rollout_are_replayed(name, architecture, masters_of, rag
     experts = torch.where((own | ~sequences.valid)[..., None, None], -1, drawn).short()
     replayed = replace(ragged_batch, sequences=replace(sequences, experts=experts))
     ours, theirs = megatron_trainer(arch, masters, optimise), torch_trainer(arch, masters)
-    found, expected = (t.logprobs(replayed.sequences, TEMPERATURE, None).logprobs for t in (ours, theirs))
-    free = ours.logprobs(sequences, TEMPERATURE, None).logprobs
+    found, expected = (t.logprobs(replayed.sequences, TEMPERATURE, ()).logprobs for t in (ours, theirs))
+    free = ours.logprobs(sequences, TEMPERATURE, ()).logprobs
     mask = ragged_batch.mask
     assert torch.allclose(found[mask], expected[mask], rtol=0, atol=1e-5)
     assert not torch.allclose(found[mask], free[mask], rtol=0, atol=1e-3)
-    steps = [trainer.step(replayed, TEMPERATURE, None) for trainer in (ours, theirs)]
+    steps = [trainer.step(replayed, TEMPERATURE, ()) for trainer in (ours, theirs)]
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
 
 
@@ -296,22 +296,22 @@ def test_weights_in_bf16_have_masters_in_fp32(shared, architecture, masters_of, 
     training = TRAINING.model_copy(update={"megatron": megatron})
     with pretended_gpu():
         trainer = megatron_trainer(arch, masters_of(arch), MegatronOptimiser, training, BF16)
-        expected = megatron_trainer(arch, masters_of(arch)).logprobs(ragged_batch.sequences, TEMPERATURE, None)
-        found = trainer.logprobs(ragged_batch.sequences, TEMPERATURE, None)
+        expected = megatron_trainer(arch, masters_of(arch)).logprobs(ragged_batch.sequences, TEMPERATURE, ())
+        found = trainer.logprobs(ragged_batch.sequences, TEMPERATURE, ())
         assert float((found.logprobs - expected.logprobs)[ragged_batch.mask].abs().mean()) < 0.05
         for _ in range(2):
-            trainer.step(ragged_batch, TEMPERATURE, None)
+            trainer.step(ragged_batch, TEMPERATURE, ())
         weights, masters = _named(trainer), trainer._optimiser.masters()
         assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
         assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
         assert all(torch.equal(masters[n].bfloat16().flatten(), w.detach().flatten()) for n, w in weights.items())
         assert any(not torch.equal(m, m.bfloat16().float()) for m in masters.values())
         trainer.save(tmp_path)
-        digest, after = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, None)
+        digest, after = trainer.digest(), trainer.step(ragged_batch, TEMPERATURE, ())
         other = megatron_trainer(arch, masters_of(arch, seed=1), MegatronOptimiser, training, BF16)
         other.load(tmp_path)
         assert other.digest() == digest
-        assert other.step(ragged_batch, TEMPERATURE, None) == after
+        assert other.step(ragged_batch, TEMPERATURE, ()) == after
 
 
 def test_it_says_what_runs(architecture, masters_of):

@@ -127,7 +127,7 @@ def test_bonus_and_choice_are_those_of_the_exact_trainer(
     objective = Objective(LossConfig(policy=policy, entropy=0.5, **settings), CorrectionConfig())
     exact, packed = (make(BF16, arch, training, objective) for make in (trainer_of, packed_of))
     batch = replace(rollout_batch(exact, first_scales(exact, BF16)), draw=(0, 1))
-    reports = [trainer.step(batch, 1.0, None) for trainer in (exact, packed)]
+    reports = [trainer.step(batch, 1.0, ()) for trainer in (exact, packed)]
     exact.save(tmp_path)
     expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
     for name in exact.masters:
@@ -260,9 +260,9 @@ def test_a_gradient_that_is_not_finite_is_not_applied(
     trainer, twin = (packed_of(BF16, architecture()) for _ in range(2))
     huge = replace(batch, advantages=torch.tensor([3e38, -3e38, 0, 0, 0, 0]))
     with pytest.raises(NotFiniteError, match="the gradient norm is"):
-        trainer.step(huge, 1.0, None)
+        trainer.step(huge, 1.0, ())
     assert (trainer.digest(), trainer.version) == (twin.digest(), 0)
-    assert trainer.step(batch, 1.0, None) == twin.step(batch, 1.0, None)
+    assert trainer.step(batch, 1.0, ()) == twin.step(batch, 1.0, ())
 
 
 def test_sft_learns_what_it_is_shown(packed_of, architecture) -> None:
