@@ -10,6 +10,9 @@ bypass mode. So micro-batch losses and statistics add up to those of the batch, 
 Ratios are r = exp(clamp(current - old, -20, 20)), the weight w comes from `fp8core.rl.correction`, A is the
 advantage. In bypass mode pass the rollout's log-probs as `old`.
 
+All policy losses have the arguments of `clipped_surrogate`, and after them the options of their own. Those that clip
+nothing leave `clip` unread.
+
 Five aggregations go from terms to one scalar. Their denominator counts the tokens and non-empty sequences of the whole
 optimiser batch. An aggregation of an empty batch is 0.
 
@@ -166,7 +169,7 @@ class LossOutput:
     """Mean ratio of the denominator's tokens; of rejected ones it is 1."""
 
 
-def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_mean) -> LossOutput:
+def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """w * max(-A r, -A clip(r)): PPO (arXiv 1707.06347, eq. 7), GRPO (arXiv 2402.03300, eq. 3), with the asymmetric
     clip and the token mean of DAPO (arXiv 2503.14476, eq. 8). w multiplies after clipping (decoupled PPO,
     arXiv 2110.00641). Dual clip (arXiv 1912.09729): where A < 0, the term before w is at most -dual * A."""
@@ -174,7 +177,7 @@ def clipped_surrogate(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate 
     return _clipped(inputs, clip, aggregate, x, clamp_exponent(x.current - x.old).exp())
 
 
-def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequence_mean_token_mean) -> LossOutput:
+def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """The clipped surrogate with one ratio a row, s = exp(row mean of current - old) (GSPO, arXiv 2507.18071, eq. 5).
 
     Written per token as s * exp(current - sg(current)) (GSPO-token, eq. 13), sg = stop-gradient, so that advantages
@@ -187,7 +190,7 @@ def gspo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequence_me
     return _clipped(inputs, clip, aggregate, x, log_ratio.clamp(max=10).exp())
 
 
-def cispo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_mean) -> LossOutput:
+def cispo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w sg(clip(r)) A current: the ratio is clipped, no token's gradient is (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
     x = masked_inputs(inputs)
     ratio = clamp_exponent(x.current - x.old).exp().detach()
@@ -196,7 +199,7 @@ def cispo(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_mean
     return loss_output(inputs, loss, ratio, clipped != ratio)
 
 
-def reinforce(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutput:
+def reinforce(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w A current (REINFORCE; Sutton and Barto, 2nd edition, eq. 13.8, with importance weights).
 
     In bypass mode w is the truncated ratio current / rollout. It carries no gradient: with one, a bias proportional
@@ -208,7 +211,7 @@ def reinforce(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutp
     return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
 
 
-def binary_tv(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutput:
+def binary_tv(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w A r + 0.001 (log r)^2, without the first term where the probability itself has moved more than 0.2 in A's
     direction (prime-rl, `src/prime_rl/trainer/rl/loss.py`). There `old` is the rollout policy.
     """
@@ -222,10 +225,7 @@ def binary_tv(inputs: LossInputs, aggregate: Aggregate = token_mean) -> LossOutp
 
 
 def sapo(
-    inputs: LossInputs,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-    aggregate: Aggregate = sequence_mean_token_mean,
+    inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, *, tau_positive: float, tau_negative: float
 ) -> LossOutput:
     """-w A (4 / tau) sigmoid(tau (r - 1)): a gate that closes smoothly in place of a clip. One tau holds where A > 0,
     another elsewhere (SAPO, arXiv 2511.20347; verl, `compute_policy_loss_sapo` of verl/trainer/ppo/core_algos.py)."""
@@ -238,7 +238,7 @@ def sapo(
     return loss_output(inputs, loss, ratio, torch.zeros_like(inputs.mask))
 
 
-def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequence_mean_token_mean) -> LossOutput:
+def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """-w A exp(row mean of the clipped log r): the geometric mean of a row's ratios (GMPO, arXiv 2507.20673; verl,
     `compute_policy_loss_geo_mean` of verl/trainer/ppo/core_algos.py).
 
@@ -265,7 +265,7 @@ def geo_mean(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = sequenc
     return loss_output(inputs, loss, clamp_exponent(log_ratio).exp(), clipped)
 
 
-def clip_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_mean) -> LossOutput:
+def clip_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate) -> LossOutput:
     """The clipped surrogate without the tokens of `clip_cov_selection` (Clip-Cov, arXiv 2505.22617; verl,
     `compute_policy_loss_clip_cov`). They stay in the denominator."""
     assert inputs.selected is not None, "clip_cov_selection comes first"
@@ -277,7 +277,7 @@ def clip_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate = token_m
     return loss_output(inputs, loss, ratio, inputs.selected | (clipped > unclipped))
 
 
-def kl_cov(inputs: LossInputs, weight: float = 0.1, aggregate: Aggregate = token_mean) -> LossOutput:
+def kl_cov(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, *, weight: float) -> LossOutput:
     """-w A r, + w * weight * |log r| at the tokens of `kl_cov_selection`; nothing is clipped (KL-Cov, arXiv 2505.22617;
     verl, `compute_policy_loss_kl_cov`)."""
     assert inputs.selected is not None, "kl_cov_selection comes first"
@@ -290,7 +290,7 @@ def kl_cov(inputs: LossInputs, weight: float = 0.1, aggregate: Aggregate = token
 
 
 def clip_cov_selection(
-    inputs: LossInputs, clip: ClipRange, share: float, low: float, high: float, generator: torch.Generator
+    inputs: LossInputs, clip: ClipRange, generator: torch.Generator, *, share: float, low: float, high: float
 ) -> Tensor:
     """Bool [B, T]: max(floor(share * tokens), 1) tokens, drawn from those with a covariance between `low` and `high`
     (both excluded) that the clip does not hold.

@@ -8,6 +8,7 @@ there, for every update anew: the correction of bypass mode, and which rows are 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,22 +61,15 @@ _BUILDERS: dict[str, Callable[[LossConfig], BuiltLoss]] = {
     "clipped": lambda loss: BuiltLoss(clipped_surrogate),
     "gspo": lambda loss: BuiltLoss(gspo),
     "cispo": lambda loss: BuiltLoss(cispo),
-    "reinforce": lambda loss: BuiltLoss(lambda inputs, clip, aggregate: reinforce(inputs, aggregate)),
-    "binary_tv": lambda loss: BuiltLoss(lambda inputs, clip, aggregate: binary_tv(inputs, aggregate)),
-    "clip_cov": lambda loss: BuiltLoss(
-        clip_cov,
-        lambda inputs, clip, generator: clip_cov_selection(
-            inputs, clip, **loss.clip_cov.model_dump(), generator=generator
-        ),
-    ),
+    "reinforce": lambda loss: BuiltLoss(reinforce),
+    "binary_tv": lambda loss: BuiltLoss(binary_tv),
+    "clip_cov": lambda loss: BuiltLoss(clip_cov, partial(clip_cov_selection, **loss.clip_cov.model_dump())),
     "kl_cov": lambda loss: BuiltLoss(
-        lambda inputs, clip, aggregate: kl_cov(inputs, loss.kl_cov.weight, aggregate),
+        partial(kl_cov, weight=loss.kl_cov.weight),
         lambda inputs, clip, generator: kl_cov_selection(inputs, loss.kl_cov.share),
     ),
     "geo_mean": lambda loss: BuiltLoss(geo_mean),
-    "sapo": lambda loss: BuiltLoss(
-        lambda inputs, clip, aggregate: sapo(inputs, loss.sapo.tau_positive, loss.sapo.tau_negative, aggregate)
-    ),
+    "sapo": lambda loss: BuiltLoss(partial(sapo, **loss.sapo.model_dump())),
 }
 
 

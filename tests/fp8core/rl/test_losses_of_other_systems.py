@@ -5,6 +5,7 @@ Gradients are FP64 autograd's of the slow versions. Source: verl, verl/trainer/p
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from fp8core.rl.losses import (
     kl_cov,
     kl_cov_selection,
     sapo,
+    sequence_mean_token_mean,
     token_mean,
 )
 
 CLIP = ClipRange(low=0.2, high=0.28)
 COV = {"share": 0.1, "low": 0.05, "high": 2.0}
+TAUS = {"tau_positive": 1.0, "tau_negative": 1.05}
 
 
 def make_inputs(seed, rows=6, tokens=9, spread=0.5, kept=None):
@@ -41,6 +44,14 @@ def make_inputs(seed, rows=6, tokens=9, spread=0.5, kept=None):
         weights=0.5 + torch.rand(rows, tokens, generator=g, dtype=torch.float64),
         kept=None if kept is None else torch.rand(rows, tokens, generator=g) < kept,
     )
+
+
+def by_tokens(loss, inputs, **options):
+    return loss(inputs, CLIP, token_mean, **options).loss
+
+
+def by_rows(loss, inputs, **options):
+    return loss(inputs, CLIP, sequence_mean_token_mean, **options).loss
 
 
 def places(inputs):
@@ -131,9 +142,9 @@ def assert_same(inputs, ours, theirs, within=1e-12):
 def test_losses_without_a_choice(seed, spread, kept):
     inputs = make_inputs(seed, spread=spread, kept=kept)
     # verl adds 1e-10 to each weight.
-    assert_same(inputs, geo_mean(inputs, CLIP).loss, slow_geo_mean(inputs), within=1e-9)
-    assert_same(inputs, sapo(inputs, 1.0, 1.05).loss, slow_sapo(inputs, 1.0, 1.05))
-    assert_same(inputs, sapo(inputs, 3.0, 0.5).loss, slow_sapo(inputs, 3.0, 0.5))
+    assert_same(inputs, by_rows(geo_mean, inputs), slow_geo_mean(inputs), within=1e-9)
+    assert_same(inputs, by_rows(sapo, inputs, tau_positive=1.0, tau_negative=1.05), slow_sapo(inputs, 1.0, 1.05))
+    assert_same(inputs, by_rows(sapo, inputs, tau_positive=3.0, tau_negative=0.5), slow_sapo(inputs, 3.0, 0.5))
 
 
 def test_a_weight_of_zero_leaves_a_row_a_part():
@@ -143,7 +154,7 @@ def test_a_weight_of_zero_leaves_a_row_a_part():
     weights[:, 0] = 0.0
     inputs = replace(inputs, weights=weights)
     assert slow_geo_mean(inputs).item() != 0
-    assert_same(inputs, geo_mean(inputs, CLIP).loss, slow_geo_mean(inputs), within=1e-9)
+    assert_same(inputs, by_rows(geo_mean, inputs), slow_geo_mean(inputs), within=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -157,7 +168,9 @@ def test_kl_cov_holds_the_tokens_of_the_largest_covariance(seed, kept):
         held = set(sorted(covariance, key=covariance.__getitem__, reverse=True)[:count])
         selected = kl_cov_selection(inputs, share)
         assert {tuple(place) for place in selected.nonzero().tolist()} == held
-        assert_same(inputs, kl_cov(replace(inputs, selected=selected), 0.3).loss, slow_kl_cov(inputs, 0.3, held))
+        assert_same(
+            inputs, by_tokens(kl_cov, replace(inputs, selected=selected), weight=0.3), slow_kl_cov(inputs, 0.3, held)
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -167,13 +180,13 @@ def test_clip_cov_drops_some_of_its_candidates(seed, kept):
     candidates = slow_candidates(inputs)
     count = min(max(int(COV["share"] * len(places(inputs))), 1), len(candidates))
     for draw in range(100):
-        selected = clip_cov_selection(inputs, CLIP, **COV, generator=torch.Generator().manual_seed(draw))
+        selected = clip_cov_selection(inputs, CLIP, torch.Generator().manual_seed(draw), **COV)
         dropped = {tuple(place) for place in selected.nonzero().tolist()}
         assert len(dropped) == count
         drawn |= dropped
         if draw < 3:
             assert_same(
-                inputs, clip_cov(replace(inputs, selected=selected), CLIP).loss, slow_surrogate(inputs, dropped)
+                inputs, by_tokens(clip_cov, replace(inputs, selected=selected)), slow_surrogate(inputs, dropped)
             )
     assert drawn == candidates
 
@@ -191,40 +204,40 @@ def test_golden_vectors():
         denominator=Denominator.of(mask),
     )
     # GMPO: 0.4 is limited to 0.28, -0.5 to -0.2; rows -e^0.19 and e^-0.15.
-    assert geo_mean(inputs, CLIP).loss.item() == pytest.approx((-math.exp(0.19) + math.exp(-0.15)) / 2, rel=1e-12)
+    assert by_rows(geo_mean, inputs).item() == pytest.approx((-math.exp(0.19) + math.exp(-0.15)) / 2, rel=1e-12)
     # SAPO at r = e^0.1, e^0.4 with tau 1, at e^-0.1, e^-0.5 with tau 1.05.
-    assert sapo(inputs).loss.item() == pytest.approx(-0.315186273, abs=1e-8)
+    assert by_rows(sapo, inputs, **TAUS).item() == pytest.approx(-0.315186273, abs=1e-8)
     # Covariances: mean A = 0, mean log p = -1.025, so 0.125, 0.425, 0.075, 0.475.
     assert kl_cov_selection(inputs, 0.25).tolist() == [[False, False], [False, True]]
     assert kl_cov_selection(inputs, 0.5).tolist() == [[False, True], [False, True]]
     ratios = -math.exp(0.1) - math.exp(0.4) + math.exp(-0.1) + math.exp(-0.5)
     held = replace(inputs, selected=kl_cov_selection(inputs, 0.5))
-    assert kl_cov(held, 2.0).loss.item() == pytest.approx((ratios + 2 * 0.9) / 4, rel=1e-12)
+    assert by_tokens(kl_cov, held, weight=2.0).item() == pytest.approx((ratios + 2 * 0.9) / 4, rel=1e-12)
     # r = e^0.4 and e^-0.5 are clipped already: 0.425 and 0.475 are no candidates.
     generator = torch.Generator().manual_seed(0)
-    selected = clip_cov_selection(inputs, CLIP, 0.5, 0.1, 1.0, generator)
+    selected = clip_cov_selection(inputs, CLIP, generator, share=0.5, low=0.1, high=1.0)
     assert selected.tolist() == [[True, False], [False, False]]
-    found = clip_cov(replace(inputs, selected=selected), CLIP)
+    found = clip_cov(replace(inputs, selected=selected), CLIP, token_mean)
     assert found.loss.item() == pytest.approx((-1.28 + math.exp(-0.1) + 0.8) / 4, rel=1e-12)
     assert (found.clip_fraction.item(), found.ratio_clipped.item()) == (3 / 4, 2 / 4)
     # GMPO with advantages by token: A = 0 leaves no ratio, so the first row is -e^0.05 / 2.
     by_token = replace(inputs, advantages=torch.tensor([[1.0, 0.0], [-1.0, -1.0]], dtype=torch.float64))
-    assert geo_mean(by_token, CLIP).loss.item() == pytest.approx((-math.exp(0.05) / 2 + math.exp(-0.15)) / 2, rel=1e-12)
+    assert by_rows(geo_mean, by_token).item() == pytest.approx((-math.exp(0.05) / 2 + math.exp(-0.15)) / 2, rel=1e-12)
 
 
 def test_nothing_to_choose_from():
     inputs = make_inputs(0)
-    selected = clip_cov_selection(inputs, CLIP, 0.5, 1e3, 2e3, torch.Generator())
+    selected = clip_cov_selection(inputs, CLIP, torch.Generator(), share=0.5, low=1e3, high=2e3)
     assert not selected.any()
-    assert_same(inputs, clip_cov(replace(inputs, selected=selected), CLIP).loss, slow_surrogate(inputs, set()))
+    assert_same(inputs, by_tokens(clip_cov, replace(inputs, selected=selected)), slow_surrogate(inputs, set()))
     empty = replace(inputs, mask=torch.zeros_like(inputs.mask), denominator=Denominator(0, 0))
-    for selected in (clip_cov_selection(empty, CLIP, **COV, generator=torch.Generator()), kl_cov_selection(empty, 0.1)):
+    for selected in (clip_cov_selection(empty, CLIP, torch.Generator(), **COV), kl_cov_selection(empty, 0.1)):
         assert not selected.any()
-    assert geo_mean(empty, CLIP).loss.item() == sapo(empty).loss.item() == 0
+    assert by_rows(geo_mean, empty).item() == by_rows(sapo, empty, **TAUS).item() == 0
 
 
 @pytest.mark.parametrize(
-    "loss", [geo_mean, clip_cov, lambda x, clip, how: kl_cov(x, 0.3, how), lambda x, c, how: sapo(x, 1, 2, how)]
+    "loss", [geo_mean, clip_cov, partial(kl_cov, weight=0.3), partial(sapo, tau_positive=1, tau_negative=2)]
 )
 @pytest.mark.parametrize("aggregate", AGGREGATIONS.values())
 def test_parts_add_up(loss, aggregate):
@@ -252,11 +265,11 @@ def test_extremes_stay_finite():
         inputs = replace(inputs, current=(inputs.old.nan_to_num(0.0) + distance).requires_grad_())
         inputs = replace(inputs, selected=kl_cov_selection(inputs, 0.3))
         for loss in (
-            geo_mean(inputs, CLIP),
-            sapo(inputs),
-            clip_cov(inputs, CLIP),
-            kl_cov(inputs, aggregate=token_mean),
+            by_rows(geo_mean, inputs),
+            by_rows(sapo, inputs, **TAUS),
+            by_tokens(clip_cov, inputs),
+            by_tokens(kl_cov, inputs, weight=0.1),
         ):
-            (gradient,) = torch.autograd.grad(loss.loss, inputs.current, retain_graph=True)
-            assert loss.loss.isfinite()
+            (gradient,) = torch.autograd.grad(loss, inputs.current, retain_graph=True)
+            assert loss.isfinite()
             assert gradient.isfinite().all()

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -286,7 +287,7 @@ def test_every_policy_loss_and_aggregation_is_the_library_s(policy, aggregation)
         ({"policy": "geo_mean"}, geo_mean),
         (
             {"policy": "sapo", "sapo": {"tau_positive": 2.0, "tau_negative": 0.5}},
-            lambda inputs, clip, aggregate: sapo(inputs, 2.0, 0.5, aggregate),
+            partial(sapo, tau_positive=2.0, tau_negative=0.5),
         ),
     ],
 )
