@@ -139,7 +139,7 @@ class Scores:
         rewards: FP64 [N].
         groups: int [N].
         keep: bool [N], rows that make the baseline of their group.
-        mask: bool [N, T], tokens that the loss counts.
+        mask: bool [N, T], tokens that the loss counts; estimators `OVER_TOKENS` alone read it.
         penalties: FP64 [N, T], what each token takes off the reward of its row: `kl_penalties`; or None.
     """
 
@@ -178,6 +178,9 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
 }
 """By the names of `loss.advantage`."""
+
+OVER_TOKENS = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Those of `ESTIMATORS` that are normalised over tokens."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from fp8core.config.run import RunConfig
 from fp8core.rewards.scorer import check_reward
 from fp8core.rl.advantages import (
     ESTIMATORS,
+    OVER_TOKENS,
     Scores,
     TurnReward,
     informative,
@@ -63,7 +64,8 @@ def rollout_batch(
     batch, masking = without_large_errors(batch, values, config.correction.seq_logprob_error_threshold)
     counted = batch.mask & batch.keep[:, None]
     kept = counted.any(dim=1)
-    if batch.old_logprobs is not None:
+    judged = config.correction.baseline == "kept" or config.loss.advantage in OVER_TOKENS
+    if judged and batch.old_logprobs is not None:
         rule = named_correction(config.correction).rule
         verdict = correct(rule, batch.old_logprobs, batch.rollout_logprobs, counted)
         kept, counted = verdict.keep, verdict.counted

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fp8core.rl.advantages import ESTIMATORS as CONFIGURED
 from fp8core.rl.advantages import (
+    OVER_TOKENS,
     Scores,
     TurnReward,
     group_advantages,
@@ -303,6 +304,16 @@ def test_a_rejected_row_is_not_normalised_with_the_others():
         found = CONFIGURED[name](scores, 0.0)
         assert found.tolist() == pytest.approx([found[0].item(), -found[0].item(), 0.0]), name
         assert found[0] < 0
+
+
+def test_only_what_is_normalised_over_tokens_depends_on_which_tokens_count():
+    """A step corrects its rows for the others once, in the trainer."""
+    rewards, groups = torch.tensor([0.0, 1.0, 0.5, 3.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    masks = torch.ones(4, 3, dtype=torch.bool), torch.tensor([[True], [False], [True], [False]]).expand(4, 3)
+    for name, estimator in CONFIGURED.items():
+        given = [Scores(rewards=rewards, groups=groups, keep=masks[0][:, 0], mask=mask) for mask in masks]
+        found = [estimator(scores, EPSILON) for scores in given]
+        assert found[0].equal(found[1]) == (name not in OVER_TOKENS), name
 
 
 @pytest.mark.parametrize("name", BY_NAME)

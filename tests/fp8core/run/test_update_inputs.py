@@ -46,6 +46,17 @@ def test_metrics_are_of_the_rows_that_the_update_keeps(tables, threshold, kept):
     assert learnt.equal(batch.mask & batch.keep[:, None])
 
 
+def test_tokens_that_the_correction_rejects_are_in_no_mean_over_tokens(tables):
+    settings = {
+        "correction.method": "custom",
+        "correction.filters": [{"name": "seq_mean_k1", "low": 0.7, "high": 1.4}],
+        "loss.advantage": "reinforce_plus_plus",
+    }
+    batch, _ = rollout_batch(*tables, None, load_config("tiny", settings))
+    # Rewards 0, 0, 1; with the rejected row 0, 1, 0, 1.
+    assert batch.advantages[[0, 2, 5]].tolist() == pytest.approx([-(3**-0.5), -(3**-0.5), 2 * 3**-0.5], rel=1e-3)
+
+
 def test_old_logprobs_of_later_updates_are_of_other_policies(tables):
     rollouts, rewards, logprobs = tables
     settings = {"logprobs.source": "rollout", "correction.method": "none", "training.minibatches": 2}
