@@ -102,9 +102,11 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
             table = table_of(batch)
             shards.append(table)
             tables.append(table)
-            times = run.environment_seconds.setdefault(index, {})
-            times |= {f"{index}/{one.completion.group}/{one.completion.sample}": seconds_of(one) for one in batch}
-            turns = None if run.config.environment is None else unnested_turns(table)
+            turns = None
+            if run.config.environment is not None:
+                turns = unnested_turns(table)
+                times = run.environment_seconds.setdefault(index, {})
+                times |= {f"{index}/{one.completion.group}/{one.completion.sample}": seconds_of(one) for one in batch}
             run.verifier.begin(answers(rows, stored_endings(table, turns)))
     run.sleep_engine()
     return pa.concat_tables(tables).sort_by(ORDER).combine_chunks()
