@@ -7,7 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
-from fp8core.rollout.episodes import Episode
+from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.rollouts import (

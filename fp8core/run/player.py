@@ -15,7 +15,8 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.logprobs import Truncation
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampling, StreamingEngine
-from fp8core.rollout.episodes import Begun, Episode, MultiTurn, Pool, TurnBudget, ask_again, run_episodes
+from fp8core.rollout.episode import Begun, Episode, TurnBudget
+from fp8core.rollout.episodes import MultiTurn, Pool, ask_again, one_turn_episodes, run_episodes
 from fp8core.rollout.registry import longest_row
 from fp8core.run.turns import RecordedPool, task_of
 
@@ -73,7 +74,7 @@ class EpisodePlayer:
         """
         if self.config.environment is None:
             strings = self.config.rollout.stop_strings
-            for episodes in run_episodes(engine, groups, sampling):
+            for episodes in one_turn_episodes(engine, groups, sampling):
                 yield [replace(one, completion=cut_at(one.completion, self.tokenizer, strings)) for one in episodes]
             return
         assert pool is not None, "an environment was configured"

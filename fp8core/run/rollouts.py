@@ -17,7 +17,8 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sample_seed
-from fp8core.rollout.episodes import Episode, Pool
+from fp8core.rollout.episode import Episode
+from fp8core.rollout.episodes import Pool
 from fp8core.rollout.registry import longest_row
 from fp8core.run.context import RunContext
 from fp8core.run.player import EpisodePlayer

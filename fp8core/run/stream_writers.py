@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup, sample_seed
-from fp8core.rollout.episodes import Begun, Episode, Pool
+from fp8core.rollout.episode import Begun, Episode
+from fp8core.rollout.episodes import Pool
 from fp8core.rollout.registry import continuation_of
 from fp8core.rollout.stream import GroupPlace, Row, group_of
 from fp8core.run.context import RunContext

@@ -18,7 +18,7 @@ from fp8core.errors import NotRecordedError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion
-from fp8core.rollout.episodes import Begun, Episode
+from fp8core.rollout.episode import Begun, Episode
 from fp8core.store.tables import TURNS, key_of, text_digest
 
 MOST_OF_QUESTION = 80

@@ -16,7 +16,7 @@ from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer, Key, Outcome, Verdict
 from fp8core.rewards.verifier import Verifier
-from fp8core.rollout.episodes import Episode
+from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.turns import completion_text, said_by_policy
 from fp8core.store.tables import COMPLETION_KEY, key_of

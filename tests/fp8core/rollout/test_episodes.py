@@ -18,12 +18,8 @@ from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedSession
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episodes import (
-    Begun,
-    MultiTurn,
-    TurnBudget,
-    run_episodes,
-)
+from fp8core.rollout.episode import Begun, TurnBudget
+from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.turns import RecordedPool, begun_of, turn_rows, turns_table
 
@@ -140,6 +136,21 @@ def test_parts_change_nothing_and_an_environment_that_has_ended_is_asked_again(p
     assert parts >= TURNS
     assert sorted(set(pool.ended)) == sorted(build_tasks(3, 4))
     assert pool.resting == set()
+
+
+def test_a_stored_turn_that_was_cut_is_over_whatever_a_turn_may_have_now(pair, in_turn):
+    before = in_turn[0]
+    second = before.turns[1]
+    rows = turn_rows(before, TOKENIZER)[:2]
+    done, key = before.completion, (before.completion.group, before.completion.sample)
+    begun = begun_of(done.tokens[: second.end - 1], done.logprobs[: second.end - 1], rows)
+    assert before.turns[0].end == 5, "it was cut"
+    tasks = {key: build_tasks(3, 4)[key]}
+    longer = MultiTurn(ScriptedPool(talkative), TALK, tasks, replace(BUDGET, turn_tokens=9), {key: begun})
+    (found,) = [one for part in run_episodes(pair.engine, build_groups(tasks), SAMPLING, longer) for one in part]
+    assert found.completion.tokens[: second.end] == done.tokens[: second.end]
+    assert found.turns[0] == before.turns[0]
+    assert found.turns[1].end == second.begin + 9
 
 
 def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashed(pair):
@@ -399,12 +410,13 @@ def test_without_an_environment_an_episode_is_a_completion(pair, ragged_prompts,
     """Equal to what the engine generates, in the same parts, and to be judged."""
     groups, sampling = groups_of(ragged_prompts(6, 40), 4), Sampling(1.0, 8, frozenset({1, 7, 11}))
     generated = [part for part in pair.engine.generate(groups, sampling)]
-    found = [*run_episodes(pair.engine, groups, sampling)]
+    found = [*one_turn_episodes(pair.engine, groups, sampling)]
     assert [e.completion for whole in found for e in whole] == [c for part in generated for c in part]
     for episode in (e for whole in found for e in whole):
         assert (episode.outcome, episode.opening, episode.completion.written) == ("judge", "", None)
         assert episode.prompt == groups[episode.completion.group].prompt
-        assert [(t.begin, t.end) for t in episode.turns] == [(0, len(episode.completion.tokens))]
+        assert episode.turns == ()
+    assert [*one_turn_episodes(pair.engine, [], sampling)] == []
 
 
 @pytest.mark.parametrize("max_batch", [1, 5, 64])

@@ -1,0 +1,272 @@
+"""An episode of a policy and an environment: in progress, turn by turn, and as it is when it is over.
+
+An episode is one completion. Its tokens are everything after the prompt: the policy's as it drew them, and the
+environment's; `written` is the mask of the policy's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, cast
+
+from fp8core.environments.chat import Conversation, LongTextError, ObservationError, Talk
+from fp8core.environments.protocol import Action, Outcome, Task, Turn, calls_json, opening_json, said_json
+from fp8core.rewards.scorer import Key
+from fp8core.rollout.engine import Completion, Finish, PromptGroup
+
+
+class Begun(NamedTuple):
+    """An episode that goes on.
+
+    Attributes:
+        tokens, logprobs: all after the prompt, so far; the policy's present turn may have begun.
+        replies: of the environment, the first one first.
+        ends: of each turn of the policy that was answered, the end of its tokens.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    replies: Sequence[Turn]
+    ends: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TurnBudget:
+    """Budgets of an episode, beside the tokens of its row (`Sampling.max_new_tokens`).
+
+    Attributes:
+        turns: of the policy.
+        turn_tokens: that the policy may write in a turn; None: as many as the row has left.
+        observation_tokens: of the longest observation; a longer one ends the episode. None: as many as the row has.
+        prompt_tokens: of the longest first messages; longer ones are an observation that is too long.
+    """
+
+    turns: int
+    turn_tokens: int | None = None
+    observation_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A turn of the policy and what the environment answered.
+
+    Attributes:
+        begin, end: the policy's tokens, a range of the completion's.
+        observation_end: those of the answer follow, up to here; equal to `end` where none entered the completion.
+        said: the answer's messages, JSON as of `said_json`; empty where the answer was an outcome.
+        calls: tool calls of the policy, JSON: a list of name and arguments.
+        malformed: why what looked like a call is none, else empty.
+        failed: how many of the calls failed.
+        reward: of the policy's turn.
+        info: numbers of the environment.
+        seconds: that the environment took; not part of what happened, hence never compared.
+    """
+
+    begin: int
+    end: int
+    observation_end: int
+    said: str
+    calls: str
+    malformed: str
+    failed: int
+    reward: float
+    info: Mapping[str, float]
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode: finished, or one that goes on later, whose completion has `open` for its finish.
+
+    Attributes:
+        completion: all of it as one row; of what the policy wrote no token is missing, and none was encoded again.
+        prompt: its token ids: the environment's first messages, or the group's where it said none.
+        opening_seconds: that the environment took to begin.
+        turns: in order; none without an environment.
+        outcome: the environment's; `unparsed` where a budget ended the episode, of which `completion.finish` has the
+            name: `turns`, `length` or `observation`. Where the policy never spoke, the completion is one token that it
+            did not write.
+        reward: of all turns together, beside what a verifier gives.
+        detail: for people, a line.
+        began: the environment's first answer; None without an environment.
+        state: of one that goes on, for `MultiTurn.begun`.
+    """
+
+    completion: Completion
+    prompt: tuple[int, ...]
+    turns: tuple[TurnRecord, ...]
+    outcome: str
+    reward: float
+    detail: str
+    began: Turn | Outcome | None = None
+    opening_seconds: float = field(default=0.0, compare=False)
+    state: "OpenEpisode | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> Key:
+        """Group and sample."""
+        return self.completion.group, self.completion.sample
+
+    @property
+    def goes_on(self) -> bool:
+        """True where it is not over."""
+        return self.completion.finish == "open"
+
+    @property
+    def opening(self) -> str:
+        """First messages and tools, JSON as of `opening_json`; empty where the environment said none."""
+        return opening_json(self.began) if isinstance(self.began, Turn) else ""
+
+
+class OpenEpisode:
+    """An episode in progress, which by turns hears what the environment answers and speaks as the policy does.
+
+    Attributes:
+        request: its prompt, sample and seed; the prompt is the group's until the environment has begun.
+        task: the problem as its environment gets it.
+        tokens: after the prompt.
+        heard: the environment's turns.
+        actions: the policy's; the last one may be unanswered.
+    """
+
+    def __init__(
+        self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int, *, counted: bool
+    ) -> None:
+        """`request`: of one sample; `row_tokens`: that the episode may have; `counted`: as of `MultiTurn`."""
+        self.request, self.task = request, task
+        self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
+        self._talk, self._budget, self._row_tokens, self._counted = talk, budget, row_tokens, counted
+        self._logprobs, self._written = list[float](), list[bool]()
+        self._turns, self._reward = list[TurnRecord](), 0.0
+        self._began: Turn | Outcome | None = None
+        self._opening_seconds = 0.0
+        self._conversation: Conversation | None = None
+        # The tokens of a turn of the policy that goes on.
+        self._turn = list[int]()
+        # Of the present call: its room, and whether the policy wrote any token.
+        self._room: int | None = None
+        self._wrote = False
+
+    @property
+    def key(self) -> Key:
+        """Group and sample."""
+        return self.request.group, self.request.samples[0]
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that the policy may write now; None: what its row has left."""
+        of_turn = self._budget.turn_tokens
+        left = [self._room, None if of_turn is None else of_turn - len(self._turn)]
+        return min((each for each in left if each is not None), default=None)
+
+    @property
+    def answered(self) -> list[Action]:
+        """The policy's actions that were answered."""
+        return self.actions[: len(self.heard) - 1]
+
+    def enter(self, room: int | None) -> None:
+        """A call begins; `room` as of `MultiTurn`."""
+        self._room, self._wrote = room, False
+
+    def take_in(self, begun: Begun) -> None:
+        """Take in all earlier turns, by the same way as when they were played."""
+        for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
+            heard = self.hear(reply, 0.0)
+            assert heard is None, "it was not over"
+            turn = slice(len(self.tokens), end)
+            self._write(begun.tokens[turn], begun.logprobs[turn])
+            if end is not None:
+                self._end_turn("stop" if self.tokens[-1] in self._talk.tokenizer.eos_ids else "length")
+        assert self.tokens == [*begun.tokens], "an observation has other tokens now"
+
+    def speak(self, completion: Completion) -> Action | Episode:
+        """Take in what the policy wrote: its action, or the episode where its turn goes on later."""
+        self._write(completion.tokens, completion.logprobs)
+        self._wrote = True
+        if completion.finish != "open":
+            return self._end_turn(completion.finish)
+        return self._end_turn("length") if len(self._turn) == self._budget.turn_tokens else self._leave("open")
+
+    def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
+        """Take in what the environment answered: the episode where it is over or goes on later, else None."""
+        self._reward += reply.reward
+        if self._conversation is None:
+            return self._begin(reply, seconds)
+        end, action = len(self.tokens), self.actions[-1]
+        ended: tuple[Finish, str] | None
+        if isinstance(reply, Turn):
+            ended, outcome, said = self._observe(reply, self._conversation), "unparsed", said_json(reply.messages)
+            self.heard.append(reply)
+        else:
+            ended, outcome, said = (cast(Finish, action.finish), reply.detail), reply.outcome, ""
+        begin = self._turns[-1].observation_end if self._turns else 0
+        spoken, told = (calls_json(action.calls), action.malformed), (dict(reply.info), seconds)
+        self._turns.append(TurnRecord(begin, end, len(self.tokens), said, *spoken, reply.failed, reply.reward, *told))
+        if ended is not None:
+            finish, detail = ended
+            return self._leave(finish, outcome, detail)
+        return self._leave("open") if self._room is not None and self._wrote else None
+
+    def _begin(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
+        self._began, self._opening_seconds = reply, seconds
+        if isinstance(reply, Outcome):
+            return self._leave("stop", reply.outcome, reply.detail)
+        most = self._budget.prompt_tokens
+        try:
+            conversation = self._talk.open(reply, None if self._counted else most)
+        except ObservationError as error:
+            return self._leave("observation", "unparsed", str(error))
+        length = len(conversation.prompt)
+        if not 0 < length <= (length if most is None else most):
+            detail = f"the first messages are {length} tokens, 1 to {most} fit (data.max_prompt_tokens)"
+            return self._leave("observation", "unparsed", detail)
+        self._conversation, self.request = conversation, replace(self.request, prompt=conversation.prompt)
+        self.heard.append(reply)
+        return None
+
+    def _observe(self, turn: Turn, conversation: Conversation) -> tuple[Finish, str] | None:
+        """Append an observation, or say what ends the episode instead, with a detail."""
+        budget, room, stopped = self._budget, self._row_tokens - len(self.tokens), self.actions[-1].finish == "stop"
+        if not (room or stopped):
+            return "length", f"the episode has its {self._row_tokens} tokens"
+        if len(self.actions) == budget.turns:
+            return "turns", f"the environment goes on after {budget.turns} turns"
+        most = room - 1 if budget.observation_tokens is None else budget.observation_tokens
+        try:
+            last = self.tokens[-1] if stopped else None
+            tokens = conversation.observe(turn.messages, last, None if self._counted else most)
+        except LongTextError as error:
+            return "length" if budget.observation_tokens is None else "observation", str(error)
+        except ObservationError as error:
+            return "observation", str(error)
+        if budget.observation_tokens is not None and len(tokens) > budget.observation_tokens:
+            return "observation", f"an observation has {len(tokens)} tokens, {budget.observation_tokens} are allowed"
+        if len(tokens) >= room:
+            return "length", f"an observation of {len(tokens)} tokens leaves no room, {room} are left"
+        self._extend(tokens, [0.0] * len(tokens), False)
+        return None
+
+    def _write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append to the policy's turn."""
+        self._extend(tokens, logprobs, True)
+        self._turn += tokens
+
+    def _end_turn(self, finish: Finish) -> Action:
+        assert self._conversation is not None, "the policy spoke in a conversation"
+        self.actions.append(self._conversation.action(self._turn, finish))
+        self._turn = []
+        return self.actions[-1]
+
+    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], written: bool) -> None:
+        self.tokens += tokens
+        self._logprobs += logprobs
+        self._written += [written] * len(tokens)
+
+    def _leave(self, finish: Finish, outcome: str = "", detail: str = "") -> Episode:
+        """The episode as it is now."""
+        if not self.tokens:
+            self._extend([self._talk.tokenizer.end_id], [0.0], False)
+        written = None if all(self._written) else [*self._written]
+        completion = Completion(*self.key, [*self.tokens], [*self._logprobs], finish, written=written)
+        told = tuple(self._turns), outcome, self._reward, detail, self._began, self._opening_seconds
+        return Episode(completion, self.request.prompt, *told, self if finish == "open" else None)
