@@ -323,12 +323,10 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
     begun = f"step {steps[0]} goes on from completions begun"
     if (own.environment is None) != (changed.environment is None):
         raise UserError(f"--set environment: {begun} {'without one' if own.environment is None else 'in one'}")
-    before, now = (_turn_tokens(config) for config in (own, changed))
     unfit = {
         "pipeline.max_staleness": changed.pipeline.max_staleness < own.pipeline.max_staleness,
         "pipeline.drop_or_wait": changed.pipeline.drop_or_wait != own.pipeline.drop_or_wait,
         "rollout.max_new_tokens": changed.rollout.max_new_tokens < own.rollout.max_new_tokens,
-        "environment.turn_tokens": now < before,
         # The step of a prompt follows from its number.
         "rollout.prompts_per_step": changed.rollout.prompts_per_step != own.rollout.prompts_per_step,
         "rollout.oversample": changed.rollout.drawn_prompts != own.rollout.drawn_prompts,
@@ -337,13 +335,22 @@ def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> No
         "seed": changed.seed != own.seed,
         "pipeline.mode": changed.pipeline.mode != own.pipeline.mode,
     }
+    now = _budgets(changed)
+    unfit |= {key: now[key] < before for key, before in _budgets(own).items()}
     for key, found in unfit.items():
         if found:
             value = json.dumps(reduce(getattr, key.split("."), own)).strip('"')
             raise UserError(f"--set {key}: {begun} under {key}={value}")
 
 
-def _turn_tokens(config: RunConfig) -> int:
-    """The most that the policy may write in one turn."""
-    limit = None if config.environment is None else config.environment.turn_tokens
-    return config.rollout.max_new_tokens if limit is None else limit
+def _budgets(config: RunConfig) -> dict[str, int]:
+    """Bounds of episodes and their turns by setting; none without an environment."""
+    environment, row = config.environment, config.rollout.max_new_tokens
+    if environment is None:
+        return {}
+    return {
+        "environment.max_turns": environment.max_turns,
+        "environment.turn_tokens": min(environment.turn_tokens or row, row),
+        "environment.observation_tokens": min(environment.observation_tokens or row, row),
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+    }

@@ -196,6 +196,28 @@ def test_an_episode_that_the_run_did_not_play_makes_a_replay_different(ahead):
     assert re.match(rf"{place}: the run played no such episode in this step, so no answers are recorded; ", said)
 
 
+@ASYNCHRONOUS
+def test_what_episodes_in_flight_may_have_used_is_not_taken_back(ahead):
+    """More is allowed: turns that were cut are over."""
+    for change, begun in (
+        ("environment.turn_tokens=2", "environment.turn_tokens=3"),
+        ("environment.max_turns=11", "environment.max_turns=12"),
+        ("environment.observation_tokens=1", "environment.observation_tokens=null"),
+        ("data.max_prompt_tokens=500", "data.max_prompt_tokens=512"),
+    ):
+        with pytest.raises(UserError, match=rf"step 3 goes on from completions begun under {re.escape(begun)}$"):
+            verdicts(ahead, [3], change)
+    for unasked in ("environment.timeout_seconds=3", "environment.at_once=2"):
+        with pytest.raises(UserError, match=r"no environment is asked, .* add --rerun-environments$"):
+            verdicts(ahead, [1], unasked)
+    rows = [row for row in artifact(ahead, 2, "next_stream").to_pylist() if not row["finish"]]
+    assert any(turn["end"] - turn["begin"] == 3 for row in rows for turn in row["turns"]), "a turn was cut"
+    for change in ("environment.turn_tokens=4", "environment.turn_tokens=null", "environment.max_turns=13"):
+        (verdict,) = verdicts(ahead, [3], change)
+        assert [line for line in (*verdict.causes, *verdict.difference) if "fails" in line] == []
+    assert replayed(ahead, 3) == ["equal"]
+
+
 def test_turns_that_the_run_did_not_play_make_a_replay_different(loop_run, settings):
     """All episodes go on after what is recorded of them, so all of them crash."""
     run = loop_run("one turn", **settings | {"environment": settings["environment"] | {"max_turns": 1}, "steps": 1})

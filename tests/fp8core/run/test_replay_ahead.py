@@ -75,21 +75,6 @@ def test_a_setting_that_allows_all_that_is_in_flight_is_replayed(ahead):
         assert not any("fails" in line for line in verdict.difference)
 
 
-def test_turns_that_may_be_longer_than_those_to_come_are_refused(loop_run):
-    answered = {
-        "environment": {"name": "calculator", "options": {"modulus": 10, "left_to_right": True}, "turn_tokens": 8},
-        "rollout.max_new_tokens": 24,
-        "warm_start.tool_share": 0.4,
-        "warm_start.step_by_step_share": 0.0,
-    }
-    run = loop_run("turns_ahead", **{**AHEAD, **answered}, steps=2)
-    with pytest.raises(UserError, match=r"step 2 goes on from completions begun under environment\.turn_tokens=8$"):
-        replayed(run, 2, "environment.turn_tokens=7")
-    for unasked in ("environment.timeout_seconds=3", "environment.at_once=2"):
-        with pytest.raises(UserError, match=r"no environment is asked, .* add --rerun-environments$"):
-            replayed(run, 1, unasked)
-
-
 def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
     kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
     run = loop_run("kept_cache", **AHEAD, **kept, **{"correction.method": "token_tis"})
