@@ -69,7 +69,7 @@ def restart_episodes_answered_otherwise(run: RunContext, index: int) -> None:
     step, task, artifact, stored = _newest_stream(run, index)
     table = run.directory.store.get_table(stored)
     rows = stream_rows(table)
-    differing = EpisodeWriter(run, index, StreamPrompts(run), rows).answered_otherwise(rows)
+    differing = EpisodeWriter(run, index, StreamPrompts(run), rows).answered_otherwise()
     if not differing:
         return
     begun = [row.anew() if (row.batch, row.group, row.sample) in differing else row for row in rows]

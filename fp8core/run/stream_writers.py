@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -169,6 +169,37 @@ class SegmentWriter:
         return found
 
 
+@dataclass
+class Played:
+    """An episode that has begun.
+
+    Attributes:
+        row: all of it as it was stored, or when it was over.
+        ends: tokens that it had after each part that was played in this step.
+        episode: all of one that this process has played and that goes on; of `row` its place, prompt and seed count.
+    """
+
+    row: Row
+    ends: list[int] = field(default_factory=list)
+    episode: Episode | None = None
+
+    @property
+    def over(self) -> bool:
+        return bool(self.row.finish)
+
+    @property
+    def state(self) -> Episode | Begun:
+        """Of one that goes on, for `MultiTurn.begun`."""
+        return self.episode or begun_of(self.row.tokens, self.row.logprobs, self.row.turns)
+
+    def rest(self, group: int, before: int) -> Completion:
+        """Of one that is over, the next part after so many tokens."""
+        row, end = self.row, next(end for end in self.ends if end > before)
+        finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
+        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end]
+        return Completion(group, row.sample, tokens, logprobs, finish, written=written).rest(before)
+
+
 class EpisodeWriter:
     """Episodes by the run's engine and environment; one that is over is durable, and is not played again.
 
@@ -182,25 +213,23 @@ class EpisodeWriter:
         self._shards = shards_to_continue(run, index, "episodes")
         for error in self._shards.discard_damaged():
             run.console.note(f"step {index}: {error}; its episodes are played again")
-        kept = self._shards.read()
-        self._over = dict[_Sample, tuple[Row, list[int]]]()
-        for row in [] if kept is None else kept.to_pylist():
-            parts, found = row.pop("parts"), Row(**row)
-            self._over[_sample(found)] = found, parts
         # The stream writes into its own rows.
-        self._begun = {
-            _sample(row): replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows if row.turns
-        }
-        self._open, self._parts = dict[_Sample, tuple[Episode, PromptGroup]](), defaultdict[_Sample, list[int]](list)
+        copies = [replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows]
+        known = [Played(row) for row in copies if row.turns and not row.finish]
+        kept = self._shards.read()
+        for stored in [] if kept is None else kept.to_pylist():
+            ends = stored.pop("parts")
+            known.append(Played(Row(**stored), ends))
+        self._played = {_sample(each.row): each for each in known}
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        missing = list[PromptGroup]()
+        missing, over = list[PromptGroup](), {*self.durable}
         for group in groups:
-            place, begun = places[group.group], group.begun or ((),) * len(group.samples)
-            kept = {sample for sample in group.samples if (*place, sample) in self._over}
+            place = places[group.group]
+            kept = {sample for sample in group.samples if (*place, sample) in over}
             yield [
-                self._stored_rest(group.group, (*place, sample), len(tokens))
-                for sample, tokens in zip(group.samples, begun, strict=True)
+                self._played[*place, sample].rest(group.group, len(group.begun_of(i)))
+                for i, sample in enumerate(group.samples)
                 if sample in kept
             ]
             if (left := group.without(kept)).samples:
@@ -208,12 +237,12 @@ class EpisodeWriter:
         if missing:
             yield from self._play(missing, places)
 
-    def answered_otherwise(self, rows: Sequence[Row]) -> set[_Sample]:
-        """Those of the stream in flight whose environment answers otherwise when it is asked the same again."""
+    def answered_otherwise(self) -> set[_Sample]:
+        """Those in flight whose environment answers otherwise when it is asked the same again."""
         open_ = defaultdict[GroupPlace, list[Row]](list)
-        for row in rows:
-            if row.turns and not row.finish and _sample(row) not in self._over:
-                open_[row.batch, row.group].append(row)
+        for each in self._played.values():
+            if not each.over:
+                open_[each.row.batch, each.row.group].append(each.row)
         if not open_:
             return set()
         assert self._run.environment is not None, "a replay takes recorded answers"
@@ -230,10 +259,10 @@ class EpisodeWriter:
         by_number = {self._number(places[group.group]): group for group in groups}
         prompts = [{**self._source.row(*places[group.group]), "group": number} for number, group in by_number.items()]
         begun = {
-            (number, sample): state
+            (number, sample): each.state
             for number, group in by_number.items()
             for sample in group.samples
-            if (state := self._state((*places[group.group], sample))) is not None
+            if (each := self._played.get((*places[group.group], sample))) is not None
         }
         return by_number, prompts, begun
 
@@ -258,88 +287,66 @@ class EpisodeWriter:
     ) -> Iterator[list[Completion]]:
         run = self._run
         for batch in played:
-            over, told = list[Row](), list[Completion]()
+            over, told = list[dict[str, Any]](), list[Completion]()
             for one in batch:
                 done, group = one.completion, by_number[one.completion.group]
-                key = (*places[group.group], done.sample)
-                self._parts[key].append(len(done.tokens))
-                self._open[key] = one, group
+                key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
+                new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
+                each = self._played.setdefault(key, Played(new))
+                each.ends.append(len(done.tokens))
+                each.episode = one
                 if not one.goes_on:
-                    over.append(self._row(one, group, key[:2]))
-                before = len(group.begun[group.samples.index(done.sample)]) if group.begun else 0
+                    each.row, each.episode = self._row(each), None
+                    over.append({**asdict(each.row), "parts": each.ends})
+                before = len(group.begun_of(index))
                 told.append(replace(done, group=group.group).rest(before))
                 seconds = _new_seconds(one, begun.get((done.group, done.sample)))
                 times = run.environment_seconds.setdefault(self._index, {})
                 times.setdefault("/".join(map(str, key)), []).extend(seconds)
             if over:
-                self._store(over)
+                self._shards.append(pa.Table.from_pylist(over, schema=PLAYED_EPISODES))
             yield told
             run.refuse_halted()
-
-    def _store(self, over: Sequence[Row]) -> None:
-        """Make episodes durable that are over."""
-        parts = [self._parts[_sample(row)] for row in over]
-        rows = [{**asdict(row), "parts": ends} for row, ends in zip(over, parts, strict=True)]
-        self._shards.append(pa.Table.from_pylist(rows, schema=PLAYED_EPISODES))
-        self._over |= {_sample(row): (row, ends) for row, ends in zip(over, parts, strict=True)}
 
     @property
     def durable(self) -> Iterable[_Sample]:
         """Episodes that are stored: those that are over."""
-        return self._over.keys()
+        return [key for key, each in self._played.items() if each.over]
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
         """Give rows what their episodes have beside a completion."""
         for row in rows:
-            key, told = _sample(row), len(row.tokens)
-            if key in self._over:
-                played = self._over[key][0]
-            elif key in self._open:
-                played = self._row(*self._open[key], key[:2])
-            else:
+            played, told = self._played.get(_sample(row)), len(row.tokens)
+            if played is None or not told:
                 continue
-            if told:
-                # Before a kill more of it may have been played than the stream has asked for since.
-                turns = [turn for turn in played.turns if turn["observation_end"] <= told]
-                row.prompt_tokens, row.written = played.prompt_tokens, played.written[:told]
-                row.turns = played.turns if row.finish else turns
+            whole = self._row(played)
+            # Before a kill more of it may have been played than the stream has asked for since.
+            turns = [turn for turn in whole.turns if turn["observation_end"] <= told]
+            row.prompt_tokens, row.written = whole.prompt_tokens, whole.written[:told]
+            row.turns = whole.turns if row.finish else turns
 
     def has_more(self, rows: Sequence[Row]) -> bool:
         """True if an episode is over and durable whose row is in flight."""
-        return any(not row.finish and _sample(row) in self._over for row in rows)
-
-    def _state(self, key: _Sample) -> Episode | Begun | None:
-        """An episode that goes on, as this process has it or as it was stored; None before it begins."""
-        if key in self._open:
-            return self._open[key][0]
-        row = self._begun.get(key)
-        return None if row is None else begun_of(row.tokens, row.logprobs, row.turns)
-
-    def _stored_rest(self, group: int, key: _Sample, before: int) -> Completion:
-        """The next part of an episode that is over, after so many tokens."""
-        row, parts = self._over[key]
-        end = next(part for part in parts if part > before)
-        finish = cast(Finish, row.finish if end == len(row.tokens) else "open")
-        tokens, logprobs, written = row.tokens[:end], row.logprobs[:end], row.written[:end]
-        return Completion(group, row.sample, tokens, logprobs, finish, written=written).rest(before)
+        over = {*self.durable}
+        return any(not row.finish and _sample(row) in over for row in rows)
 
     def _number(self, place: GroupPlace) -> int:
         """The group of a place, by which an episode goes on."""
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
-    def _row(self, episode: Episode, group: PromptGroup, place: GroupPlace) -> Row:
+    def _row(self, played: Played) -> Row:
+        """All of an episode so far."""
+        if (episode := played.episode) is None:
+            return played.row
         done = episode.completion
-        return Row(
-            *place,
-            done.sample,
-            group.prompt_id,
-            group.seeds[group.samples.index(done.sample)],
-            list(episode.prompt),
-            done.tokens,
-            done.logprobs,
-            [self._index - 1] * len(done.tokens),
-            "" if episode.goes_on else done.finish,
+        return replace(
+            played.row,
+            prompt_tokens=[*episode.prompt],
+            tokens=done.tokens,
+            logprobs=done.logprobs,
+            versions=[self._index - 1] * len(done.tokens),
+            finish="" if episode.goes_on else done.finish,
             written=[True] * len(done.tokens) if done.written is None else done.written,
             turns=turn_rows(episode, self._run.tokenizer),
         )
