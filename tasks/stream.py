@@ -3,8 +3,7 @@
 from dataclasses import asdict, replace
 
 from fp8core.config.steps import NoOptions
-from fp8core.rollout.stream import DroppingStream, Eviction, Row, drain, finish_first, run_ahead
-from fp8core.rollout.stream import finish as finish_step
+from fp8core.rollout.stream import Row, complete_step, drain, run_ahead
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes
 from fp8core.run.stream_step import (
@@ -55,16 +54,13 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     store, source = run.directory.store, StreamPrompts(run)
     opened = opened_stream(run, stream, index - 1)
     written = writer_of(run, index, source, opened.rows)
-    evicted = list[Eviction]()
-    if isinstance(opened, DroppingStream):
-        rows, evicted = finish_first(opened, index, run.config.pipeline.chunk_tokens, written, source.enter)
-    else:
-        pipeline = run.config.pipeline
-        # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice. Nor can
-        # an episode be cut where the longest one of others ends.
-        together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
-        together = together and run.config.environment is None
-        rows = finish_step(opened, index, pipeline.chunk_tokens if together else None, written, source.enter)
+    pipeline = run.config.pipeline
+    # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice. Nor can an
+    # episode be cut where the longest one of others ends.
+    together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
+    together = together and run.config.environment is None
+    chunk = pipeline.chunk_tokens if together or pipeline.drop_or_wait == "drop" else None
+    rows, evicted = complete_step(opened, index, chunk, written, source.enter)
     written.attach_turns([*rows, *opened.rows])
     # Before the log-probs are verified: some episode must have a token for that.
     check_episodes(run, index, turns_of(rows))

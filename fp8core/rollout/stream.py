@@ -6,8 +6,9 @@ n - 1 - `max_staleness`; so no token that a step learns from is older. With drop
 that are complete, by the tick of their last token. Those that are too old for the next step are evicted, and others
 enter. A tick is a token that each completion in flight wrote or could have: within one segment all write at one pace.
 
-- `finish` is the first part of a step, under the newest policy: it ends when the prompts of the step are complete. The
-  others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the same.
+- `complete_step` is the first part of a step, under the newest policy: it ends when the prompts of the step are
+  complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the
+  same.
 - `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
 
 Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. Of an engine
@@ -203,10 +204,19 @@ class Stream:
             )
         return max((done.length for done in found if done.group < len(due)), default=0)
 
-    def take(self, batch: int) -> list[Row]:
-        """The completions of a step, which leave."""
-        assert not self.in_flight(batch), "a step takes what is complete"
-        return [row for group in range(self.pace.prompts) for row in self._groups.pop((batch, group))]
+    def is_served(self, step: int) -> bool:
+        """True if the prompts of a step are complete."""
+        return not self.in_flight(step)
+
+    def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
+        """Write until all prompts of a step that have entered are complete, as of `complete_step`."""
+        while due := self.in_flight(step):
+            others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
+            self.tick += self.write(step - 1, due, chunk, generate, others)
+
+    def leave(self, step: int) -> tuple[list[Row], list[Eviction]]:
+        """The completions of a step, which leave; no other prompt is too old for the next step."""
+        return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))], []
 
 
 class DroppingStream(Stream):
@@ -239,51 +249,46 @@ class DroppingStream(Stream):
         }
         return sorted(ended, key=lambda place: (ended[place], place))
 
-    def take_first(self) -> list[Row]:
-        """The completions of the first prompts that are complete, as many as a step has, in the order of entering."""
-        self._taken += 1
-        return [row for place in sorted(self.complete()[: self.pace.prompts]) for row in self._groups.pop(place)]
+    def is_served(self, step: int) -> bool:
+        """True if as many prompts are complete as a step has."""
+        return len(self.complete()) >= self.pace.prompts
 
-    def evict(self, step: int) -> list[Eviction]:
-        """Let prompts leave that a step must not learn from, by the version of their oldest token."""
+    def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
+        """Write a chunk."""
+        self.tick += self.write(step - 1, self.in_flight(), chunk, generate)
+
+    def leave(self, step: int) -> tuple[list[Row], list[Eviction]]:
+        """Let the first complete prompts leave, in the order of entering, and what the next step must not learn from.
+
+        The version of its oldest token decides.
+        """
+        self._taken += 1
+        rows = [row for place in sorted(self.complete()[: self.pace.prompts]) for row in self._groups.pop(place)]
         evicted = list[Eviction]()
         for place in sorted(self._groups):
             versions = [version for row in self._groups[place] for version in row.versions]
-            if versions and min(versions) < step - 1 - self.pace.staleness:
+            if versions and min(versions) < step - self.pace.staleness:
                 (first, *_) = self._groups.pop(place)
-                evicted.append(Eviction(step, *place, first.prompt_id, len(versions), min(versions), max(versions)))
-        return evicted
+                evicted.append(Eviction(step + 1, *place, first.prompt_id, len(versions), min(versions), max(versions)))
+        return rows, evicted
 
 
-def finish(stream: Stream, batch: int, chunk: int | None, generate: Generate, enter: Enter) -> list[Row]:
+def complete_step(
+    stream: Stream, step: int, chunk: int | None, generate: Generate, enter: Enter
+) -> tuple[list[Row], list[Eviction]]:
     """Write until the prompts of a step are complete, under the policy before it; these leave.
 
-    Args:
-        chunk: tokens that each completion in flight may write at a time, which decide about nothing; None: the step's
-            own alone write, to their end.
-    """
-    version = batch - 1
-    stream.admit(version, enter)
-    while stream.in_flight(batch):
-        while due := stream.in_flight(batch):
-            others = [] if chunk is None else [place for place in stream.in_flight() if place not in due]
-            stream.tick += stream.write(version, due, chunk, generate, others)
-        stream.admit(version, enter)
-    return stream.take(batch)
-
-
-def finish_first(
-    stream: DroppingStream, step: int, chunk: int, generate: Generate, enter: Enter
-) -> tuple[list[Row], list[Eviction]]:
-    """Write chunk by chunk until as many prompts are complete as a step has, under the policy before it; these leave.
-
     So do those that are too old for the next step.
+
+    Args:
+        chunk: tokens that each completion in flight may write at a time. They decide about nothing where prompts leave
+            in their order; there None lets the step's own alone write, to their end.
     """
     stream.admit(step - 1, enter)
-    while len(stream.complete()) < stream.pace.prompts:
-        stream.tick += stream.write(step - 1, stream.in_flight(), chunk, generate)
+    while not stream.is_served(step):
+        stream.advance(step, chunk, generate)
         stream.admit(step - 1, enter)
-    return stream.take_first(), stream.evict(step + 1)
+    return stream.leave(step)
 
 
 def run_ahead(

@@ -18,9 +18,8 @@ from fp8core.rollout.stream import (
     Row,
     Stream,
     chunks_of,
+    complete_step,
     drain,
-    finish,
-    finish_first,
     run_ahead,
 )
 
@@ -60,7 +59,7 @@ def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
     rows, found = list[Row](), []
     for step in range(1, steps + 1):
         stream = Stream(rows, pace, step - 1)
-        found.append(finish(stream, step, None if ahead is None else 4, generate, enter))
+        found.append(complete_step(stream, step, None if ahead is None else 4, generate, enter)[0])
         stream = Stream(stream.rows, pace, step)
         run_ahead(stream, step - 1, repeat(None) if ahead is None else chunks_of(ahead, 4), generate, enter)
         rows = stream.rows
@@ -112,7 +111,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     cut = 0
     for step in range(1, 7):
         stream = Stream([], Pace(2, 1, None), step - 1)
-        longest = max(len(row.tokens) for row in finish(stream, step, chunk, noted, enter))
+        longest = max(len(row.tokens) for row in complete_step(stream, step, chunk, noted, enter)[0])
         assert asked[0] == {step, step + 1}
         assert len(asked) == -(-longest // chunk)
         assert [len(row.tokens) for row in stream.rows] == [min(length(row.seed), longest) for row in stream.rows]
@@ -121,7 +120,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
         asked.clear()
     assert cut
     alone = Stream([], Pace(3, 1, None), 0)
-    finish(alone, 1, None, noted, enter)
+    complete_step(alone, 1, None, noted, enter)
     assert asked == [{1}]
     assert [len(row.tokens) for row in alone.rows] == [0] * 6
 
@@ -135,7 +134,7 @@ def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
         return generate(groups, places)
 
     stream = Stream([], Pace(4, 2, most), 0)
-    finish(stream, 1, 4, counted, enter)
+    complete_step(stream, 1, 4, counted, enter)
     run_ahead(stream, 0, chunks_of(7, 2), counted, enter)
     assert max(asked) == most
     assert len(stream.in_flight()) <= most
@@ -159,7 +158,7 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):
         stream = Stream(rows, pace, step - 1)
-        taken = finish(stream, step, chunk, generate, enter)
+        taken, _ = complete_step(stream, step, chunk, generate, enter)
         assert all(0 <= step - 1 - row.versions[0] <= pace.staleness for row in taken)
         left = stream.rows
         live, again = (Stream(deepcopy(left), pace, step) for _ in range(2))
@@ -244,8 +243,8 @@ def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
     rows, gone, evictions, newest = list[Row](), list[GroupPlace](), 0, (0, 0)
     for step, most in enumerate(speeds, start=1):
         stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
-        taken, evicted = finish_first(stream, step, chunk, generate, enter)
-        assert finish_first(again, step, chunk, generate, enter) == (taken, evicted)
+        taken, evicted = complete_step(stream, step, chunk, generate, enter)
+        assert complete_step(again, step, chunk, generate, enter) == (taken, evicted)
         assert again.rows == stream.rows
         places = sorted({(row.batch, row.group) for row in taken})
         assert [(row.batch, row.group, row.sample) for row in taken] == [
@@ -290,7 +289,7 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
 
     stream, found, evicted = DroppingStream([], Pace(3, 1, None), 0), [], []
     for step in range(1, 5):
-        taken, left = finish_first(stream, step, 2, long, enter)
+        taken, left = complete_step(stream, step, 2, long, enter)
         found.append(sorted({(row.batch, row.group) for row in taken}))
         evicted += [(each.step, each.batch, each.group) for each in left]
         stream = DroppingStream(stream.rows, stream.pace, step)
@@ -303,7 +302,7 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
 def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chunk: int, most: int | None) -> None:
     stream = DroppingStream([], Pace(size, 0, most), 0)
     for step in range(1, 5):
-        taken, evicted = finish_first(stream, step, chunk, generate, enter)
+        taken, evicted = complete_step(stream, step, chunk, generate, enter)
         assert {(row.batch, row.group) for row in taken} == {(step, group) for group in range(size)}
         assert not evicted
         run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
@@ -327,8 +326,8 @@ def forgetful(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> It
 def test_an_engine_that_leaves_a_completion_as_it_was_ends_the_run(engine: Generate) -> None:
     pace, named = Pace(2, 1, None), "the engine wrote nothing to .* sample 0 of prompt 1/0"
     with pytest.raises(UserError, match=named):
-        finish(Stream([], pace, 0), 1, None, engine, enter)
+        complete_step(Stream([], pace, 0), 1, None, engine, enter)
     with pytest.raises(UserError, match=named):
-        finish_first(DroppingStream([], pace, 0), 1, 4, engine, enter)
+        complete_step(DroppingStream([], pace, 0), 1, 4, engine, enter)
     with pytest.raises(UserError, match=named):
         run_ahead(Stream([], pace, 0), 0, repeat(4), engine, enter)
