@@ -63,7 +63,7 @@ def episodes(run: RunContext, index: int, options: NoOptions, prompts: Ref, poli
     """
     store, played = run.directory.store, _generate(run, index, prompts)
     turns = unnested_turns(played).sort_by(TURN_ORDER).combine_chunks()
-    check_episodes(run, index, turns)
+    check_episodes(run, index, "rollouts", turns)
     return {
         "turns": store.put_table("turns", turns),
         "rollouts": store.put_table("rollouts", played.drop_columns([SHARD_TURNS])),

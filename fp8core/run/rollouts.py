@@ -148,12 +148,12 @@ def written_sample(run: RunContext, index: int) -> tuple[str, str, float] | None
     return prompt, written["text"], rewards.filter(place)["reward"][0].as_py()
 
 
-def check_episodes(run: RunContext, index: int, turns: pa.Table) -> None:
-    """As `tell_endings` for the episodes of a step, which a run that goes on plays again where it raises."""
+def check_episodes(run: RunContext, index: int, what: str, turns: pa.Table) -> None:
+    """As `tell_endings` for episodes that step `index` played, which a run that goes on plays again where it raises."""
     if not len(turns):
         return
     try:
-        tell_endings(run, "rollouts", turns)
+        tell_endings(run, what, turns)
     except UserError:
         shards_of(run, index).clear()
         raise

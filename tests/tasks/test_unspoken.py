@@ -1,5 +1,7 @@
 """Steps in which most episodes end before the policy speaks: what is drawn for a comparison has a token to compare."""
 
+import re
+
 import pytest
 import torch
 
@@ -27,16 +29,26 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_comparison_draws_episodes_in_which_the_policy_spoke(loop_run, tmp_path, mode):
+@pytest.fixture
+def short_run(loop_run, tmp_path):
+    """Runs of so many steps by their mode."""
     place = tmp_path / "short.py"
     place.write_text(SHORT)
-    run = loop_run(
-        f"unspoken-{mode}",
-        **{"environment": {"name": f"{place}:Short", "max_turns": 2, "turn_tokens": 3}, "steps": 4},
-        **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 4},
-        **MODES[mode],
-    )
+
+    def run(mode, steps):
+        return loop_run(
+            f"unspoken-{mode}-{steps}",
+            **{"environment": {"name": f"{place}:Short", "max_turns": 2, "turn_tokens": 3}, "steps": steps},
+            **{"rollout.max_new_tokens": 28, "rollout.group_size": 4, "rollout.prompts_per_step": 4},
+            **MODES[mode],
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_comparison_draws_episodes_in_which_the_policy_spoke(short_run, mode):
+    run = short_run(mode, steps=4)
     unspoken = 0
     for index in range(1, 5):
         artifacts = run.ledger.artifacts(index)
@@ -48,6 +60,15 @@ def test_a_comparison_draws_episodes_in_which_the_policy_spoke(loop_run, tmp_pat
             verified = run.store.get_table(artifacts["behaviour"]).to_pylist()
             assert not silent & {(row["group"], row["sample"]) for row in verified}
     assert unspoken > 32, "most of the 64 episodes are of this kind"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_how_episodes_of_a_step_ended_is_told_once(short_run, mode):
+    run = short_run(mode, steps=1)
+    run.resume(steps=4)
+    told = re.findall(r"(rollouts.*): \d+ of 16 episodes ended before the policy's first turn", run.said)
+    ahead = [f"rollouts of step {step}" for step in (3, 4, 5)]
+    assert told == (ahead if mode == "ahead" else ["rollouts"] * 3)
 
 
 def test_without_such_episodes_the_draw_is_that_of_all_rows():
