@@ -7,7 +7,6 @@ that nothing can continue restart. The engine gets the trainer's version at the 
 of the open step are still missing. Where all files are whole, only the updates are run again.
 """
 
-from collections.abc import Mapping
 
 from pydantic import JsonValue
 
@@ -24,6 +23,8 @@ from fp8core.run.recompute import (
     rewind_with_engine,
 )
 from fp8core.run.restart_completions import restart_completions_of_lost_policies, restart_episodes_answered_otherwise
+from fp8core.store.json_text import shown, value_differences
+from fp8core.store.manifest import StepRecord, library_versions
 from fp8core.store.metrics import STEP
 
 
@@ -37,7 +38,7 @@ def restore(run: RunContext) -> int:
     last = run.directory.ledger.last_step()
     assert last is not None, "step 0 is committed before anything is restored"
     # The next manifest names this one.
-    _tell_edited(run, last, stored_manifest(run, last).record.executed)
+    _tell_changes(run, last, stored_manifest(run, last).record)
     load_state(run, last)
     begun = run.ready_trainer().version
     run.directory.ledger.refuse_gap(begun, last)
@@ -89,13 +90,19 @@ def _generates(run: RunContext, index: int) -> bool:
     return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in finished)
 
 
-def _tell_edited(run: RunContext, last: int, executed: Mapping[str, JsonValue]) -> None:
-    """Say what of the user's code is another than the last committed step had, by the description of that."""
+def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
+    """Say what of the user's code, and which libraries, are others than in the record of the last committed step."""
     now: dict[str, JsonValue] = {"environment": {**run.environment_description}, "reward": run.verifier.describe()}
     named = {"environment": "environment.name", "reward": "reward.verifier"}
     for part, described in now.items():
-        if executed.get(part, {}) != described:
+        if before.executed.get(part, {}) != described:
             run.console.note(f"{named[part]}: its code or libraries are others than at step {last}")
+    changed = [
+        f"{each.path.removeprefix('.')} {shown(each.ours)} -> {shown(each.theirs)}"
+        for each in value_differences("", {**before.versions}, {**library_versions()})
+    ]
+    if changed:
+        run.console.note(f"libraries are others than at step {last}: {', '.join(changed)}; steps redone may differ")
 
 
 def history(run: RunContext) -> list[dict[str, float]]:

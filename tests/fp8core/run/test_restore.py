@@ -9,6 +9,7 @@ import pytest
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.report.console import Console
+from fp8core.run import resume
 from fp8core.run.context import live_run
 from fp8core.run.execute import carried
 from fp8core.run.export import stored_policy
@@ -152,6 +153,15 @@ def test_what_cannot_be_made_equal_is_one_error_with_both_digests(run_copy):
     assert len(message.splitlines()) == 1
     assert f"step 3: artifact rewards is damaged and cannot be restored: {made}: the file is missing" in message
     assert message.endswith(f"the ledger says {lost.digest}")
+
+
+def test_libraries_that_changed_are_named_where_a_run_goes_on(run_copy, monkeypatch):
+    run_copy.resume(steps=5)
+    assert "libraries are others" not in run_copy.said
+    before = resume.library_versions()
+    monkeypatch.setattr(resume, "library_versions", lambda: {**before, "torch": "9.9"})
+    run_copy.resume(steps=6)
+    assert f"libraries are others than at step 5: torch {before['torch']} -> 9.9; " in run_copy.said
 
 
 def test_a_damaged_manifest_is_put_back_from_its_second_copy(run_copy):
