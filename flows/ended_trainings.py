@@ -36,6 +36,8 @@ _UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 # A server records the ends of tasks when it can, and drops one that is older than the state it has.
 _RECORDED = timedelta(seconds=120)
 _LOOK_SECONDS = 20.0
+# A server that answers so would refuse the next run too: no login, too many requests, or it is not there.
+_OF_ALL = frozenset({401, 429, 502, 503, 504})
 
 
 class EndedTrainings:
@@ -65,10 +67,10 @@ class EndedTrainings:
         """
         places = [run for run in self._left(_TRAINING) if run.task_key == FLOW]
         # Where a step is refused its place stays too: by the place the next look finds the step.
-        refused = {step.parent_task_run_id for step in self._steps(places) if not self._ended(step)}
+        refused = {step.parent_task_run_id for step in self._steps(places) if not self._settle(step)}
         for run in (*self._left(_TRAINING), *self._left(FLOW)):
             if run.id not in refused:
-                self._ended(run)
+                self._settle(run)
 
     def _steps(self, places: Sequence[TaskRun]) -> list[FlowRun]:
         """Flow runs under way at these places."""
@@ -78,8 +80,8 @@ class EndedTrainings:
         under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))
         return self._client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_task_run_id=above, state=under_way))
 
-    def _ended(self, run: FlowRun | TaskRun) -> bool:
-        """Settle one run; False: the server refuses it, or somebody else deleted it."""
+    def _settle(self, run: FlowRun | TaskRun) -> bool:
+        """Settle one run; False: the server refuses this one, or somebody else deleted it."""
         crashed: State[Any] = Crashed(message="its training ended before")
         try:
             match run:
@@ -92,7 +94,11 @@ class EndedTrainings:
                     self._client.request("DELETE", "/task_runs/{id}", path_params={"id": run.id})
                 case _:
                     self._client.set_task_run_state(run.id, crashed, force=True)
-        except (httpx.HTTPStatusError, PrefectException):
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in _OF_ALL:
+                raise
+            return False
+        except PrefectException:
             return False
         return True
 

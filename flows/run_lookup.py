@@ -111,7 +111,9 @@ def description_of(folder: Path) -> "RunDescription":
     return described
 
 
-def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: bool) -> None:
+def admit_code(
+    folder: Path, overrides: Overrides, searched: Path, *, trust: bool, replaces_cluster: bool = False
+) -> None:
     """Say which code a run's configuration makes a command import, and let it be found.
 
     Args:
@@ -119,15 +121,16 @@ def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: boo
         overrides: the user's, whose code needs no trust.
         searched: where modules of the user's own are found.
         trust: whether the user trusts the run.
+        replaces_cluster: whether the command never joins the run's cluster where an override names another, or none.
 
     Raises:
         UserError: there is such code, and no trust.
     """
     described = description_of(folder).config
     effective = own_code(reload_config(described, overrides))
-    # The run's code is imported whatever replaces it, but a cluster that an override replaces is not joined.
-    named = own_code(reload_config(described))
-    code = {key: value for key, value in named.items() if key != CLUSTER or effective.get(key) == value}
+    code = own_code(reload_config(described))
+    if replaces_cluster and code.get(CLUSTER) != effective.get(CLUSTER):
+        code.pop(CLUSTER, None)
     if code:
         if not trust:
             would = _listed(code, "code that would be imported", "a cluster that would be joined")

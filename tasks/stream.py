@@ -54,7 +54,7 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     """The outputs of `finish`, and the completions of the step in order."""
     store, source = run.directory.store, StreamPrompts(run)
     opened = opened_stream(run, stream, index - 1)
-    written, told = writer_of(run, index, source, opened.rows), opened.whole()
+    written, judged = writer_of(run, index, source, opened.rows), opened.whole()
     pipeline = run.config.pipeline
     # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice. Nor can an
     # episode be cut where the longest one of others ends.
@@ -64,9 +64,8 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     rows, evicted = complete_step(opened, index, chunk, written, source.enter)
     written.attach_turns([*rows, *opened.rows])
     # Before the log-probs are verified: some episode must have a token for that.
-    if not {row.batch for row in rows} <= {*told}:
+    if index not in judged:
         check_episodes(run, index, "rollouts", turns_of(rows))
-    check_whole(run, index, opened, told)
     places = sorted({(row.batch, row.group) for row in rows})
     rows = [replace(row, group=places.index((row.batch, row.group))) for row in rows]
     rollouts = stream_rollouts(run, rows)
@@ -90,7 +89,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     `schedule` has what was written, which the clock may have decided: whoever makes the step again follows it.
     """
     store, opened, source = run.directory.store, opened_stream(run, left, index), StreamPrompts(run)
-    written, told = writer_of(run, index, source, opened.rows), opened.whole()
+    written, judged = writer_of(run, index, source, opened.rows), opened.whole()
     in_flight = run.config.pipeline.in_flight_weight_updates
     # `drain` gives what a killed process wrote of what has begun; with a further chunk more prompts would enter.
     schedule = chunks_ahead(
@@ -101,7 +100,7 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
         drain(opened, index - 1, until_halted(run), written)
     written.attach_turns(opened.rows)
     # A run cannot play again those of a stored stream.
-    check_whole(run, index, opened, told)
+    check_whole(run, index, opened, judged)
     return {
         "next_stream": store.put_table("stream", table_in_flight(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),

@@ -77,7 +77,7 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.store.run_view import RunView
 
     folder = find_run(options.run)
-    admit_code(folder, options.overrides, Path.cwd(), trust=options.trust)
+    admit_code(folder, options.overrides, Path.cwd(), trust=options.trust, replaces_cluster=True)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder, description_of(folder))

@@ -32,7 +32,7 @@ def resume_run(options: argparse.Namespace) -> int:
     # Paths and steps of the user's own were found from there. A run from elsewhere has them here.
     begun_in = Path(description_of(folder).begun_in)
     place = begun_in if begun_in.is_dir() else Path.cwd()
-    admit_code(folder, options.overrides, place, trust=options.trust)
+    admit_code(folder, options.overrides, place, trust=options.trust, replaces_cluster=True)
     os.chdir(place)
     config = load_settings(str(folder), options.overrides)
     settings = "".join(f" --set {shlex.quote(text)}" for text in options.overrides if without_passwords(text) == text)

@@ -16,7 +16,6 @@ from flows.tracking.metric_names import (
     ERROR,
     K3,
     MEAN_REWARD,
-    OVERHEAD,
     model_metrics,
     seconds_name,
     shown_metrics,
@@ -98,10 +97,9 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     entry, metrics = committed_step(run, index), step_metrics(run, index)
     committed = entry.committed_ms
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
-    quick = speed(ran, committed / 1000, metrics) if index > START else {}
-    if index > START and run.directory.ledger.was_cut(index):
-        # It would be the time in which no process ran.
-        del quick[OVERHEAD]
+    # Of a cut step it would be that of the time in which no process ran.
+    whole = index > START and not run.directory.ledger.was_cut(index)
+    quick = speed(ran, committed / 1000, metrics) if whole else {}
     if entry.compiled is not None:
         quick[COMPILED] = entry.compiled
     head = {CHAIN_HEAD: str(Head.of(manifest))}

@@ -195,7 +195,7 @@ def _refuse_others(address: str, named: str) -> None:
             asked.kill()
     if address == "auto":
         # Perhaps of a head that has crashed, and is still the last one that was started here.
-        origin = " (RAY_ADDRESS)" if chosen_variables(["RAY_ADDRESS"]) else ""
+        origin = " (RAY_ADDRESS)" if chosen_variables(["RAY_ADDRESS"]).get("RAY_ADDRESS") else ""
         why = f"no running cluster answers; {asked_at}{origin} was tried"
     raise UserError(f"{named}: {why}")
 

@@ -45,7 +45,7 @@ _LAST_WORDS = 400
 # Libraries may write gigabytes.
 _LAST_BYTES = 1 << 16
 # Ray's own lines in the log of a process, the frames of a stack of C++ among them.
-_RAYS = re.compile(r":(?:job_id|actor_name|task_name):|.*\(\S*\+0x[0-9a-f]+\)|\*\*\* ")
+_RAY_LINES = re.compile(r":(?:job_id|actor_name|task_name):|.*\(\S*\+0x[0-9a-f]+\)|\*\*\* StackTrace Information")
 
 
 class MemberFailed(RuntimeError):
@@ -384,6 +384,6 @@ def _said(member: Handle) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-        if text := " ".join(line.strip() for line in lines if line.strip() and not _RAYS.match(line)):
+        if text := " ".join(line.strip() for line in lines if line.strip() and not _RAY_LINES.match(line)):
             return f"; it wrote last: {text[-_LAST_WORDS:]}"
     return ""

@@ -116,9 +116,9 @@ def take_inventory(address: str) -> Inventory:
         UserError: nothing answers there, or another version of Ray or Python.
     """
     # Ray is optional.
-    import ray
+    from fp8core.cluster.connection import connect  # isort: skip
 
-    from fp8core.cluster.connection import connect
+    import ray
 
     connect(ClusterConfig(address=address), 1, "--address")
     try:

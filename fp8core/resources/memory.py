@@ -348,7 +348,7 @@ class EngineMemory:
     refusal: str | None = None
 
 
-def gpu_engine(
+def gpu_engine_memory(
     gpu: Device,
     fixed: tuple[Need, ...],
     asleep: tuple[Need, ...] | None,

@@ -164,7 +164,7 @@ class OpenEpisode:
         """The policy's actions that were answered."""
         return self.actions[: len(self.heard) - 1]
 
-    def enter(self, room: int | None) -> None:
+    def begin_call(self, room: int | None) -> None:
         """A call begins; `room` as of `MultiTurn`."""
         self._room, self._wrote = room, False
 

@@ -162,7 +162,7 @@ def ask_again(groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: Mul
             pool.rest(episode.key)
     while repeated:
         for key, reply, _ in pool.replies(wait=True):
-            same = _repeats(pool, key, reply, repeated[key])
+            same = _repeat_next(pool, key, reply, repeated[key])
             if same and repeated[key]:
                 continue
             del repeated[key]
@@ -178,7 +178,7 @@ def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _R
         again = repeated.get(key)
         if not again:
             yield key, reply, seconds
-        elif not _repeats(pool, key, reply, again):
+        elif not _repeat_next(pool, key, reply, again):
             again.clear()
             yield key, Outcome("crashed", detail=_OTHERWISE), seconds
 
@@ -191,7 +191,7 @@ def _to_repeat(pool: Pool, episode: OpenEpisode) -> _Repeated:
     return deque(zip_longest(episode.heard, episode.actions))
 
 
-def _repeats(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) -> bool:
+def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) -> bool:
     """True for the answer of before, after which the environment is asked what it was asked before."""
     known, action = again.popleft()
     # Tools are told at the start only.
@@ -216,7 +216,7 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
                 episode = OpenEpisode(request, *known, row_tokens, counted=counted)
                 if begun is not None:
                     episode.take_in(begun)
-            episode.enter(multi_turn.room)
+            episode.begin_call(multi_turn.room)
             yield episode
 
 

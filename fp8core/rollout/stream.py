@@ -204,7 +204,7 @@ class Stream:
             )
         return max((done.length for done in found if done.group < len(due)), default=0)
 
-    def is_served(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """True if the prompts of a step are complete."""
         return not self.in_flight(step)
 
@@ -214,7 +214,7 @@ class Stream:
             others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
             self.tick += self.write(step - 1, due, chunk, generate, others)
 
-    def leave(self, step: int) -> tuple[list[Row], list[Eviction]]:
+    def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
         """The completions of a step, which leave; no other prompt is too old for the next step."""
         return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))], []
 
@@ -249,7 +249,7 @@ class DroppingStream(Stream):
         }
         return sorted(ended, key=lambda place: (ended[place], place))
 
-    def is_served(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """True if as many prompts are complete as a step has."""
         return len(self.complete()) >= self.pace.prompts
 
@@ -257,7 +257,7 @@ class DroppingStream(Stream):
         """Write a chunk."""
         self.tick += self.write(step - 1, self.in_flight(), chunk, generate)
 
-    def leave(self, step: int) -> tuple[list[Row], list[Eviction]]:
+    def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
         """Let the first complete prompts leave, in the order of entering, and what the next step must not learn from.
 
         The version of its oldest token decides.
@@ -285,10 +285,10 @@ def complete_step(
             in their order; there None lets the step's own alone write, to their end.
     """
     stream.admit(step - 1, enter)
-    while not stream.is_served(step):
+    while not stream.has_step(step):
         stream.advance(step, chunk, generate)
         stream.admit(step - 1, enter)
-    return stream.leave(step)
+    return stream.take(step)
 
 
 def run_ahead(

@@ -91,8 +91,8 @@ def replay(
         raise UserError(f"--rerun-environments: run {original.folder.name} has no environment")
     _refuse_other_model(own, changed, steps)
     _refuse_other_stream(own, changed, steps)
-    if steps[0] > START and not rerun_environments:
-        _refuse_unasked(own, changed)
+    if not rerun_environments:
+        _refuse_unasked(own, changed, steps)
     if steps[0] > START:
         # The first step may score tokens of policies that are as old as this.
         original.refuse_removed(own, steps[0] - 1, max(0, own.pipeline.reach - 1))
@@ -304,11 +304,13 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
         raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
 
 
-def _refuse_unasked(own: RunConfig, changed: RunConfig) -> None:
+def _refuse_unasked(own: RunConfig, changed: RunConfig, steps: range) -> None:
     """Settings of an environment that answers nothing, since its recorded answers are taken."""
     if own.environment is None or changed.environment is None:
         return
-    for name in ("name", "options", "timeout_seconds", "cpu_seconds", "memory_mb", "output_kb", "processes", "at_once"):
+    # A warm start may make demonstrations by the first two.
+    unasked = ("timeout_seconds", "cpu_seconds", "memory_mb", "output_kb", "processes", "at_once")
+    for name in unasked if steps[0] == START else ("name", "options", *unasked):
         if getattr(own.environment, name) != getattr(changed.environment, name):
             raise UserError(
                 f"--set environment.{name}: no environment is asked, since its recorded answers are taken; add "

@@ -7,7 +7,6 @@ that nothing can continue restart. The engine gets the trainer's version at the 
 of the open step are still missing. Where all files are whole, only the updates are run again.
 """
 
-
 from pydantic import JsonValue
 
 from fp8core.run.checkpoint import load_state

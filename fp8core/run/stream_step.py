@@ -79,13 +79,13 @@ def _longest(run: RunContext) -> int:
     return chunks if environment is None else min(most, chunks + environment.max_turns)
 
 
-def check_whole(run: RunContext, index: int, opened: Stream, told: Collection[int]) -> None:
-    """As `check_episodes` for the steps whose prompts are complete now, but for those that were `told` before.
+def check_whole(run: RunContext, index: int, opened: Stream, judged: Collection[int]) -> None:
+    """As `check_episodes` for the steps whose prompts are complete now, but for those that were `judged` before.
 
     One prompt may well fail, so only whole steps are judged.
     """
     for batch in opened.whole():
-        if batch not in told:
+        if batch not in judged:
             rows = [row for row in opened.rows if row.batch == batch]
             check_episodes(run, index, f"rollouts of step {batch}", turns_of(rows))
 

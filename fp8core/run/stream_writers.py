@@ -170,7 +170,7 @@ class SegmentWriter:
 
 
 @dataclass
-class Played:
+class PlayedEpisode:
     """An episode that has begun.
 
     Attributes:
@@ -215,11 +215,11 @@ class EpisodeWriter:
             run.console.note(f"step {index}: {error}; its episodes are played again")
         # The stream writes into its own rows.
         copies = [replace(row, tokens=[*row.tokens], logprobs=[*row.logprobs]) for row in rows]
-        known = [Played(row) for row in copies if row.turns and not row.finish]
+        known = [PlayedEpisode(row) for row in copies if row.turns and not row.finish]
         kept = self._shards.read()
         for stored in [] if kept is None else kept.to_pylist():
             ends = stored.pop("parts")
-            known.append(Played(Row(**stored), ends))
+            known.append(PlayedEpisode(Row(**stored), ends))
         self._played = {_sample(each.row): each for each in known}
 
     def __call__(self, groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
@@ -292,7 +292,7 @@ class EpisodeWriter:
                 done, group = one.completion, by_number[one.completion.group]
                 key, index = (*places[group.group], done.sample), group.samples.index(done.sample)
                 new = Row(*key, group.prompt_id, group.seeds[index], [*group.prompt])
-                each = self._played.setdefault(key, Played(new))
+                each = self._played.setdefault(key, PlayedEpisode(new))
                 each.ends.append(len(done.tokens))
                 each.episode = one
                 if not one.goes_on:
@@ -335,7 +335,7 @@ class EpisodeWriter:
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
-    def _row(self, played: Played) -> Row:
+    def _row(self, played: PlayedEpisode) -> Row:
         """All of an episode so far."""
         if (episode := played.episode) is None:
             return played.row

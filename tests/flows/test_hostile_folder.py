@@ -143,9 +143,12 @@ def test_a_cluster_that_a_run_names_is_used_by_no_command_without_trust(run_copy
         told = capsys.readouterr().err
         assert "a cluster that would be joined: cluster.address=127.0.0.1:1; --trust" in told
         assert "code" not in told
-    # One that an override replaces is joined by nobody.
-    assert main(["replay", str(run_copy.folder), "--step", "1", "--set", "cluster.address=null"]) == 0
+    # A replay does not join one that an override replaces, but an evaluation may restore the policy there.
+    alone, place = ["--set", "cluster.address=null"], str(run_copy.folder)
+    assert main(["replay", place, "--step", "3", *alone]) == 0
     assert "joining" not in capsys.readouterr().err
+    assert main(["evaluate", place, "--step", "3", *alone]) == 2
+    assert "a cluster that would be joined" in capsys.readouterr().err
 
 
 @pytest.mark.slow

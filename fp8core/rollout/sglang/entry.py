@@ -13,7 +13,7 @@ from fp8core.resources.memory import (
     cache_refusal,
     cache_room,
     engine_weights,
-    gpu_engine,
+    gpu_engine_memory,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -81,7 +81,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, static - weights.bytes)
     refusal = cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size)
     limit = min(gpu.memory, static + _WORKSPACE)
-    return gpu_engine(gpu, (weights, workspace), asleep, limit, room, refusal, size=size, share=share)
+    return gpu_engine_memory(gpu, (weights, workspace), asleep, limit, room, refusal, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:

@@ -20,7 +20,7 @@ from fp8core.resources.memory import (
     cache_refusal,
     cache_room,
     engine_weights,
-    gpu_engine,
+    gpu_engine_memory,
     shipped_bytes,
 )
 from fp8core.rollout.engine import RolloutEngine
@@ -125,7 +125,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
     asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
     found = cache(limit - weights.bytes - workspace.bytes)
-    return gpu_engine(gpu, (weights, workspace), asleep, limit, *found, size=size, share=share)
+    return gpu_engine_memory(gpu, (weights, workspace), asleep, limit, *found, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:

