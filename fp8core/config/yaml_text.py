@@ -86,7 +86,17 @@ def _construct_block(loader: _Loader, node: yaml.MappingNode) -> Block:
     return block
 
 
+def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    try:
+        # JSON escapes a character beyond the first plane as two halves, which PyYAML leaves apart.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        return text  # Refused by its key (`config.load`).
+
+
 _Loader.add_constructor(f"{_YAML}map", _construct_block)
+_Loader.add_constructor(f"{_YAML}str", _construct_text)
 
 
 def parse_yaml(text: str, source: str) -> Any:

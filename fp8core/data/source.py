@@ -100,7 +100,8 @@ class RowSource:
         unique = _unique(rows)
         held = _unique(heldout) if heldout is not None else {q: row for q, row in unique.items() if is_heldout(q)}
         self._place = place
-        self._rows = [*unique.values(), *(row for question, row in held.items() if question not in unique)]
+        # A question that is held out is asked as its own row has it, also where the training file has another answer.
+        self._rows = [*(unique | held).values()]
         self._heldout = sorted(held.values(), key=lambda row: row.prompt_id)
         self._training = [row for question, row in unique.items() if question not in held]
         if not self._training:

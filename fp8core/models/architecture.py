@@ -367,7 +367,9 @@ def _refuse_unsupported(reader: _Reader, family: str) -> None:
     if layer_types is not None:
         if layer_types != ["full_attention"] * reader.integer("num_hidden_layers"):
             raise reader.refused("layer_types", '"full_attention" for every layer')
-        return
+        # The layers of others have a window all the same.
+        if family in ("qwen2", "qwen3"):
+            return
     # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.
     unused = family.startswith("qwen") and not reader.flag("use_sliding_window", default=False)
     implied = family == "mistral" and "sliding_window" not in reader.keys

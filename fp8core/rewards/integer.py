@@ -120,7 +120,7 @@ class IntegerVerifier:
             return unparsed(str(reason))
         if decimals:
             return wrong(f"{whole}.{decimals} is no integer")
-        return RIGHT if int(whole) == expected else wrong(f"answer {whole}")
+        return RIGHT if int(whole) == expected else wrong(f"answer {int(whole)}")
 
     def check(self, prompt: str, reference: str) -> None:
         reference_integer(reference, prompt)

@@ -18,6 +18,7 @@ from fp8core.config.load import (
     load_config,
     load_open_config,
     may_continue,
+    merged_overrides,
     numeric_differences,
     origins,
     refuse_contradiction,
@@ -152,6 +153,11 @@ def test_numbers_are_read_as_people_write_them(text: str, value: float) -> None:
 @pytest.mark.parametrize("text", ["no", "2024-01-01", "1:30"])
 def test_words_stay_words(text: str) -> None:
     assert load_config("tiny", [f"data.split={text}"]).data.split == text
+
+
+@pytest.mark.parametrize("text", ["/data/\N{GRINNING FACE}", "\N{LINE SEPARATOR}", "caf\xe9"])
+def test_a_value_as_json_is_the_value(text: str) -> None:
+    assert load_config("tiny", merged_overrides(["seed=1"], {"data.split": text})).data.split == text
 
 
 def test_every_value_can_be_overridden_with_itself() -> None:

@@ -253,6 +253,13 @@ def test_what_a_first_llama_leaves_out():
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
         (MISTRAL_7B_V03, {"sliding_window": 4096}, "sliding_window"),
         (without(MISTRAL_7B_V03, "sliding_window"), {}, "sliding_window"),
+        (MISTRAL_7B_V03, {"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, "sliding_window"),
+        (without(MISTRAL_7B_V03, "sliding_window"), {"layer_types": ["full_attention"] * 32}, "sliding_window"),
+        (
+            QWEN3_30B_A3B,
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 48},
+            "sliding_window",
+        ),
         (QWEN25_05B, {"attention_bias": False}, "attention_bias"),
         (QWEN25_05B, {"use_sliding_window": True}, "sliding_window"),
         (QWEN25_05B, {"head_dim": 128}, "head_dim"),

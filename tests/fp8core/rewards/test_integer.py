@@ -67,6 +67,8 @@ def test_readable_answers(answer: str, value: int) -> None:
         (" .5", "0.5 is no integer"),
         (" 19", "answer 19"),
         (" -18", "answer -18"),
+        (" 0019", "answer 19"),
+        (" -0", "answer 0"),
     ],
 )
 def test_wrong_answers_say_what_was_read(answer: str, detail: str) -> None:
