@@ -4,7 +4,6 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -161,4 +160,4 @@ def _tell(result: EvaluationResult, output: Output | None) -> None:
     say(text)
     get_run_logger().info(text)
     heading, tables = evaluation_markdown(result)
-    show_markdown(tables, artifact_key(Path(result.target).name, "evaluation"), heading)
+    show_markdown(tables, artifact_key(result.name, "evaluation"), heading)

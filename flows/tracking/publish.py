@@ -1,6 +1,7 @@
 """A training's MLflow run: description, metrics, bounds, report, datasets, and checkpoints as LoggedModels."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,8 +210,8 @@ def _linked_models(tracker: Tracker) -> list[LoggedModelOutput]:
 
 
 def model_name(run: RunContext, step: int) -> str:
-    """Run and step; MLflow allows no dot in a model's name."""
-    return f"{run.directory.path.name}-{step:05d}".replace(".", "-")
+    """Run and step, without characters that MLflow allows in no model's name: a folder may have been renamed."""
+    return re.sub(r"""[/:.%"']""", "-", f"{run.directory.path.name}-{step:05d}")
 
 
 def held_models(run: RunContext, tracker: Tracker) -> dict[int, str | None]:

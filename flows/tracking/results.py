@@ -164,7 +164,7 @@ def _store_of(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
 
 def _log(place: Destination, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
     client = MlflowClient(tracking_uri=place.uri)
-    of = Path(result.target).name if result.step is None else f"{Path(result.target).name}-{result.step:05d}"
+    of = result.name if result.step is None else f"{result.name}-{result.step:05d}"
     run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
     run_id, ended = str(run.info.run_id), "FAILED"
     try:

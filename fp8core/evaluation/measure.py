@@ -5,6 +5,7 @@ formula gives it for values that are right or wrong, else a bootstrap that resam
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -273,6 +274,11 @@ class EvaluationResult(BaseModel):
     differences: dict[str, dict[str, Estimate]] = Field(
         description="Paired by prompt, by precision: it minus the first precision."
     )
+
+    @property
+    def name(self) -> str:
+        """The last part of the target's path, also where that is `.`."""
+        return os.path.basename(os.path.abspath(self.target))
 
 
 Precision = Literal["configured", "bf16", "fp8"]

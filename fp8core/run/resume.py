@@ -90,7 +90,7 @@ def _generates(run: RunContext, index: int) -> bool:
 
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
-    """Say what of the user's code, and which libraries, are others than in the record of the last committed step."""
+    """Name code of the user's, and libraries, that differ from the record of the last committed step."""
     now: dict[str, JsonValue] = {"environment": {**run.environment_description}, "reward": run.verifier.describe()}
     named = {"environment": "environment.name", "reward": "reward.verifier"}
     for part, described in now.items():
@@ -101,7 +101,7 @@ def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
         for each in value_differences("", {**before.versions}, {**library_versions()})
     ]
     if changed:
-        run.console.note(f"libraries are others than at step {last}: {', '.join(changed)}; steps redone may differ")
+        run.console.note(f"libraries differ from those of step {last}: {', '.join(changed)}; steps redone may differ")
 
 
 def history(run: RunContext) -> list[dict[str, float]]:

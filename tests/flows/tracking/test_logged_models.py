@@ -136,6 +136,6 @@ def test_metrics_of_which_the_store_has_a_part_are_completed(place: Place, runs:
     assert content(place) == once
 
 
-def test_a_dot_in_the_name_of_a_run_is_no_obstacle(place: Place) -> None:
-    place.run.directory.path = place.run.directory.path.with_name("v1.5")
-    assert model_name(place.run, 20) == "v1-5-00020"
+def test_a_character_that_mlflow_allows_in_no_models_name_is_no_obstacle(place: Place) -> None:
+    place.run.directory.path = place.run.directory.path.with_name("v1.5:it's%")
+    assert model_name(place.run, 20) == "v1-5-it-s--00020"

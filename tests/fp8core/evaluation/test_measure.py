@@ -17,6 +17,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import (
     Counting,
+    EvaluationResult,
     Measurement,
     all_problems,
     bootstrap_interval,
@@ -33,6 +34,12 @@ from fp8core.evaluation.measure import (
     wilson_interval,
 )
 from fp8core.rewards.scorer import RIGHT, Verdict, crashed, timed_out, unparsed, wrong
+
+
+def test_a_result_has_the_name_of_its_folder_however_that_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for target in (".", str(tmp_path), f"../{tmp_path.name}/", tmp_path.name):
+        assert EvaluationResult.model_construct(target=target).name == tmp_path.name
 
 
 @st.composite

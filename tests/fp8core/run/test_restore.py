@@ -157,11 +157,11 @@ def test_what_cannot_be_made_equal_is_one_error_with_both_digests(run_copy):
 
 def test_libraries_that_changed_are_named_where_a_run_goes_on(run_copy, monkeypatch):
     run_copy.resume(steps=5)
-    assert "libraries are others" not in run_copy.said
+    assert "libraries differ" not in run_copy.said
     before = resume.library_versions()
     monkeypatch.setattr(resume, "library_versions", lambda: {**before, "torch": "9.9"})
     run_copy.resume(steps=6)
-    assert f"libraries are others than at step 5: torch {before['torch']} -> 9.9; " in run_copy.said
+    assert f"libraries differ from those of step 5: torch {before['torch']} -> 9.9; " in run_copy.said
 
 
 def test_a_damaged_manifest_is_put_back_from_its_second_copy(run_copy):
