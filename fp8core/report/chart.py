@@ -147,6 +147,12 @@ def short(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if marked else mantissa
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, as `1 step` and `2 steps`."""
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def colour(style: int) -> str:
     """The colour of a style, as #RRGGBB."""
     return GREY if style == REFERENCE else COLOURS[style % len(COLOURS)]
@@ -193,7 +199,9 @@ def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
                 told["Not measured"].append(chart.title)
             case 1:
                 (value,) = values
-                told[f"Exactly {short(value)} wherever measured"].append(chart.title)
+                shown = short(value)
+                rounded = float(shown.replace(",", "")) != value
+                told[f"{'About' if rounded else 'Exactly'} {shown} wherever measured"].append(chart.title)
             case _:
                 drawn.append(chart)
     return drawn, [f"{reason}: {'; '.join(titles)}." for reason, titles in told.items()]

@@ -16,6 +16,7 @@ from typing import Any
 from fp8core.durable import refuse_link
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.report.chart import counted
 from fp8core.report.tokens import Unread, was_removed
 from fp8core.rewards.scorer import Key
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
@@ -361,7 +362,7 @@ def _note(row: Row, turn: Row) -> str:
     found = turn_mismatch(row, turn)
     calls = len(json.loads(turn["calls"] or "[]"))
     words = [
-        f"{calls} {'call' if calls == 1 else 'calls'}" + (f", {turn['failed']} failed" if turn["failed"] else ""),
+        counted(calls, "call") + (f", {turn['failed']} failed" if turn["failed"] else ""),
         "not compared" if found is None else f"largest difference {found[0]:.3g}, {found[1]} tokens differ",
         *([f"reward {turn['reward']:g}"] if turn["reward"] else []),
         *([f"malformed: {turn['malformed']}"] if turn["malformed"] else []),

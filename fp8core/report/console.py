@@ -3,6 +3,7 @@
 Tables and numbers stay within the width; paths and commands are printed whole, so that they can be copied.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8core.errors import printable
+from fp8core.report.chart import counted, short
 from fp8core.report.silence import Silence
 from fp8core.report.summary import CURVES, MISSING, REPORT, Summary
 from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS, TOKENS_DIFFERING
@@ -214,14 +216,15 @@ class Console:
         if silence is not None:
             words = f"{silence.reason}: {silence.advice}" if silence.many else silence.reason
             results.add_row("no signal", silence.count, words, style="yellow" if silence.many else "")
-        judged = {None: MISSING, 0: "kept"}.get(summary.bounds_crossed, f"crossed {summary.bounds_crossed} times")
+        crossed = summary.bounds_crossed
+        judged = MISSING if crossed is None else f"crossed {counted(crossed, 'time')}" if crossed else "kept"
         results.add_row("bounds", judged, Text(printable(summary.bounds)))
         if summary.overhead_ms_per_step is not None:
             overhead = summary.overhead_ms_per_step
             results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
         total = summary.seconds["total"]
         # As the report names it.
-        results.add_row("time", f"{total:.1f} s", f"of all processes, {summary.steps} steps")
+        results.add_row("time", f"{total:.1f} s", f"of all processes, {counted(summary.steps, 'step')}")
         for task, seconds in summary.seconds.items():
             if task != "total" and seconds >= _LEAST_SHARE_SHOWN * total:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
@@ -258,6 +261,8 @@ def format_tmpe(value: float) -> str:
     """The token multiplicative probability error: exact equality is told from an error too small for 6 digits."""
     if value == 1.0:
         return "1 exactly"
+    if not math.isfinite(value):
+        return short(value)
     return f"{value:.6f}" if abs(value - 1.0) >= 5e-7 else f"1{value - 1.0:+.0e}"
 
 

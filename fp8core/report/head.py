@@ -9,7 +9,7 @@ from statistics import median
 
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.config.run import resume_command, shown_place
-from fp8core.report.chart import short
+from fp8core.report.chart import counted, short
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import Answer, Learning, answer, rollout_speed
 from fp8core.report.silence import Silence, silence
@@ -92,7 +92,7 @@ def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
     if found is not None and found.many:
         return found.advice
     if run.left:
-        return f"{_resume(run)} trains the {run.left} steps that are left, if nothing trains it now"
+        return f"{_resume(run)} trains the {counted(run.left, 'step')} left, if nothing trains it now"
     match learning:
         case "learned":
             return f"fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step {last} FOLDER"

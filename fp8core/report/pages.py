@@ -17,7 +17,7 @@ from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import printable_lines
-from fp8core.report.chart import Chart, Drawing, Series, collapsed, short
+from fp8core.report.chart import Chart, Drawing, Series, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
@@ -252,7 +252,7 @@ def _time_of_all(run: RunData) -> str:
     processes = run.view.process_seconds
     if not processes:
         return MISSING
-    return f"{sum(processes):,.1f} s, {len(processes)} {'process' if len(processes) == 1 else 'processes'}"
+    return f"{sum(processes):,.1f} s, {counted(len(processes), 'process')}"
 
 
 def whole_time_table(runs: Sequence[RunData]) -> Table:
@@ -292,7 +292,7 @@ def _edge(mean: Callable[[list[float]], float]) -> Callable[[RunData], str]:
     def value(run: RunData) -> str:
         _, values = series(run.history, REWARD)
         edge = edge_steps(len(values))
-        return f"{three(mean(values))} ({edge} {'step' if edge == 1 else 'steps'})" if values else MISSING
+        return f"{three(mean(values))} ({counted(edge, 'step')})" if values else MISSING
 
     return value
 
@@ -322,7 +322,7 @@ def report_html(runs: Sequence[RunData]) -> str:
     title = ", ".join(run.label for run in runs)
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
-    note = f" {gaps} notes on what is missing are at the end." if gaps else ""
+    note = f" {counted(gaps, 'note')} on what is missing, at the end." if gaps else ""
     answers = [words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in head(run)]
     sections = run_sections(runs, configured_bounds(runs))
     return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8core.errors import StoredFileError, UserError
+from fp8core.report.chart import counted
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, Unread, newest_tokens
@@ -108,10 +109,10 @@ class RunData:
     def _progress(self) -> str:
         steps = self.view.steps
         last = max(steps, default=None)
-        asked = "?" if self.asked is None else self.asked
+        asked = "? steps" if self.asked is None else counted(self.asked, "step")
         if last is None:
             return "no step committed"
-        return f"finished, {last} steps" if last == self.asked else f"{last} of {asked} steps"
+        return f"finished, {asked}" if last == self.asked else f"{last} of {asked}"
 
 
 def read_runs(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fp8core.config.run import RunConfig
+from fp8core.report.chart import counted
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.metrics import CUT_OFF, OUTCOME, SIGNAL, History
 
@@ -43,7 +44,7 @@ class Silence:
     @property
     def count(self) -> str:
         """The number of silent steps, of all."""
-        return f"{self.silent} of {self.steps} {'step' if self.steps == 1 else 'steps'}"
+        return f"{self.silent} of {counted(self.steps, 'step')}"
 
     @property
     def reason(self) -> str:

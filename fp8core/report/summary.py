@@ -6,6 +6,7 @@ from statistics import fmean, median
 
 from pydantic import BaseModel, ConfigDict
 
+from fp8core.report.chart import counted
 from fp8core.store.metrics import (
     GAP,
     GAP_ACCURACY,
@@ -73,7 +74,7 @@ class PrecisionGap(_Frozen):
     def difference_words(self) -> str:
         """The difference with its interval, as people read it."""
         interval = f"[{self.difference_low:+.3f}, {self.difference_high:+.3f}]"
-        return f"{self.difference:+.3f} {interval} on {self.prompts} prompts"
+        return f"{self.difference:+.3f} {interval} on {counted(self.prompts, 'prompt')}"
 
 
 class Summary(_Frozen):

@@ -21,6 +21,7 @@ from fp8core.evaluation.measure import (
 )
 from fp8core.models.decoder import Decoder
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
+from fp8core.report.chart import counted
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales
@@ -84,7 +85,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
 def gap_line(gap: dict[str, Any]) -> str:
     """The gap as a line for people."""
     ours, theirs = gap["accuracy"]["value"], gap["bf16_accuracy"]["value"]
-    prompts = f"{gap['prompts']} {'prompt' if gap['prompts'] == 1 else 'prompts'}"
+    prompts = counted(gap["prompts"], "prompt")
     return f"FP8 against BF16 at step 0: held-out {ours:.3f} and {theirs:.3f} ({prompts}); details in the report"
 
 

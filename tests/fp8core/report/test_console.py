@@ -1,4 +1,5 @@
 import io
+import math
 import re
 from pathlib import Path
 
@@ -233,6 +234,16 @@ def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
     assert [line.split()[1:5] for line in text.splitlines() if "rollout" in line] == [["rollout", "30.0", "s", "33%"]]
 
 
+@pytest.mark.parametrize(
+    ("crossed", "shown"), [(None, "-"), (0, "kept"), (1, "crossed 1 time "), (2, "crossed 2 times")]
+)
+def test_the_summary_counts_the_crossings_of_bounds(crossed: int | None, shown: str) -> None:
+    file = io.StringIO()
+    Console(file, 80).summary(SUMMARY.model_copy(update={"bounds_crossed": crossed}), Path("r"), "mlflow ui", "page")
+    (line,) = (line for line in file.getvalue().splitlines() if " bounds " in line)
+    assert line.partition(" bounds ")[2].strip().startswith(shown)
+
+
 def test_the_distance_of_fp8_from_bf16_has_the_paired_difference_and_its_prompts() -> None:
     ends = {"difference": -0.03125, "difference_low": -0.125, "difference_high": 0.0625}
     gap = PrecisionGap(nats=0.00798, accuracy=0.5, bf16_accuracy=0.53125, **ends, prompts=32)
@@ -244,7 +255,7 @@ def test_the_distance_of_fp8_from_bf16_has_the_paired_difference_and_its_prompts
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(1.0, "1 exactly"), (1.009255, "1.009255"), (1.0000005, "1.000001"), (1.0 + 2**-40, "1+9e-13")],
+    [(1.0, "1 exactly"), (1.009255, "1.009255"), (1.0000005, "1.000001"), (1.0 + 2**-40, "1+9e-13"), (math.nan, "nan")],
 )
 def test_exact_equality_is_told_from_a_tiny_error(value: float, shown: str) -> None:
     assert format_tmpe(value) == shown

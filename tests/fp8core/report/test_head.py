@@ -8,6 +8,7 @@ from fp8core.report.head import head, mismatch
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import RunData, read_run
 from fp8core.report.step_table import MOST_ROWS, step_rows
+from fp8core.store.run_view import Provenance
 
 SILENT = {"reward/groups_with_signal": 0.0, "rollout/cut_off_share": 1.0}
 
@@ -72,6 +73,10 @@ def test_what_stopped_or_silenced_a_run_comes_before_its_verdict(run: RunData) -
     assert run.view.config is not None
     longer = replace(run, view=replace(run.view, config=run.view.config.model_copy(update={"steps": 80})))
     assert f"fp8-grpo resume {run.view.folder} trains the 76 steps" in head(longer)[-1]
+    one_left = replace(
+        run, view=replace(run.view, config=run.view.config.model_copy(update={"steps": 5})), provenance=Provenance()
+    )
+    assert " trains the 1 step left," in head(one_left)[-1]
     silent = replace(longer, history=history((0.5, 0.5), LEVEL, **SILENT))
     assert head(silent)[-1] == "Next: raise rollout.max_new_tokens."
 

@@ -143,6 +143,7 @@ def test_a_damaged_run_has_a_whole_page(run_copy, damage: str) -> None:
     charts_of(html)
     assert bool(run.missing) == (damage in ("no ledger", "no artifacts", "unreadable configuration"))
     assert ("at the end" in html) == bool(run.missing)
+    assert (" 1 note on" in html) == (len(run.missing) == 1)
 
 
 def test_what_tables_hold_is_escaped() -> None:

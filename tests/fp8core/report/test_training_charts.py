@@ -138,6 +138,21 @@ def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> No
     assert any("Gap" in sentence for sentence in told) != drawn
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (0.0, "Exactly 0 "),
+        (0.125, "Exactly 0.125 "),
+        (123456.0, "Exactly 123,456 "),
+        (0.123456, "About 0.1235 "),
+        (1 + 2**-40, "About 1 "),
+    ],
+)
+def test_a_value_that_is_told_in_fewer_digits_is_not_called_exact(value: float, told: str) -> None:
+    _, (sentence,) = collapsed([Chart("Gap", "step", "nats", [Series("run", [1], [value], 0)])])
+    assert sentence.startswith(told)
+
+
 def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
     equal, other = sample([0.0, 0.0]), sample([0.0, 1e-7])
     charts, told = token_charts([("one", equal), ("two", equal)])
