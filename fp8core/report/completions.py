@@ -96,13 +96,20 @@ class Examples:
         """True if a token that is shown was compared."""
         return any(piece.level is not None for piece in self._pieces())
 
+    @property
+    def unverified(self) -> bool:
+        """True if the log-probs of no completion that is shown were computed again."""
+        return all(completion.unverified for completion in self._completions())
+
     def in_order(self) -> list[Asked]:
         """Early and late of the same prompt beside one another."""
         return [asked for pair in zip_longest(self.early, self.late) for asked in pair if asked is not None]
 
+    def _completions(self) -> Iterator[Completion]:
+        return (completion for one in (*self.early, *self.late) for completion in one.completions)
+
     def _pieces(self) -> Iterator[Piece]:
-        asked = (*self.early, *self.late)
-        return (piece for one in asked for completion in one.completions for piece in completion.pieces)
+        return (piece for completion in self._completions() for piece in completion.pieces)
 
 
 def level_of(difference: float) -> int:
@@ -303,7 +310,9 @@ def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
     prompt = first["prompt_id"] if decode is None else decode(tokens[-MOST_PROMPT_TOKENS:])
     if len(prompt) > MOST_PROMPT_CHARACTERS or (decode is not None and len(tokens) > MOST_PROMPT_TOKENS):
         prompt = f"\u2026{prompt[-MOST_PROMPT_CHARACTERS:]}"
-    return Asked(first["step"], prompt, [_completion(row, decode) for row in rows[:SAMPLES]])
+    # A run that generates ahead compares few: those come first.
+    shown = sorted(rows, key=lambda row: row["trained"] is None)[:SAMPLES]
+    return Asked(first["step"], prompt, [_completion(row, decode) for row in shown])
 
 
 def _completion(row: Row, decode: Decode | None) -> Completion:

@@ -129,6 +129,7 @@ def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) 
     _write_png(figure, path)
 
 
+@rc_context(_STYLE)
 def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
     """Draw both shares of the first `BISECTED` units as horizontal bars, largest share on top.
 
@@ -212,7 +213,8 @@ def _png_figure(width: float, height: float, title: str) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(width, height), dpi=_PNG_DPI, layout=layout)
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=15, wrap=True)
+    # To wrap a title, matplotlib measures text between dollars as a formula, whatever the style.
+    figure.suptitle(title, fontsize=15, wrap="$" not in title)
     return figure
 
 
@@ -287,10 +289,14 @@ def _chart_figure(chart: Chart) -> tuple[Figure, list[Spot]]:
             for x, y in series.finite():
                 values[x].append(f"{series.label}: {short(y)}")
     ordered, limits = sorted(values), axes.get_xlim()
-    # A column for each x, from half-way to its neighbour to half-way to the next.
-    edges = pairwise([limits[0], *((a + b) / 2 for a, b in pairwise(ordered)), limits[1]])
+    if any(series.mark == "outline" for series in chart.series):
+        # A column for each bar, which begins at its x; the last x is the end of the last one.
+        edges = ordered
+    else:
+        # A column for each x, from half-way to its neighbour to half-way to the next.
+        edges = [limits[0], *((a + b) / 2 for a, b in pairwise(ordered)), limits[1]]
     words = ["\n".join([f"{chart.x_label} {short(x)}", *values[x]]) for x in ordered]
-    return figure, [Spot(axes, a, b, text) for (a, b), text in zip(edges, words, strict=False)]
+    return figure, [Spot(axes, a, b, text) for (a, b), text in zip(pairwise(edges), words, strict=False)]
 
 
 def _stack_figure(stack: Stack) -> tuple[Figure, list[Spot]]:

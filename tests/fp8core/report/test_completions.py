@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,18 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
     for done in completions:
         assert {piece.level for piece in done.pieces} == {None if done.unverified else 0}
     assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
+    picked = pick_completions(data.view, compared_artifacts(data.view), [])
+    assert picked is not None
+    verified = [sum(row["trained"] is not None for row in rows) for rows in picked.in_order()]
+    assert [sum(not done.unverified for done in asked.completions) for asked in data.examples.in_order()] == [
+        min(SAMPLES, count) for count in verified
+    ], "what was compared is shown first"
+    bare = [
+        replace(one, completions=[done for done in one.completions if done.unverified]) for one in data.examples.early
+    ]
+    page = report_html([replace(data, examples=replace(data.examples, early=bare, late=[]))])
+    assert "None of these completions was compared." in page
+    assert "tokenizer that can be read" not in page
     monkeypatch.setattr(module, "PROMPTS", 100)
     every = pick_completions(data.view, compared_artifacts(data.view), [])
     assert every is not None

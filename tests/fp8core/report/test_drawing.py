@@ -89,6 +89,16 @@ def test_pointing_at_a_step_shows_the_values_of_all_series() -> None:
     assert titles(chart(*series)) == ["step 1\none: 0.25\ntwo: 0.5", "step 2\none: 1"]
 
 
+def test_pointing_at_a_bar_of_a_histogram_shows_its_share() -> None:
+    histogram = chart(Series("run", [-1.5, -0.5, 0.5, 1.5], [0.1, 0.8, 0.1, 0.0], 0, "outline"))
+    assert titles(histogram) == ["step -1.5\nrun: 0.1", "step -0.5\nrun: 0.8", "step 0.5\nrun: 0.1"]
+    places = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", figure_html(histogram))
+    (first, second, third) = [(float(left), float(width)) for left, width in places]
+    assert first[1] == pytest.approx(second[1], abs=0.02) == third[1], "bars are equally wide"
+    # The middle bar is in the middle of the axes, which reach from 58 to 390 of 400 pixels.
+    assert second[0] + second[1] / 2 == pytest.approx(100 * (58 + 390) / 2 / 400, abs=0.05)
+
+
 def test_styles_are_told_apart_by_more_than_colour() -> None:
     styles = range(28)
     assert len({(style % len(COLOURS), style % len(DASHES), style % len(MARKERS)) for style in styles}) == len(styles)
@@ -243,3 +253,10 @@ def test_both_shares_are_drawn_to_scale_and_a_long_ranking_is_cut(tmp_path):
     assert pixels(part, COLOURS[0]) == pytest.approx(pixels(whole, COLOURS[0]), rel=0.1)
     assert imread(tmp_path / "many.png").shape[:2] == (200 + 34 * BISECTED, 1200)
     assert len(bisection_text(many).splitlines()) == BISECTED + 32
+
+
+def test_a_dollar_in_a_title_is_no_formula(tmp_path: Path) -> None:
+    for title in ("runs/$\\foo$ against BF16", "runs/a$b$c_x"):
+        draw_bisection(RANKED, tmp_path / "a.png", title)
+        draw_png([chart(line([0, 1]))], tmp_path / "b.png", title)
+        assert [imread(tmp_path / name).shape[1] for name in ("a.png", "b.png")] == [1200, 600]
