@@ -8,7 +8,7 @@ from fp8core.config.parity import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult, changes
-from fp8core.report.chart import Bound, Chart, collapsed, short
+from fp8core.report.chart import Bound, Chart, collapsed, counted, short
 from fp8core.report.pages import Section, Table, charted, render_page
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import answer
@@ -45,9 +45,9 @@ def parity_html(
 ) -> str:
     """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
-    seeds = f"Mean over {len(result.seeds)} seeds."
+    seeds = "Mean over the seeds of each variant."
     found = [
-        f"{label}, mean over its seeds: {answer(history, short, prompts=_prompts(runs[label])).words}."
+        f"{label}, mean over {counted(len(runs[label]), 'seed')}: {_answer(history, runs[label])}."
         for label, history in compared
     ]
     alignment = (curve_chart(curve, compared, _verdict_bounds(curve, config)) for curve in (*ALIGNMENT, WORST_TOKEN))
@@ -140,6 +140,13 @@ def changes_table(before: ParityResult, result: ParityResult) -> Table:
     """The differences from an earlier parity run."""
     rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, result)]
     return Table("What changed", ["kind", "what", "before", "now"], rows)
+
+
+def _answer(history: History, runs: Sequence[RunData]) -> str:
+    """The answer of a variant: its learning is that of the mean, its two policies are compared in every run."""
+    measured = [row for run in runs for row in run.history]
+    left = max(run.left for run in runs)
+    return answer(history, short, prompts=_prompts(runs), left=left, measured=measured).words
 
 
 def _prompts(runs: Sequence[RunData]) -> int | None:

@@ -23,7 +23,7 @@ from fp8core.report.console import format_tmpe
 from fp8core.report.drawing import figure_html
 from fp8core.report.head import head, mismatch, three
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
-from fp8core.report.run_verdict import rollout_speed
+from fp8core.report.run_verdict import rollout_speed, token_mean
 from fp8core.report.silence import mean_shares
 from fp8core.report.step_table import COLUMNS, step_rows
 from fp8core.report.summary import MISSING, edge_steps, first_steps, last_steps, precision_gap
@@ -173,9 +173,9 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("held-out accuracy at step 0, FP8 - BF16, paired, with 95 % interval", _gap_difference),
         ("completion length, last step (tokens)", _over(LENGTH, lambda values: values[-1])),
         ("entropy, last step (nats per token)", _over(ENTROPY, lambda values: values[-1])),
-        ("token multiplicative probability error, mean", _over(TMPE, fmean, format_tmpe)),
+        ("token multiplicative probability error, mean", _by_token(TMPE, format_tmpe)),
         ("token multiplicative probability error, largest", _over(TMPE, max, format_tmpe)),
-        ("k3 divergence, mean (nats)", _over(K3, fmean)),
+        ("k3 divergence, mean (nats)", _by_token(K3)),
         ("k3 divergence, largest (nats)", _over(K3, max)),
         ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
@@ -284,6 +284,14 @@ def _over(
     def value(run: RunData) -> str:
         _, values = series(run.history, metric)
         return form(summary(values)) if values else MISSING
+
+    return value
+
+
+def _by_token(metric: str, form: Callable[[float], str] = short) -> Callable[[RunData], str]:
+    def value(run: RunData) -> str:
+        mean = token_mean(run.history, metric)
+        return MISSING if mean is None else form(mean)
 
     return value
 

@@ -52,6 +52,7 @@ def answer(
     *,
     prompts: int | None = None,
     left: int = 0,
+    measured: History | None = None,
 ) -> Answer:
     """The answer of a history.
 
@@ -61,13 +62,27 @@ def answer(
         why: the reason where the run is unverifiable, if it is known.
         prompts: that held-out accuracy is the mean of; None: not known, and so is its noise.
         left: steps that the run still has to make.
+        measured: rows that compare the two policies, where `history` is the mean of several runs; None: `history`.
     """
+    measured = history if measured is None else measured
     learning, reasons, reward = _learning(history, form, prompts, left)
-    agreement, compared = _agreement(history, form)
-    if any(row.get(UNVERIFIABLE) for row in history):
+    agreement, compared = _agreement(measured, form)
+    if any(row.get(UNVERIFIABLE) for row in measured):
         compared += "; unverifiable" if why is None else f"; unverifiable, as {why}"
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {compared}"
     return Answer(learning, agreement, reward, compared, words[0].upper() + words[1:])
+
+
+def token_mean(history: History, metric: str) -> float | None:
+    """The mean over all compared tokens of a metric that is that of a step; without their number, over steps.
+
+    None where no step has it.
+    """
+    rows = [row for row in history if metric in row]
+    counted = [(row[metric], row[COMPARED]) for row in rows if row.get(COMPARED)]
+    if counted:
+        return sum(value * tokens for value, tokens in counted) / sum(tokens for _, tokens in counted)
+    return fmean(row[metric] for row in rows) if rows else None
 
 
 def rollout_speed(run: RunData) -> float | None:
@@ -142,6 +157,6 @@ def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreemen
         return "equal", f"rollout and training agree bit for bit on all {whole}"
     share = f"on {form(100 * sum(differing) / sum(tokens))} % of {whole}" if differing and sum(tokens) else ""
     found = [f"rollout and training differ {share}".strip()]
-    if errors:
-        found.append(f"error a token {format_tmpe(fmean(errors))} in the mean, {format_tmpe(max(errors))} at most")
+    if (mean := token_mean(history, TMPE)) is not None:
+        found.append(f"error a token {format_tmpe(mean)} in the mean, {format_tmpe(max(errors))} at most")
     return "different", ", ".join(found)

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -58,6 +59,31 @@ def test_the_page_says_verdict_reasons_and_changes(runs, mixed_run, night):
     assert "No earlier run" in parity_html(night, measured, runs, None, ParityConfig())
     same = parity_html(night, measured, runs, night, ParityConfig())
     assert "Nothing changed." in same
+
+
+def test_an_answer_counts_the_seeds_tokens_and_steps_of_all_trainings(runs, night) -> None:
+    (run,) = runs["bf16"]
+    assert run.view.config is not None
+    begun = replace(run.view, config=run.view.config.model_copy(update={"steps": 80}))
+    first, second = (
+        [
+            {
+                "step": step,
+                "reward/mean": 0.5 + 0.1 * (step % 2),
+                "alignment/token_mult_prob_error": error,
+                "alignment/tokens_differing": 5.0,
+                "alignment/tokens": 50.0,
+            }
+            for step in range(1, 21)
+        ]
+        for error in (1.0, 1.2)
+    )
+    whole, cut = (replace(run, history=first), replace(run, history=second, view=begun))
+    page = parity_html(night, [], {"bf16": [whole], "fp8-end-to-end-kv": [whole, cut]}, None, ParityConfig())
+    one, two = re.findall(r'<p class="answer">([^<]*mean over[^<]*)</p>', page)
+    assert one.startswith("bf16, mean over 1 seed: Not learned")
+    assert two.startswith("fp8-end-to-end-kv, mean over 2 seeds: Too short to tell")
+    assert two.endswith("differ on 10 % of 2,000 tokens, error a token 1.100000 in the mean, 1.200000 at most.")
 
 
 def test_the_markdown_has_every_table(runs, night):

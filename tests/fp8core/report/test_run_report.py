@@ -8,7 +8,7 @@ import pytest
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.report.chart import Bound
-from fp8core.report.pages import Section, Table, key_charts, render_page, report_html
+from fp8core.report.pages import Section, Table, key_charts, number_rows, render_page, report_html
 from fp8core.report.run_data import read_run, read_runs
 from fp8core.report.training_charts import configured_bounds, training_charts
 from fp8core.store.metrics import TMPE
@@ -98,6 +98,18 @@ def test_the_page_says_what_the_runs_came_to_and_how_they_differ(both: str, whol
     gap = whole_run.store.get_json(whole_run.ledger.artifacts(0)["precision_gap"])
     ends = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**gap["difference"])
     assert f"<td>{ends} on {gap['prompts']} prompts</td>" in both.replace("&#43;", "+")
+
+
+def test_means_of_the_alignment_are_over_tokens(whole_run) -> None:
+    names = "token_mult_prob_error", "k3_kl", "tokens"
+    steps = [(2.0, 1.0, 10.0), (1.0, 0.0, 990.0)]
+    history = [
+        {"step": step, **{f"alignment/{name}": value for name, value in zip(names, values, strict=True)}}
+        for step, values in enumerate(steps, 1)
+    ]
+    rows = dict(number_rows([replace(read_run(whole_run.folder, "run"), history=history)]))
+    assert rows["token multiplicative probability error, mean"] == "1.010000"
+    assert rows["k3 divergence, mean (nats)"] == "0.01"
 
 
 def test_bounds_that_a_run_stops_at_replace_the_usual_ones(whole_run, mixed_run, run_copy) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fp8core.report.chart import short
 from fp8core.report.head import head
 from fp8core.report.run_data import read_run
-from fp8core.report.run_verdict import answer
+from fp8core.report.run_verdict import answer, token_mean
 
 
 def history(rewards, heldout=(), error=1.0, differing=0.0):
@@ -119,6 +119,14 @@ def test_equal_is_said_of_equal_bits_alone(error, differing, agreement, shown) -
     found = answer(history(RISING, (), error, differing), short)
     assert found.agreement == agreement
     assert shown in found.words
+
+
+def test_the_mean_error_is_that_of_all_tokens() -> None:
+    rows = [row | {"alignment/tokens": count} for row, count in zip(history([0.5] * 2), (10.0, 990.0), strict=True)]
+    rows[0] |= {"alignment/token_mult_prob_error": 2.0, "alignment/tokens_differing": 5.0}
+    assert "error a token 1.010000 in the mean, 2.000000 at most" in answer(rows, short).words
+    older = [{name: value for name, value in row.items() if name != "alignment/tokens"} for row in rows]
+    assert token_mean(older, "alignment/token_mult_prob_error") == 1.5
 
 
 def test_a_run_without_measurements_has_an_answer() -> None:
