@@ -58,8 +58,8 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
         version = version_of("sglang")
     except PackageNotFoundError:
         raise UserError(
-            "rollout.engine=sglang: SGLang is not installed; on Hopper, in an environment of its own, pip install "
-            "'fp8-grpo[sglang]' (a checkout has make env-sglang)"
+            "rollout.engine=sglang: SGLang is not installed; "
+            "pip install 'fp8-grpo[sglang]' on Hopper, in an environment of its own"
         ) from None
     if version != SUPPORTED:
         raise UserError(

@@ -86,7 +86,7 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
     if not found:
         raise UserError(
             "rollout.engine=vllm: vLLM is not installed; "
-            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm in a checkout for CPUs"
+            "pip install 'fp8-grpo[vllm]' on Hopper, or make env-vllm for CPUs"
         )
     if len(found) > 1:
         raise UserError(

@@ -93,7 +93,7 @@ def _refused(found, *complaints):
 @pytest.mark.parametrize(
     ("platform", "version", "complaint"),
     [
-        ("sm_90", None, "not installed; on Hopper, in"),
+        ("sm_90", None, "not installed; pip install"),
         ("sm_90", "0.5.14", r"sglang 0\.5\.14 is installed, this engine supports sglang 0\.5\.15"),
         ("sm_90", "0.5.15.post1", r"sglang 0\.5\.15\.post1 is installed"),
         ("sm_100", "0.5.15", "on sm_100: this engine supports it on sm_90"),
