@@ -234,7 +234,7 @@ def test_what_would_not_be_equal_is_refused_in_one_line(source, settings, reason
 
 
 def test_a_step_that_scores_needs_its_source():
-    with pytest.raises(UserError, match=r"^step train: tasks.train:train_scoring needs logprobs\.source"):
+    with pytest.raises(UserError, match=r"^logprobs\.source=pass: step train is tasks\.train:train_scoring"):
         load_config("tiny", {"pipeline.steps.train.uses": "tasks.train:train_scoring"})
 
 
