@@ -152,7 +152,7 @@ def test_the_last_cluster_of_this_machine_that_is_gone_is_told_with_its_address(
     # Before the file that a crashed head leaves, Ray takes the variable.
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     assert cli.main(["doctor", "--address", "auto"]) == 2
-    said = rf"fp8-grpo: --address auto: no running cluster answers; \S+:{port} was tried\n"
+    said = rf"fp8-grpo: --address auto: no running cluster answers; \S+:{port} \(RAY_ADDRESS\) was tried\n"
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
