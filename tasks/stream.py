@@ -8,7 +8,6 @@ from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes
 from fp8core.run.stream_step import (
     behaviour_table,
-    check_whole,
     chunks_ahead,
     opened_stream,
     stream_rollouts,
@@ -99,8 +98,11 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     if not in_flight:
         drain(opened, index - 1, until_halted(run), written)
     written.attach_turns(opened.rows)
-    # A run cannot play again those of a stored stream.
-    check_whole(run, index, opened, judged)
+    # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
+    for batch in opened.whole():
+        if batch not in judged:
+            rows = [row for row in opened.rows if row.batch == batch]
+            check_episodes(run, index, f"rollouts of step {batch}", turns_of(rows))
     return {
         "next_stream": store.put_table("stream", table_in_flight(run, opened.rows)),
         "schedule": store.put_json("schedule", {"version": index - 1, "chunks": chunks}),

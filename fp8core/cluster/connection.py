@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fp8core.config.capability import Node, this_node
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
-from fp8core.processes.variables import chosen_variables, set_variables
+from fp8core.processes.variables import set_variables, variables
 
 _CONNECT_SECONDS = 5.0
 # For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
@@ -195,7 +195,7 @@ def _refuse_others(address: str, named: str) -> None:
             asked.kill()
     if address == "auto":
         # Perhaps of a head that has crashed, and is still the last one that was started here.
-        origin = " (RAY_ADDRESS)" if chosen_variables(["RAY_ADDRESS"]).get("RAY_ADDRESS") else ""
+        origin = " (RAY_ADDRESS)" if variables().get("RAY_ADDRESS") else ""
         why = f"no running cluster answers; {asked_at}{origin} was tried"
     raise UserError(f"{named}: {why}")
 

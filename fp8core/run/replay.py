@@ -255,7 +255,7 @@ def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: S
     for difference in causes(stored, now):
         fields[difference.path.partition(".")[0]].append(difference)
     for field, differing in fields.items():
-        changes = ", ".join(_change(difference, field) for difference in differing)
+        changes = ", ".join(difference.change(field) for difference in differing)
         match field:
             case "code_version":
                 yield f"code version differs: made by {shown(differing[0].ours)}, this is {shown(differing[0].theirs)}"
@@ -275,7 +275,7 @@ def _other_hardware(stored: StepManifest) -> Iterator[str]:
     """Even exact numbers are promised for one family of processors only."""
     machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
     if machine:
-        yield f"hardware differs: {', '.join(_change(difference, 'hardware') for difference in machine)}"
+        yield f"hardware differs: {', '.join(difference.change('hardware') for difference in machine)}"
 
 
 def _lost_cache(original: RunSnapshot, config: RunConfig, first: int, index: int) -> Iterator[str]:
@@ -288,11 +288,6 @@ def _lost_cache(original: RunSnapshot, config: RunConfig, first: int, index: int
             "a cache of older weights is stored nowhere (pipeline.recompute_kv_cache_after_weight_update=false): "
             "completions in flight go on from another one here"
         )
-
-
-def _change(difference: Difference, field: str) -> str:
-    key = difference.path.removeprefix(field).removeprefix(".")
-    return f"{key} {shown(difference.ours)} -> {shown(difference.theirs)}".strip()
 
 
 def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> None:

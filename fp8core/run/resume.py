@@ -22,7 +22,7 @@ from fp8core.run.recompute import (
     rewind_with_engine,
 )
 from fp8core.run.restart_completions import restart_completions_of_lost_policies, restart_episodes_answered_otherwise
-from fp8core.store.json_text import shown, value_differences
+from fp8core.store.json_text import value_differences
 from fp8core.store.manifest import StepRecord, library_versions
 from fp8core.store.metrics import STEP
 
@@ -96,12 +96,9 @@ def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:
     for part, described in now.items():
         if before.executed.get(part, {}) != described:
             run.console.note(f"{named[part]}: its code or libraries are others than at step {last}")
-    changed = [
-        f"{each.path.removeprefix('.')} {shown(each.ours)} -> {shown(each.theirs)}"
-        for each in value_differences("", {**before.versions}, {**library_versions()})
-    ]
-    if changed:
-        run.console.note(f"libraries differ from those of step {last}: {', '.join(changed)}; steps redone may differ")
+    libraries = value_differences("", {**before.versions}, {**library_versions()})
+    if changed := ", ".join(each.change("") for each in libraries):
+        run.console.note(f"libraries differ from those of step {last}: {changed}; steps redone may differ")
 
 
 def history(run: RunContext) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
 """The stream of completions in a step: opened, its pace beside the update, and as tables."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import pyarrow as pa
@@ -12,7 +12,7 @@ from fp8core.rollout.engine import Completion, Finish
 from fp8core.rollout.stream import DroppingStream, Pace, Row, Stream, chunks_of, group_of
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
-from fp8core.run.rollouts import check_episodes, rollout_table
+from fp8core.run.rollouts import rollout_table
 from fp8core.run.scoring import token_batch
 from fp8core.run.stream_writers import stream_rows, stream_table
 from fp8core.store.artifacts import Ref
@@ -77,17 +77,6 @@ def _longest(run: RunContext) -> int:
     environment, most = run.config.environment, run.config.rollout.max_new_tokens
     chunks = -(-most // run.config.pipeline.chunk_tokens)
     return chunks if environment is None else min(most, chunks + environment.max_turns)
-
-
-def check_whole(run: RunContext, index: int, opened: Stream, judged: Collection[int]) -> None:
-    """As `check_episodes` for the steps whose prompts are complete now, but for those that were `judged` before.
-
-    One prompt may well fail, so only whole steps are judged.
-    """
-    for batch in opened.whole():
-        if batch not in judged:
-            rows = [row for row in opened.rows if row.batch == batch]
-            check_episodes(run, index, f"rollouts of step {batch}", turns_of(rows))
 
 
 def turns_of(rows: Sequence[Row]) -> pa.Table:

@@ -327,8 +327,8 @@ class EpisodeWriter:
 
     def has_more(self, rows: Sequence[Row]) -> bool:
         """True if an episode is over and durable whose row is in flight."""
-        over = {*self.durable}
-        return any(not row.finish and _sample(row) in over for row in rows)
+        played = (self._played.get(_sample(row)) for row in rows if not row.finish)
+        return any(each is not None and each.over for each in played)
 
     def _number(self, place: GroupPlace) -> int:
         """The group of a place, by which an episode goes on."""

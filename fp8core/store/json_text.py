@@ -92,6 +92,11 @@ class Difference:
     def __str__(self) -> str:
         return f"{self.path}: {shown(self.ours)} against {shown(self.theirs)}"
 
+    def change(self, above: str) -> str:
+        """As a change from the first value to the second, the path without the part `above`."""
+        key = self.path.removeprefix(above).removeprefix(".")
+        return f"{key} {shown(self.ours)} -> {shown(self.theirs)}".strip()
+
 
 def value_differences(path: str, ours: JsonValue, theirs: JsonValue) -> Iterator[Difference]:
     """The leaves below `path` in which two JSON values differ; lists are leaves."""

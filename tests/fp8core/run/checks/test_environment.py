@@ -153,6 +153,17 @@ def test_a_first_message_that_has_no_tokens_is_refused():
         check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
 
 
+def tried(tmp_path, line):
+    """The configuration of an environment whose `step` is this line, and what it replies to a trial."""
+    place = tmp_path / "own.py"
+    place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
+    options = {"begun": str(tmp_path / "begun")}
+    config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
+    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
+    with closing(build_environment(config.environment)) as pool:
+        return config, trial(problem, config, pool)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -164,13 +175,8 @@ def test_a_first_message_that_has_no_tokens_is_refused():
     ],
 )
 def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
-    place = tmp_path / "own.py"
-    place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
-    options = {"begun": str(tmp_path / "begun")}
-    config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
-    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
-    with closing(build_environment(config.environment)) as pool:
-        found = failed_trial(trial(problem, config, pool), config)
+    config, replies = tried(tmp_path, line)
+    found = failed_trial(replies, config)
     assert found is None if said is None else re.match(said, found)
 
 
@@ -187,13 +193,7 @@ def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
     ],
 )
 def test_an_environment_that_returns_no_reply_is_refused(tmp_path, line, said):
-    place = tmp_path / "own.py"
-    place.write_text(ENVIRONMENT.replace('return Outcome("judge")', line))
-    options = {"begun": str(tmp_path / "begun")}
-    config = load_config("tiny", {"environment": {"name": f"{place}:Own", "options": options}})
-    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
-    with closing(build_environment(config.environment)) as pool:
-        replies = trial(problem, config, pool)
+    config, replies = tried(tmp_path, line)
     refused = nullcontext() if said is None else pytest.raises(UserError, match=rf"environment\.name=.*:Own: {said}")
     with refused:
         refuse_invalid(replies, config)
