@@ -24,9 +24,6 @@ Predictions, written before the first measurement, for 256 x (512 + 512) of Qwen
 
 Predicted for the headline cells, 256 x (512 + 3072) and 512 x (512 + 2048), on an H200: BF16 7,300 and 8,000 tokens/s,
 FP8 10,500 and 12,500, aligned 14,500 and 18,000: vLLM's with the ratios of the short cell, and vLLM's own for aligned.
-
-Predicted for the short cell aligned, once one kernel makes the codes of Q and writes those of K and V, where four did,
-and our kernels are launched while those before them run, as SGLang's products are: 18,900 instead of 18,078.
 """
 
 import argparse

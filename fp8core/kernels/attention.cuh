@@ -43,12 +43,6 @@ __device__ __forceinline__ u32 round_to_e4m3(float first, float second) {
     return y;
 }
 
-// Until the kernels before have ended and all that they wrote is there. Each kernel begins with it, because it is launched
-// while they run (`cuda.Kernel.launch`). The next one may take what multiprocessors have left.
-__device__ __forceinline__ void wait_for_inputs() {
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
-}
-
 __device__ __forceinline__ float sum_of_half2(u32 pair) {
     float y;
     asm("{ .reg .b16 l, h; .reg .f32 x; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; cvt.f32.f16 x, h; add.f32 %0, %0, x; }"

@@ -20,31 +20,11 @@ from torch import Tensor
 from fp8core.errors import UserError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _FOLDER = Path(__file__).parent
 
 
 class CudaError(RuntimeError):
     """A call of NVRTC or of the driver failed; the message names it, and holds the compiler's log if there is one."""
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with an int as its value, of a union of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    )
 
 
 class Kernel:
@@ -74,10 +54,7 @@ class Kernel:
         _driver("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared)
 
     def launch(self, grid: Sequence[int], threads: int, arguments: Sequence[Tensor | int | float]) -> None:
-        """Launch on the current stream, as soon as the kernels before have multiprocessors to spare.
-
-        The kernel itself waits for their end before it reads or writes (`wait_for_inputs` in attention.cuh), so nothing
-        but the latency of its launch is hidden.
+        """Launch on the current stream.
 
         Args:
             grid: blocks along x, y and z.
@@ -86,10 +63,8 @@ class Kernel:
         """
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attribute = _Attribute(id=_DEPENDENT_LAUNCH, value=1)
-        stream = torch.cuda.current_stream().cuda_stream
-        launch = _Launch(tuple(grid), (threads, 1, 1), self._shared, stream, ctypes.pointer(attribute), 1)
-        _driver("cuLaunchKernelEx", ctypes.byref(launch), self._function, pointers, None)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _driver("cuLaunchKernel", self._function, *grid, threads, 1, 1, self._shared, stream, pointers, None)
 
 
 @cache

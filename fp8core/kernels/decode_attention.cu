@@ -200,7 +200,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     const float* __restrict__ query_scale, const float* __restrict__ key_scale, const float* __restrict__ value_scale,
     float softmax_scale, u16* __restrict__ output, i64 output_stride, float* __restrict__ partial,
     int* __restrict__ arrived) {
-    wait_for_inputs();
     extern __shared__ uint4 queue[];  // [WARPS][STAGES][STAGE], and after the last tile O of every warp
     float(*const shared_o)[GROUP][HEAD_DIM] = reinterpret_cast<float(*)[GROUP][HEAD_DIM]>(queue);
     __shared__ float shared_maximum[WARPS][8], shared_sum[WARPS][8];

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8core.kernels.quantise import DEPENDENT_LAUNCH, to_bf16, to_e4m3, wait_for_inputs
+from fp8core.kernels.quantise import to_bf16, to_e4m3
 from fp8core.numerics.fused import HeadLayout, Heads, limits_of
 from fp8core.numerics.kv_scales import LayerScales
 
@@ -68,50 +68,14 @@ def _head_codes_kernel(
 
 
 @triton.jit
-def _store_codes_kernel(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    q_scale: tl.tensor,
-    k_scale: tl.tensor,
-    v_scale: tl.tensor,
-    codes: tl.tensor,
-    keys: tl.tensor,
-    cached: tl.tensor,
-    slots: tl.tensor,
-    tokens: tl.tensor,
-    query_width: tl.tensor,
-    kv_width: tl.tensor,
-    q_pitch: tl.tensor,
-    k_pitch: tl.tensor,
-    v_pitch: tl.tensor,
-    block_stride: tl.tensor,
-    key_stride: tl.tensor,
-    head_stride: tl.tensor,
-    page: tl.constexpr,
-    head: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
+def _codes_of_scale_tensor_kernel(
+    x: tl.tensor, codes: tl.tensor, scale: tl.tensor, width: tl.tensor, pitch: tl.tensor, columns: tl.constexpr
 ) -> None:
-    wait_for_inputs()
-    kind, block = _kind(query_width, kv_width, columns)
-    x = q if kind == 0 else (k if kind == 1 else v)
-    scale = tl.load(q_scale if kind == 0 else (k_scale if kind == 1 else v_scale))
-    pitch = tl.where(kind == 0, q_pitch, tl.where(kind == 1, k_pitch, v_pitch))
-    token = tl.program_id(1) * rows + tl.arange(0, rows)
-    column = (block * columns + tl.arange(0, columns))[None, :]
-    inside = (token < tokens)[:, None] & (column < tl.where(kind == 0, query_width, kv_width))
-    token = token.to(tl.int64)
-    values = tl.load(x + token[:, None] * pitch + column, mask=inside, other=0.0).to(tl.float32)
-    written = to_e4m3(tl.div_rn(values, scale))
-    if kind == 0:
-        tl.store(codes + token[:, None] * query_width + column, written, mask=inside)
-    else:
-        slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
-        place = slot // page * block_stride + slot % page * key_stride
-        out = keys if kind == 1 else cached
-        at = place[:, None] + column // head * head_stride + column % head
-        tl.store(out + at, written, mask=inside & (slot >= 0)[:, None])
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    inside = column < width
+    value = tl.load(x + token * pitch + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(codes + token * width + column, to_e4m3(tl.div_rn(value, tl.load(scale))), mask=inside)
 
 
 @triton.jit
@@ -145,35 +109,22 @@ def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
     return _parts(qkv, layout, scales, torch.float8_e4m3fn)
 
 
-def store_codes(heads: Heads, scales: Heads, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
-    """E4M3 codes of Q; those of K and V go to their places in a paged cache.
-
-    Scales and places lie on the device, so that captured graphs read them anew.
+def codes_of_scale_tensor(x: Tensor, scale: Tensor) -> Tensor:
+    """E4M3 codes of one tensor under a scale that lies on its device, so that captured graphs read it anew.
 
     Args:
-        heads: Q, K and V, BF16 [tokens, ...], of which each token's elements lie one after the other.
-        scales: of these, FP32 of one element.
-        keys: E4M3 [blocks, page, kv_heads, head_dim], whose last stride is 1; written to.
-        values: likewise, of the same strides.
-        slots: block * page + place in it, of the first tokens, integers; where it is negative nothing is stored.
+        x: BF16 [tokens, ...], of which each token's elements lie one after the other.
+        scale: FP32 [1].
 
     Returns:
-        E4M3 of the shape of Q, contiguous; undefined for tokens without a slot.
+        E4M3 of the shape of x, contiguous.
     """
-    q, (_, page, kv_heads, head_dim) = heads[0], keys.shape
-    assert keys.stride() == values.stride()
-    assert keys.stride(3) == 1
-    codes = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=q.device)
-    if tokens := len(slots):
-        assert all(x.flatten(1).data_ptr() == x.data_ptr() for x in heads), "a token's elements lie apart"
-        widths = q[0].numel(), kv_heads * head_dim
-        strides = *(x.stride(0) for x in heads), *keys.stride()[:3]
-        grid = (_blocks(*widths), triton.cdiv(tokens, _TOKENS))
-        with torch.cuda.device_of(q):
-            _store_codes_kernel[grid](
-                *heads, *scales, codes, keys, values, slots, tokens, *widths, *strides,
-                page, head_dim, _TOKENS, _COLUMNS, **DEPENDENT_LAUNCH,
-            )  # fmt: skip
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    tokens, width = len(x), x[:1].numel()
+    if tokens:
+        assert x.flatten(1).data_ptr() == x.data_ptr(), "a token's elements lie apart"
+        grid = (tokens, triton.cdiv(width, _COLUMNS))
+        _codes_of_scale_tensor_kernel[grid](x, codes, scale, width, x.stride(0), _COLUMNS)
     return codes
 
 
@@ -213,9 +164,6 @@ def _sizes(qkv: Tensor, layout: HeadLayout) -> tuple[int, int, int]:
 
 
 def _grid(qkv: Tensor, layout: HeadLayout) -> tuple[int, int]:
-    tokens, *widths = _sizes(qkv, layout)
-    return _blocks(*widths), int(triton.cdiv(tokens, _TOKENS))
-
-
-def _blocks(query_width: int, kv_width: int) -> int:
-    return int(triton.cdiv(query_width, _COLUMNS) + 2 * triton.cdiv(kv_width, _COLUMNS))
+    tokens, query_width, kv_width = _sizes(qkv, layout)
+    blocks = triton.cdiv(query_width, _COLUMNS) + 2 * triton.cdiv(kv_width, _COLUMNS)
+    return int(blocks), int(triton.cdiv(tokens, _TOKENS))

@@ -87,15 +87,10 @@ def _deep_gemm_on(device: torch.device) -> Any | None:
 
     DeepGEMM calls the driver, which looks for a context in the calling thread. A kernel of torch binds one. Where a
     backward begins with a product, as with a frozen head, its thread has run none before.
-
-    A product is launched while the kernel before it runs, and waits for that kernel's end itself. So decoding does not
-    wait for launches.
     """
     library = deep_gemm()
     if library is not None and not getattr(_thread, "has_context", False):
         torch.zeros(1, device=device)
-        if hasattr(library, "set_pdl"):  # not in every build of it
-            library.set_pdl(True)
         _thread.has_context = True
     return library
 

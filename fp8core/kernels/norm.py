@@ -26,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.kernels.quantise import (
-    DEPENDENT_LAUNCH,
     ColumnCodes,
     RowCodes,
     codes_of,
@@ -36,7 +35,6 @@ from fp8core.kernels.quantise import (
     scale_and_inverse,
     store_columns,
     to_bf16,
-    wait_for_inputs,
 )
 from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, finite_check
 
@@ -129,7 +127,6 @@ def _add_norm_kernel(
     groups: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, groups)[:, None] * group + tl.arange(0, group)[None, :]
     inside, at = column < columns, row * columns + column
@@ -158,7 +155,6 @@ def _add_norm_row_codes_kernel(
     groups: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     left = tl.arange(0, groups)
     column = left[:, None] * group + tl.arange(0, group)[None, :]
@@ -365,7 +361,7 @@ def _groups(columns: int) -> int:
 
 
 def _options(columns: int) -> dict[str, int | bool]:
-    return {"num_warps": _warps(columns, _FORWARD_ELEMENTS), "enable_fp_fusion": False, **DEPENDENT_LAUNCH}
+    return {"num_warps": _warps(columns, _FORWARD_ELEMENTS), "enable_fp_fusion": False}
 
 
 def _backward_options(block: int) -> dict[str, int | bool]:

@@ -29,23 +29,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check, round_up
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-DEPENDENT_LAUNCH = {} if INTERPRETED else {"launch_pdl": True}
-"""Launches a kernel while the one before it runs, for kernels that begin with `wait_for_inputs`."""
-
-
-@triton.jit
-def wait_for_inputs() -> None:
-    """Until the kernels before have ended and all that they wrote is there; the next one may be launched."""
-    if not INTERPRETED:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -332,7 +319,6 @@ def _rows_kernel(
     block: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    wait_for_inputs()
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _load(x, row, column, rows, columns)
@@ -403,9 +389,9 @@ def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Cod
     rows, columns = x.shape
     out = RowCodes.empty(rows, columns, x.device)
     grid = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM))
-    sizes = rows, columns, out.scales.stride(0)
+    pitch = out.scales.stride(0)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
-        _rows_kernel[grid](x, *out, not_finite, *sizes, rule == "pow2", _ROWS_PER_PROGRAM, TILE, **DEPENDENT_LAUNCH)
+        _rows_kernel[grid](x, *out, not_finite, rows, columns, pitch, rule == "pow2", _ROWS_PER_PROGRAM, TILE)
     return out.result()
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.kernels.norm import column_sums, inverse_rms, normalise
-from fp8core.kernels.quantise import DEPENDENT_LAUNCH, to_bf16, wait_for_inputs
+from fp8core.kernels.quantise import to_bf16
 from fp8core.numerics.fused import HeadLayout
 
 _TOKENS, _HEADS = 4, 8
@@ -96,7 +96,6 @@ def _forward_kernel(
     half: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    wait_for_inputs()
     _head, _stop, kind = _first_head(query_heads, kv_heads, heads)
     start = tl.program_id(1) * per
     token, at, inside, column = _places(start, tokens, query_heads, kv_heads, per, heads, half, block)
@@ -181,7 +180,7 @@ def norm_rotate(
     with torch.cuda.device_of(qkv):
         _forward_kernel[grid](
             qkv, out, q_norm, k_norm, cos, sin, positions, qkv.shape[0], layout.query_heads, layout.kv_heads,
-            eps, norms is not None, _TOKENS, _HEADS, *_half(layout), enable_fp_fusion=False, **DEPENDENT_LAUNCH,
+            eps, norms is not None, _TOKENS, _HEADS, *_half(layout), enable_fp_fusion=False,
         )
     # fmt: on
     return out

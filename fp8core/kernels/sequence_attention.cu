@@ -42,7 +42,6 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
 extern "C" __global__ void __launch_bounds__(256) widen_pairs(
     const u8* __restrict__ keys, const u8* __restrict__ values, const int* __restrict__ block_table, i64 table_stride,
     const int* __restrict__ lengths, const int2* __restrict__ pairs, u8* __restrict__ images) {
-    wait_for_inputs();
     const int head = blockIdx.x, pair = blockIdx.y, owner = pairs[pair].x, half = threadIdx.x / 128;
     const int first = pairs[pair].y + half * APART, thread = threadIdx.x % 128;
     // The second tile of the last pair of a partition may be the next one's.
@@ -437,7 +436,6 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
     i64 pieces, i64 kv_heads, const float* __restrict__ query_scale, const float* __restrict__ key_scale,
     const float* __restrict__ value_scale, float softmax_scale, u16* __restrict__ output, i64 output_stride,
     float* __restrict__ logsumexp, i64 logsumexp_stride, float4* __restrict__ of_partitions) {
-    wait_for_inputs();
     extern __shared__ __align__(1024) u8 memory[];  // [STAGES] images, Q, then O of merged strands
     __shared__ u64 barriers[2 * STAGES];
     Queue queue(memory, barriers);

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8core.kernels.quantise import (
-    DEPENDENT_LAUNCH,
     INTERPRETED,
     RowCodes,
     TileCodes,
@@ -29,7 +28,6 @@ from fp8core.kernels.quantise import (
     store_row_groups,
     store_tile,
     to_bf16,
-    wait_for_inputs,
 )
 from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, finite_check, row_and_column_codes
 
@@ -115,7 +113,6 @@ def _row_codes_kernel(
     block: tl.constexpr,
     group: tl.constexpr,
 ) -> None:
-    wait_for_inputs()
     row = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     column = tl.program_id(0) * group + tl.arange(0, group)
     values = _product(gate_up, row, column, rows, columns).to(tl.float32)
@@ -241,7 +238,7 @@ def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None =
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
             gate_up, *out, not_finite, rows, columns, out.scales.stride(0), rule == "pow2", _ROWS_PER_PROGRAM, TILE,
-            enable_fp_fusion=False, **DEPENDENT_LAUNCH,
+            enable_fp_fusion=False,
         )
     # fmt: on
     return out.result()

@@ -470,50 +470,16 @@ def test_merged_weights_have_the_bytes_of_the_reference(device: torch.device, ru
     assert torch.equal(found.cpu(), merged_weight(*drawn, 32 / 12))
 
 
-def _cache(device: torch.device, layout: str) -> tuple[Tensor, Tensor]:
-    """Keys and values of 5 pages of 16, two heads of 128: apart, or side by side in one tensor."""
-    if layout == "apart":
-        keys, values = torch.zeros(2, 5, 16, 2, 128, device=device, dtype=torch.uint8).unbind(0)
-    else:
-        side_by_side = torch.zeros(5, 2, 16, 256, device=device, dtype=torch.uint8)
-        keys, values = side_by_side.transpose(1, 2).split(128, dim=-1)
-    return keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize("layout", ["apart", "side by side"])
 @pytest.mark.parametrize("scale", [2.0**-6, 0.3])
-def test_codes_of_heads_are_quotients_rounded_once_and_lie_in_their_places(
-    device: torch.device, scale: float, layout: str
-) -> None:
-    """Of parts of a fused projection, some beyond 448; scales are read where they lie; one token has no place."""
-    from fp8core.kernels.head_codes import store_codes
+def test_static_codes_are_quotients_rounded_once(device: torch.device, scale: float) -> None:
+    """Of V inside a fused projection, some beyond 448; the scale is read where it lies."""
+    from fp8core.kernels.head_codes import codes_of_scale_tensor
 
-    qkv, held = drawn(7, 10 * 128, seed=9).to(device), torch.tensor([0.0, scale, 0.25, 2 * scale], device=device)
-    heads = qkv[:, : 6 * 128].view(-1, 6, 128), qkv[:, 6 * 128 : 8 * 128], qkv[:, 8 * 128 :].view(-1, 2, 128)
-    scales = held[1:2], held[2:3], held[3]
-    keys, values = _cache(device, layout)
-    slots = torch.tensor([3, 79, -1, 16, 0, 31], device=device)
-    codes = store_codes(heads, scales, keys, values, slots)
-
-    expected = [
-        round_to_e4m3(x.float() / s).to(torch.float8_e4m3fn).cpu().view(torch.uint8)
-        for x, s in zip(heads, scales, strict=True)
-    ]
-    assert (heads[0].float() / scale).abs().max() > 448 or scale > 0.1
-    assert codes.shape == heads[0].shape
-    # The last of 7 tokens has no slot: a padded step.
-    assert torch.equal(codes.cpu().view(torch.uint8)[:6], expected[0][:6])
-    stored = slots.cpu() >= 0
-    for cache, of_tokens in ((keys, expected[1]), (values, expected[2])):
-        rest = torch.zeros(80, 256, dtype=torch.uint8)
-        rest[slots.cpu()[stored]] = of_tokens.reshape(7, 256)[:6][stored]
-        assert torch.equal(cache.cpu().view(torch.uint8).reshape(80, 256), rest)
-
-
-def test_no_tokens_have_no_codes(device: torch.device) -> None:
-    from fp8core.kernels.head_codes import store_codes
-
-    heads = tuple(torch.zeros(0, n, 128, device=device, dtype=torch.bfloat16) for n in (6, 2, 2))
-    one = torch.ones(1, device=device)
-    found = store_codes(heads, (one, one, one), *_cache(device, "apart"), torch.zeros(0, device=device).long())
-    assert found.shape == (0, 6, 128)
+    qkv = drawn(5, 6 * 128, seed=9).to(device)
+    values, held = qkv[:, 5 * 128 :].view(-1, 1, 128), torch.tensor([0.0, scale], device=device)[1:]
+    found = codes_of_scale_tensor(values, held)
+    expected = round_to_e4m3(values.float() / held).to(torch.float8_e4m3fn)
+    assert found.shape == values.shape
+    assert (values.float() / held).abs().max() > 448 or scale > 0.1
+    assert torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+    assert codes_of_scale_tensor(values[:0], held).shape == (0, 1, 128)

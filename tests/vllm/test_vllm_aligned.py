@@ -129,7 +129,6 @@ def step(lengths, starts, *, known=None):
         seq_lens_cpu_upper_bound=None if known is None else torch.tensor(known, dtype=torch.int32),
         max_query_len=int(starts.diff().max()),
         num_actual_tokens=int(starts[-1]),
-        slot_mapping=torch.arange(int(starts[-1])),
     )
 
 
@@ -142,7 +141,6 @@ def test_a_decode_step_reads_what_stays_where_it_is(builder):
     assert queries.lengths is given.seq_lens
     assert queries.block_table is given.block_table_tensor
     assert queries.starts.tolist() == [0, 1, 2, 3, 4]
-    assert built.slots is given.slot_mapping
     assert [a.data_ptr() for a in queries] == [b.data_ptr() for b in again]
 
 
@@ -152,7 +150,6 @@ def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builde
     given = step(lengths, [0, 1, 4, 5, 15], known=known)
     built = builder.build(0, given)
     assert built.decodes.starts is given.query_start_loc
-    assert built.slots is given.slot_mapping
     (batch,) = built.prompts
     assert batch.lengths.tolist() == [9, 3, 1, 40]
     assert batch.pairs.tolist() == [[1, 0], [3, 0], [3, 32]]

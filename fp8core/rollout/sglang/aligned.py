@@ -42,7 +42,7 @@ class AlignedAttention(ScaledAttention):
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """One token a request."""
-        codes = self._coded(q, k, v, layer, forward_batch)
+        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(codes, layer, out)
         return out
@@ -51,7 +51,7 @@ class AlignedAttention(ScaledAttention):
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """Prompts, or the rest of them after what is cached."""
-        codes = self._coded(q, k, v, layer, forward_batch)
+        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(codes, layer, out)
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor, nn
 
-from fp8core.kernels.head_codes import store_codes
+from fp8core.kernels.head_codes import codes_of_scale_tensor
 from fp8core.rollout.sglang import internals
 
 
@@ -31,8 +32,7 @@ class ScaledAttention(FlashAttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """Prompts, or the rest of them after what is cached."""
-        if self._scaled:
-            q, save_kv_cache = self._coded(q, k, v, layer, forward_batch), False
+        q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result
 
@@ -40,12 +40,19 @@ class ScaledAttention(FlashAttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
         """One token a request."""
-        if self._scaled:
-            q, save_kv_cache = self._coded(q, k, v, layer, forward_batch), False
+        q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result
 
-    def _coded(self, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, forward_batch: Any) -> Tensor:
-        """Codes of Q, once those of K and V are in the FP8 cache."""
-        keys, values = internals.pages(self.token_to_kv_pool, layer, 1)
-        return store_codes((q, k, v), internals.scale_buffers(layer), keys, values, forward_batch.out_cache_loc)
+    def _coded(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, forward_batch: Any, save: bool
+    ) -> tuple[Tensor, bool]:
+        """Codes of Q, with those of K and V in the cache; as they came where the cache is BF16."""
+        if not self._scaled:
+            return q, save
+        of_q, of_k, of_v = internals.scale_buffers(layer)
+        if save:
+            place = KVWriteLoc(forward_batch.out_cache_loc, self.forward_metadata.swa_out_cache_loc)
+            codes = codes_of_scale_tensor(k, of_k), codes_of_scale_tensor(v, of_v)
+            self.token_to_kv_pool.set_kv_buffer(layer, place, *codes)
+        return codes_of_scale_tensor(q, of_q), False

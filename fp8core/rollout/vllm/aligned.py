@@ -4,9 +4,9 @@ The modules are those of vLLM's own Llama, Qwen2 and Qwen3, so weights lie, are 
 these. The forward is ours (`fp8core.rollout.aligned`).
 
 Attention: requests with one new token go through `kernels.decode_attention`, those with more through
-`kernels.sequence_attention`, which has the same bytes. vLLM lays out the cache as for FlashAttention, and lists the new
-tokens of each request and their places. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors
-and numbers in ascending order, which stay. Of a step with prompts, what lies between two attentions may be captured.
+`kernels.sequence_attention`, which has the same bytes. vLLM lays out and writes the cache as for FlashAttention, and
+lists the new tokens of each request. A decode step is captured in a CUDA graph, so it reads only vLLM's own tensors and
+numbers in ascending order, which stay. Of a step with prompts, what lies between two attentions may be captured.
 
 GPUs that share a layer (tensor parallelism) have rows of each linear and of the head, and heads of their own. A sum is
 never cut: what the next product reads is put together from all of them, as codes or rounded results. So one GPU and
@@ -30,7 +30,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from fp8core.kernels.head_codes import store_codes
 from fp8core.kernels.sequence_attention import Batch, Span, batches, shared_sequence_attention
 from fp8core.numerics.attention import Queries
 from fp8core.numerics.e4m3 import Codes
@@ -48,8 +47,6 @@ _SCALE_PITCH = 4
 class AlignedBackend(DecodeBackend):
     """FlashAttention's cache with another builder and implementation."""
 
-    forward_includes_kv_cache_update = True
-
     @staticmethod
     def get_impl_cls() -> type["AlignedImpl"]:
         return AlignedImpl
@@ -61,15 +58,10 @@ class AlignedBackend(DecodeBackend):
 
 @dataclass
 class StepQueries(AttentionMetadata):
-    """The input of the layers of a step.
-
-    `decodes` is for requests with one new token, `prompts` for those with more; `slots` are the tokens' places in the
-    cache.
-    """
+    """The input of the layers of a step: `decodes` for requests with one new token, `prompts` for those with more."""
 
     decodes: Queries
     prompts: list[Batch]
-    slots: Tensor
 
 
 class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
@@ -90,7 +82,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         step = common_attn_metadata
         if step.max_query_len == 1:
             starts = _ascending(self.device, self._largest + 1)[: len(step.seq_lens) + 1]
-            return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [], step.slot_mapping)
+            return StepQueries(Queries(step.block_table_tensor, starts, step.seq_lens), [])
         starts = step.query_start_loc_cpu.tolist()
         # The host has the lengths, but with vLLM's first runner; a read from the device waits for the step before.
         known = step.seq_lens_cpu_upper_bound
@@ -100,8 +92,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
             for start, end, keys in zip(starts, starts[1:], lengths, strict=False)
         ]
         prompts = batches(spans, self._group, self._longest, self.device)
-        queries = Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens)
-        return StepQueries(queries, prompts, step.slot_mapping)
+        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
         """Of a step with prompts nothing attends while it is captured: attention runs between the graphs.
@@ -111,18 +102,15 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         step = common_attn_metadata
         if step.max_query_len == 1:
             return self.build(0, step)
-        queries = Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens)
-        return StepQueries(queries, [], step.slot_mapping)
+        return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), [])
 
 
 class AlignedImpl(FlashAttentionImpl):
-    """One layer; of FlashAttention it has the layout of the cache."""
+    """One layer; FlashAttention's part is to write the cache."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         config = get_current_vllm_config()
-        # Q comes as it is: one kernel makes its codes and writes those of K and V.
-        self.supports_quant_query_input = False
         self._decode = SharedKernel(self, largest_decode_batch(config))
         self._longest = config.model_config.max_model_len
 
@@ -141,14 +129,13 @@ class AlignedImpl(FlashAttentionImpl):
         """As FlashAttention's, whose arguments these are; zeros when vLLM measures memory, before there is a cache."""
         if attn_metadata is None:
             return output.fill_(0)
-        keys, values = keys_and_values(kv_cache, self.head_size)
-        scales = (layer._q_scale, layer._k_scale, layer._v_scale)
-        query = store_codes((query, key, value), scales, keys, values, attn_metadata.slots)
         self._decode(layer, query, kv_cache, attn_metadata.decodes, output)
         if attn_metadata.prompts:
+            keys, values = keys_and_values(kv_cache, self.head_size)
             layout = keys.device, keys.shape, keys.stride()
             kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest)
             split, table = (-1, self.num_heads, self.head_size), attn_metadata.decodes.block_table
+            scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
         return output
 

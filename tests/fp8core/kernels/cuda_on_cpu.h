@@ -126,7 +126,6 @@ inline u16 half_of_rounded(float x) {
 inline u32 round_to_e4m3(float first, float second) {
     return half_of_rounded(first) | (u32)half_of_rounded(second) << 16;
 }
-inline void wait_for_inputs() {}
 inline float sum_of_half2(u32 pair) { return float_of_half(pair & 0xffff) + float_of_half(pair >> 16); }
 inline u16 to_bf16(float x) {
     const u32 y = bits_of(x);
