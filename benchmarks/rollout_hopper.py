@@ -16,9 +16,9 @@ quantiser is a kernel of its own and attention takes 1.3 times as long.
 A study at commit 3a70396a launched each kernel of a decode step while the one before it ran (programmatic dependent
 launch: quantisers, norms, rotary positions, attention, DeepGEMM's products), and made the codes of Q, K and V in one
 kernel. Predicted for 256 x (512 + 512) aligned were 18,300 tokens a second instead of 16,837, and 8.1 s instead of 8.8
-for a rollout of `large_ledger`. It gave 18,288 and 8.7 s. What vLLM's worker beside its core gains explains the first, and
-the second is noise: between kernels of a graph nothing runs for 0.2 microseconds. With four partitions of the keys the
-attention of whole sequences did not end. So the study was taken back.
+for a rollout of `large_ledger`. It gave 18,288 and 8.7 s. What vLLM's worker beside its core gains explains the first,
+and the second is noise: between kernels of a graph nothing runs for 0.2 microseconds. A test of whole sequences over
+several partitions of the keys did not end in 77 s. So the study was taken back.
 """
 
 import argparse

@@ -368,8 +368,11 @@ def _last(rows: Sequence[Row], precision: str, forward: str) -> Row | None:
 
 
 def _large() -> dict[tuple[str, str], Row]:
-    """By variant and source of old log-probs."""
-    return {(row["variant"], row["logprobs"]): row for row in stored("large_ledger") if row["kind"] == "step_ledger"}
+    """By variant and source of old log-probs, with vLLM."""
+    rows = (
+        row for row in stored("large_ledger") if row["kind"] == "step_ledger" and row.get("engine", "vllm") == "vllm"
+    )
+    return {(row["variant"], row["logprobs"]): row for row in rows}
 
 
 def _rest(row: Row) -> float:

@@ -19,6 +19,17 @@ BF16 = {
     **{"rollout.vllm.model": "stock", "rollout.vllm.kv_cache_gib": 28.5},
 }
 
+SGLANG = {
+    "rollout.engine": "sglang",
+    "rollout.sglang": {
+        "model": "aligned",
+        "page_size": 64,
+        "sleep": True,
+        "context_length": 2048,
+        "kv_cache_gib": 14.5,
+    },
+}
+
 
 def step(changes=(), gpu="h200", config="qwen3-aligned"):
     found = load_config(config, {**MEASURED, **dict(changes)})
@@ -30,12 +41,21 @@ def step(changes=(), gpu="h200", config="qwen3-aligned"):
     return plan.step
 
 
-@pytest.mark.parametrize("source", ["training", "pass"])
-@pytest.mark.parametrize(("variant", "formats"), [("fp8_end_to_end_kv", {}), ("bf16", BF16)])
-def test_a_measured_step_takes_the_seconds_of_its_row(source, variant, formats):
+CASES = {
+    "FP8": ("fp8_end_to_end_kv", "vllm", "training", {}),
+    "FP8, a pass": ("fp8_end_to_end_kv", "vllm", "pass", {}),
+    "FP8, SGLang": ("fp8_end_to_end_kv", "sglang", "training", SGLANG),
+    "BF16": ("bf16", "vllm", "training", BF16),
+    "BF16, a pass": ("bf16", "vllm", "pass", BF16),
+}
+
+
+@pytest.mark.parametrize(("variant", "engine", "source", "changes"), CASES.values(), ids=CASES)
+def test_a_measured_step_takes_the_seconds_of_its_row(variant, engine, source, changes):
     rows = [row for row in json.loads(ROWS.read_text()) if row["kind"] == "step_ledger"]
-    (row,) = [row["seconds"] for row in rows if (row["variant"], row["logprobs"]) == (variant, source)]
-    found = step({**formats, "logprobs.source": source})
+    wanted = variant, engine, source
+    (row,) = [r["seconds"] for r in rows if (r["variant"], r.get("engine", "vllm"), r["logprobs"]) == wanted]
+    found = step({**changes, "logprobs.source": source})
     assert found.total == pytest.approx((row["wall"],) * 2, abs=0.05)
     parts = found.rollout[0], found.rollout[1], found.logprobs, found.train
     assert parts == pytest.approx((row["rollout"], row["rollout"], row.get("logprobs", 0), row["train"]), abs=0.01)
