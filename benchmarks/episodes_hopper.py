@@ -58,7 +58,10 @@ give too, so all enter at once.
 
 Predicted with SGLang, our model and pages of 16: its steps of prompts run eagerly, in 45 ms, but its scheduler reads
 the answers of a turn in one or two of them, and decodes for all afterwards. Some 18 such steps beside 740 of 11 ms:
-0.92 of equal work at once, and 0.85 with late answers, which come one by one and so make more steps of prompts.
+0.92 of equal work at once, and 0.85 with late answers, which come one by one and so make more steps of prompts. It gave
+0.92 and 0.89, but of a second single turn that took 15.1 s, the first of its shape there; with vLLM it takes 12.1 s.
+Since then both shapes run once, untimed. Of SGLang the steps of a row are the times at which its process looks for
+answers, every 10 ms.
 """
 
 import argparse
@@ -104,6 +107,8 @@ REQUESTS, PROMPT, ROW, TURNS = 256, 512, 1024, 10
 OBSERVATION = 31
 TURN = (ROW - (TURNS - 1) * OBSERVATION) // TURNS
 LATEST_SECONDS = 0.1
+# Read and written. The second writes as many tokens as the episodes write, and reads what is left of a row.
+_SINGLE_TURNS = (PROMPT, ROW), (PROMPT + ROW - TURN * TURNS, TURN * TURNS)
 # Steps of a row that are told one by one.
 _SLOWEST = 40
 # Steps of episodes that a trace begins and ends with: a turn has about 75. One that reads prompts takes longer.
@@ -200,9 +205,7 @@ def main() -> None:
 def measure_speed(rows: RowFile, options: argparse.Namespace) -> None:
     """Single turns, then episodes whose environments answer at once and late, then vLLM's steps of a turn."""
     with _warm(rows, options) as (engine, timed, talk, about):
-        # The second writes as many tokens as the episodes write, and reads what is left of a row.
-        written = TURN * TURNS
-        for read, generated in ((PROMPT, ROW), (PROMPT + ROW - written, written)):
+        for read, generated in _SINGLE_TURNS:
             rows.append({**about, "kind": "single_turn", **timed(engine, REQUESTS, read, generated, seed=2)})
         single, alike = (row["tokens_per_s"] for row in rows.rows[-2:])
         for number, latest in enumerate((0.0, LATEST_SECONDS)):
@@ -241,7 +244,8 @@ def _warm(rows: RowFile, options: argparse.Namespace) -> Iterator[tuple[Any, Cal
         torch.cuda.empty_cache()
         gc_freeze()  # as a training does
         # Each once, untimed: a product with another number of rows compiles another kernel, for seconds.
-        timed(engine, REQUESTS, PROMPT, ROW, seed=1)
+        for read, generated in _SINGLE_TURNS:
+            timed(engine, REQUESTS, read, generated, seed=1)
         talk = plain_talk(arch.vocab_size)
         play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(LATEST_SECONDS), seed=1)
         play(engine, talk, REQUESTS, PROMPT, ROW, TimedPool(0.0), seed=2)
