@@ -48,7 +48,8 @@ def filter(
         # Runs that began before this step read turns have it so, and go on.
         run.console.note(f"step {index}: the filter gets no turns, so it compares whole rewards")
     played = store.get_table(turns) if by_turn and turns is not None else None
-    kept = keep_informative(store.get_table(rewards), options.groups, played)
+    judged = run.config.correction.baseline == "kept"
+    kept = keep_informative(store.get_table(rewards), options.groups, played, judged=judged)
     found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
     if options.groups is not None and found < options.groups and options.shortfall == "error":
         raise UserError(
@@ -58,10 +59,17 @@ def filter(
     return {"filtered": store.put_table("rewards", kept)}
 
 
-def keep_informative(rewards: pa.Table, groups: int | None, turns: pa.Table | None = None) -> pa.Table:
-    """A table of kind `rewards` that keeps groups with a signal (`rows_with_signal`), the first `groups` of them."""
+def keep_informative(
+    rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, *, judged: bool = False
+) -> pa.Table:
+    """A table of kind `rewards` that keeps groups with a signal (`rows_with_signal`), the first `groups` of them.
+
+    `judged`: rewards of kept rows alone are compared, as the baseline of advantages is of them
+    (`correction.baseline: kept`). Else a kept row learns from a sibling that is not kept, too.
+    """
     rows = rewards.to_pylist()
-    signal = rows_with_signal(rewards, turns, torch.tensor([row["keep"] for row in rows])).tolist()
+    keep = torch.tensor([row["keep"] for row in rows])
+    signal = (keep & rows_with_signal(rewards, turns, keep if judged else None)).tolist()
     informative = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})
     wanted = {*informative[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]

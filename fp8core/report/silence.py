@@ -1,6 +1,7 @@
 """Steps without a signal: how many there were, how their completions ended, and what helps.
 
-In such a step the rewards of every group are equal, so that no completion has an advantage.
+In such a step the rewards of every group are equal, so that no completion has an advantage. REINFORCE++ compares all
+rewards of a step; there a step has no signal where all of them are equal.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from statistics import fmean
 from fp8core.config.run import RunConfig
 from fp8core.report.chart import counted
 from fp8core.rewards.scorer import OUTCOMES
-from fp8core.store.metrics import CUT_OFF, OUTCOME, SIGNAL, History
+from fp8core.store.metrics import CUT_OFF, OUTCOME, SIGNAL, SPREAD, History
 
 # The share of steps from which silence is what a reader has to know first.
 MANY = 1 / 3
@@ -72,11 +73,16 @@ class Silence:
 
 
 def silence(history: History, config: RunConfig | None) -> Silence | None:
-    """The silence of a run; None where every step had a signal, or none measured it, or a teacher gives another."""
-    if config is not None and config.loss.distillation.weight > 0:
+    """The silence of a run; None where every step had a signal, or none measured it.
+
+    None also where a teacher gives another signal, or a penalty that is part of the reward.
+    """
+    loss = None if config is None else config.loss
+    if loss is not None and (loss.distillation.weight > 0 or loss.reward_kl > 0):
         return None
     measured = [row for row in history if SIGNAL in row]
-    silent = [row for row in measured if row[SIGNAL] == 0]
+    signal = SPREAD if loss is not None and loss.advantage == "reinforce_plus_plus" else SIGNAL
+    silent = [row for row in measured if row[signal] == 0]
     if not silent:
         return None
     return Silence(len(silent), len(measured), mean_shares(silent))

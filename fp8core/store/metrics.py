@@ -15,7 +15,7 @@ STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
-SIGNAL = "reward/groups_with_signal"
+SIGNAL, SPREAD = "reward/groups_with_signal", "reward/std"
 # Followed by an outcome.
 OUTCOME = "reward/outcome_"
 CUT_OFF = "rollout/cut_off_share"

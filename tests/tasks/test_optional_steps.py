@@ -83,9 +83,23 @@ def test_filter_keeps_the_first_groups_with_a_signal():
     assert kept(keep_informative(table, 1)) == [False, False, True, True, False, False]
 
 
-def test_filter_looks_at_kept_rows_only_and_restores_none():
-    table = rewards_table((0, 1.0, True), (0, 1.0, True), (0, 0.0, False))
-    assert kept(keep_informative(table, None)) == [False, False, False]
+@pytest.mark.parametrize("baseline", ["all", "kept"])
+def test_filter_keeps_groups_with_advantages_and_restores_no_row(baseline):
+    """Group 0 differs from a row alone that is not kept, group 1 has none that is, and in group 2 all are equal."""
+    table = rewards_table(
+        *((0, 1.0, True), (0, 1.0, True), (0, 0.0, False), (1, 1.0, False), (1, 0.0, False), (1, 0.0, False)),
+        *((2, 1.0, True), (2, 1.0, True), (2, 1.0, False)),
+    )
+    found = kept(keep_informative(table, None, judged=baseline == "kept"))
+    rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in range(9)))
+    logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
+    batch, _ = rollout_batch(
+        rollouts, table, logprobs, None, load_config("tiny", {"correction.baseline": baseline}), None
+    )
+    assert found == ((batch.advantages != 0) & batch.keep).tolist() == [baseline == "all"] * 2 + [False] * 7
+    # A group without a kept row is none of the wanted ones.
+    later = rewards_table((0, 1.0, False), (0, 0.0, False), (1, 1.0, True), (1, 0.0, True))
+    assert kept(keep_informative(later, 1, judged=baseline == "kept")) == [False, False, True, True]
 
 
 def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):

@@ -59,6 +59,16 @@ def test_a_run_that_learns_from_a_teacher_is_not_silent() -> None:
     assert silence(silent, taught) is None
 
 
+def test_equal_groups_are_a_signal_where_others_are_compared() -> None:
+    """Of REINFORCE++ rewards of other prompts are, and a penalty of the reward differs by token."""
+    spread = [{**row, "reward/std": spread} for row, spread in zip(rows({}, {}), (0.5, 0.0), strict=True)]
+    whole = silence(spread, load_config("tiny", {"loss.advantage": "reinforce_plus_plus"}))
+    assert whole is not None
+    assert (whole.silent, whole.steps) == (1, 2)
+    assert silence(spread[:1], load_config("tiny", {"loss.advantage": "reinforce_plus_plus"})) is None
+    assert silence(spread, load_config("careful", {"loss.reward_kl": 0.1})) is None
+
+
 @pytest.mark.parametrize(("silent", "of", "many"), [(1, 80, False), (26, 80, False), (27, 80, True), (1, 1, True)])
 def test_a_third_of_the_steps_are_many(silent: int, of: int, many: bool) -> None:
     found = silence(rows(*[{}] * silent) + rows(*[{}] * (of - silent), signal=1.0), None)
