@@ -160,8 +160,9 @@ class Measured:
     steps: committed, and requested. accuracy: held-out, mean of the last evaluations. curve: scores of every held-out
     prompt at every evaluation. errors, k3, ess, weights and ratios have a value for each step. These are: token
     multiplicative probability error, k3 divergence (nats), effective sample size (share), mean raw importance weight of
-    the mismatch and of the updates. idle: steps whose update had a gradient and left the weights as they were. speed:
-    generated tokens per second. slope: MiB a step.
+    the mismatch and of the updates. No weights of updates, None, has a loss with one ratio a row (`gspo`): a geometric
+    mean, which is below 1. idle: steps whose update had a gradient and left the weights as they were. speed: generated
+    tokens per second. slope: MiB a step.
     """
 
     variant: str
@@ -173,7 +174,7 @@ class Measured:
     k3: tuple[float, ...]
     ess: tuple[float, ...]
     weights: tuple[float, ...]
-    ratios: tuple[float, ...]
+    ratios: tuple[float, ...] | None
     idle: tuple[int, ...]
     speed: float | None
     slope: float | None
@@ -209,7 +210,7 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
         k3=values(K3),
         ess=values(ESS),
         weights=values(WEIGHT),
-        ratios=values(RATIO),
+        ratios=None if run.view.config is not None and run.view.config.loss.policy == "gspo" else values(RATIO),
         idle=tuple(_idle(run)),
         speed=rollout_speed(run),
         slope=slope(_memory_of_steps(run, memory)),

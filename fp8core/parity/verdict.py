@@ -150,7 +150,10 @@ def _alignment(name: str, runs: Sequence[Measured], config: ParityConfig) -> Ite
     yield _worst(name, "largest k3 divergence", [v for run in runs for v in run.k3], max, config.k3)
     ess = [v for run in runs for v in run.ess]
     yield _worst(name, "smallest effective sample size", ess, min, config.effective_sample_size)
-    weights = {"mismatch": [run.weights for run in runs], "updates": [run.ratios for run in runs]}
+    weights = {"mismatch": [run.weights for run in runs]}
+    ratios = [run.ratios for run in runs if run.ratios is not None]
+    if len(ratios) == len(runs):
+        weights["updates"] = ratios
     for of, values in weights.items():
         yield _mean_weight(name, f"mean weight of the {of}", [v for some in values for v in block_means(some)], config)
         yield _worst(name, f"largest weight of the {of}", [v for some in values for v in some], max, config.step_weight)

@@ -6,8 +6,8 @@ gives them advantage 0. Without it, a row that a filter rejects still moves the 
 give exactly 0. A row without a kept sibling has no baseline and gets 0 (verl gives it the raw reward).
 
 The two of REINFORCE++ are normalised over tokens and not over rows: `mask`, bool [N, T], marks those that count. A long
-answer then moves mean and standard deviation as often as it has tokens. There 0 is what equals the mean of all tokens:
-a group of equal rewards is beside it where the lengths of other groups shift that mean.
+answer then moves mean and standard deviation as often as it has tokens. There 0 is what equals the mean of all tokens.
+With a baseline, the lengths of other groups may shift that mean away from a group of equal rewards.
 
 Before advantages, rewards may get penalties and scaling, and groups without a signal may be dropped (DAPO).
 """

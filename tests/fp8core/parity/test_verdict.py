@@ -127,6 +127,14 @@ def test_what_is_missing_never_passes(trainings, changed):
     assert verdict(spoiled(trainings, "fp8-end-to-end", **changed)).outcome == "NOT ENOUGH DATA"
 
 
+def test_updates_of_a_loss_with_one_ratio_a_row_are_not_judged(trainings):
+    without = {key: replace(training, ratios=None) for key, training in trainings.items()}
+    found, usual = verdict(without), verdict(trainings)
+    assert found.outcome == usual.outcome == "PASS"
+    left = {check.name for check in usual.checks} - {check.name for check in found.checks}
+    assert left == {"mean weight of the updates", "largest weight of the updates"}
+
+
 def test_a_training_that_is_missing_never_passes(trainings):
     del trainings["fp8-rollout", 2]
     found = verdict(trainings)
