@@ -38,6 +38,7 @@ _DATABASE = (
 )
 # MLflow's thread besides changes the environment, while Prefect may copy it for a flow: that ends with a KeyError.
 _NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+_THIS_MACHINE = ("127.0.0.1", "localhost")
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
 _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 
@@ -80,6 +81,16 @@ def quiet_prefect() -> None:
     # One line for each event that a server which is away does not get, and two for each part of the log.
     os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
     logging.raiseExceptions = False
+
+
+def reach_this_machine() -> None:
+    """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start.
+
+    A proxy that the environment names (`http_proxy`) cannot reach them. Other names that it lists stay.
+    """
+    for name in ("no_proxy", "NO_PROXY"):
+        listed = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join([*listed, *(host for host in _THIS_MACHINE if host not in listed)])
 
 
 def make_prefect_home() -> None:
@@ -184,6 +195,8 @@ def _new_login() -> str:
 def _guarded_server(login: str, origins: str) -> dict[str, str]:
     """Settings with which Prefect's server answers to nobody else, and those of its clients."""
     return {
+        # A user's own server may have a path before its API, where ours is not asked.
+        "PREFECT_SERVER_API_BASE_PATH": "",
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_API_AUTH_STRING": login,
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origins,
@@ -219,7 +232,10 @@ def start_prefect(flow: str) -> str:
     if get_current_settings().api.url is None:
         with hold_prefect_start():
             # Of this process, its server and its children: other programs and web pages are refused. It has no UI.
+            # No page of a browser sends its requests, and a client may be set to send no tokens.
+            os.environ["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] = "false"
             os.environ.update(_guarded_server(_new_login(), origins=""))
+            reach_this_machine()
             server = PrefectServer()
             os.environ["PREFECT_API_URL"] = server.api
             refresh_global_settings_context()
@@ -254,7 +270,11 @@ def refuse_malformed_settings() -> None:
             get_current_settings()
     except ValidationError as error:
         problem = error.errors()[0]
-        named = [name for name, text in os.environ.items() if name.startswith("PREFECT_") and text == problem["input"]]
+        # Prefect writes some of them in capitals.
+        said_so = str(problem["input"]).casefold()
+        named = [
+            name for name, text in os.environ.items() if name.startswith("PREFECT_") and text.casefold() == said_so
+        ]
         where = named[0] if named else f"{_profiles()}: {'.'.join(map(str, problem['loc']))}"
         raise UserError(f"{where}={problem['input']}: {problem['msg']}") from error
     except tomllib.TOMLDecodeError as error:

@@ -56,7 +56,7 @@ _JOB = {
     # The server refuses every `job_variables` of a run of a deployment.
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-_UNDER_WAY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+_UNDER_WAY = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
 _ENDS = ("Completed", "Failed", "Crashed", "Cancelled", "Paused", "Suspended")
 
 

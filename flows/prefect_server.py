@@ -127,7 +127,7 @@ def _application(*, ephemeral: bool) -> Any:
 
 
 class LockFirst:
-    """ASGI application whose changes of deployments take SQLite's write lock before they read.
+    """ASGI application whose changes of deployments, and of runs that go on, take SQLite's write lock before they read.
 
     Such a change reads much, then writes. The server of a training writes to the same database all the time. Without
     the lock its transactions come in between, and each attempt of `prefect deploy` is refused. With it, a change waits.
@@ -139,7 +139,9 @@ class LockFirst:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             # Each time: requests on one connection may share a context.
-            _locks_first.set(scope["method"] != "GET" and scope["path"].startswith("/api/deployments/"))
+            path = scope["path"]
+            changes = path.startswith("/api/deployments/") or (path.startswith("/api/flow_runs/") and "resume" in path)
+            _locks_first.set(scope["method"] != "GET" and changes)
         await self._application(scope, receive, send)
 
 

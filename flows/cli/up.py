@@ -29,6 +29,7 @@ from flows.environment import (
     mlflow_has_database,
     prefect_database,
     prefect_login,
+    reach_this_machine,
     refuse_malformed_settings,
     service_environment,
 )
@@ -294,6 +295,7 @@ def up(options: argparse.Namespace) -> int:
     make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
     refuse_malformed_settings()
+    reach_this_machine()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
     with hold_prefect_home(), hold_prefect_start() as start:
         login, word = prefect_login()
@@ -315,7 +317,8 @@ def up(options: argparse.Namespace) -> int:
                     # Not the string itself: this output may be kept in a log.
                     say(
                         f"ready: Prefect {prefect}, MLflow {mlflow}\n"
-                        f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word}\n"
+                        f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word} "
+                        f"MLFLOW_TRACKING_URI={mlflow}\n"
                         "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
                     )
                     if waiting := unserved.deployments():

@@ -1,5 +1,6 @@
 """MLflow's store of runs, made when it is missing, and the experiment in it."""
 
+import errno
 import fcntl
 import http.client
 import json
@@ -48,7 +49,9 @@ _PASSING_CODES = {
     "REQUEST_LIMIT_EXCEEDED",
     "COULD_NOT_ACQUIRE_LOCK",
 }
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PASSING_STATUS = {408, 429}
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _UNAUTHORISED_STATUS = {401, 403}
 _KIND, _TRAINING = "mlflow.experimentKind", "custom_model_development"
 _NOTE = "mlflow.note.content"
@@ -112,7 +115,7 @@ def store_of_folder(stored: str | None, folder: Path, lay_at: str | None, config
     named, runs = named_store(configured), folder.absolute().parent
     if stored is None and named is not None:
         return named
-    if named is not None and stored is not None and _shown(named) == stored.rstrip("/"):
+    if named is not None and stored is not None and _one_server(_shown(named), stored.rstrip("/")):
         return named
     beside = runs / _DEFAULT
     file = beside if stored is None else _sqlite_file(stored)
@@ -158,6 +161,11 @@ def refuse_strange_artifacts(uri: str, run: Run, configured: str | None) -> None
 
 def _shown(uri: str) -> str:
     return without_passwords(uri).rstrip("/")
+
+
+def _one_server(named: str, stored: str) -> bool:
+    """True if both are one address, or of this machine: `fp8-grpo up` may serve a store at another port today."""
+    return named == stored or all(is_server(uri) and urlsplit(uri).hostname in _LOOPBACK for uri in (named, stored))
 
 
 def _sqlite_file(uri: str) -> Path | None:
@@ -348,6 +356,15 @@ class Outage(RuntimeError):
         return "does not answer"
 
 
+class Unwritable(Outage):
+    """A disk or folder of this machine takes nothing at the moment; one line."""
+
+    @property
+    def shown(self) -> str:
+        """As `Outage.shown`."""
+        return f"cannot write ({self})"
+
+
 class Lost(Outage):
     """The store confirmed what it does not hold; one line."""
 
@@ -411,6 +428,8 @@ def _kind(error: Exception) -> type[Outage | Refusal]:
             passes = status >= 500 or status in _PASSING_STATUS
         case SQLAlchemyError():
             passes, status = isinstance(error, OperationalError), None
+        case OSError() if error.errno in _UNWRITABLE:
+            return Unwritable
         case _:
             passes, status = not isinstance(error, FileNotFoundError), None
     if passes:

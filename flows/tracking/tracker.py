@@ -32,6 +32,7 @@ from mlflow.utils.validation import (
 from flows.tracking.record import RunOutcome, TrackingRecord, read_record
 from flows.tracking.store import (
     Outage,
+    Refusal,
     client_of_existing_store,
     get_or_create_experiment,
     is_server,
@@ -146,10 +147,10 @@ class Tracker:
         return None if run.info.lifecycle_stage == "active" else f"MLflow run {self.run_id}"
 
     def resume(self) -> None:
-        """The run's status becomes RUNNING and its error goes. Raises UserError: it, or its experiment, is deleted."""
+        """The run's status becomes RUNNING and its error goes. Raises Refusal: it, or its experiment, is deleted."""
         if (deleted := self.deleted()) is not None:
             place = without_passwords(self.uri)
-            raise UserError(f"{deleted} is deleted in {place}: restore it or start a run of another name")
+            raise Refusal(f"{deleted} is deleted in {place}: restore it or start a run of another name")
         run = self.client.get_run(self.run_id)
         self.client.update_run(self.run_id, status="RUNNING")
         if ERROR in run.data.tags:

@@ -114,6 +114,9 @@ from urllib.request import Request, urlopen
 from flows.environment import make_prefect_home, start_prefect
 make_prefect_home()
 start_prefect("prefect.main")
+from prefect.client.orchestration import get_client
+with get_client(sync_client=True) as client:
+    client.create_concurrency_limit("of this training", 1)
 for headers in ({}, {"Host": "evil.example"}):
     try:
         urlopen(Request(os.environ["PREFECT_API_URL"] + "/admin/version", headers=headers), timeout=30)
@@ -122,18 +125,28 @@ for headers in ({}, {"Host": "evil.example"}):
 """
 
 
+# Of a user whose machine reaches others by a proxy, and who has a server of their own.
+ODD = {
+    **dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
+    "PREFECT_SERVER_API_BASE_PATH": "/mine",
+    "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+    "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+}
+
+
 def test_two_that_start_together_make_one_new_database_and_answer_their_trainings_only(tmp_path: Path) -> None:
+    """The second one has settings that are meant for other servers."""
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
     environment.pop("PREFECT_API_URL", None)
     started = [
         subprocess.Popen(
             [sys.executable, "-c", TRAINING],
-            env=environment,
+            env=environment | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2)
+        for own in ({}, ODD)
     ]
     said = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], said

@@ -159,7 +159,7 @@ def test_a_home_that_cannot_be_written_is_named(begin, tmp_path, monkeypatch) ->
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("PREFECT_LOGGING_LEVEL", "LOUD", "PREFECT_LOGGING_LEVEL=LOUD: Input should be 'DEBUG', "),
+        ("PREFECT_LOGGING_LEVEL", "loud", "PREFECT_LOGGING_LEVEL=LOUD: Input should be 'DEBUG', "),
         ("PREFECT_API_REQUEST_TIMEOUT", "abc", "PREFECT_API_REQUEST_TIMEOUT=abc: Input should be a valid number"),
         ("PREFECT_PROFILES_PATH", "{folder}/p.toml", "{folder}/p.toml, which Prefect reads, or a prefect.toml here: "),
     ],
