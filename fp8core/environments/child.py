@@ -197,6 +197,7 @@ class _EpisodeProcess:
     def __init__(self, lines: Any, loaded: LoadedEnvironment, limits: EpisodeLimits) -> None:
         self._lines, self._loaded, self._limits = lines, loaded, limits
         self._environment: Environment | None = None
+        self._own = os.getpid()
 
     def play(self, task: Task) -> None:
         """Answer until there is an outcome, or the pool has no more; then the environment is closed."""
@@ -249,11 +250,16 @@ class _EpisodeProcess:
         return isinstance(reply, Turn)
 
     def _ask(self, asked: Task | Action) -> Turn | Outcome:
-        if isinstance(asked, Task):
-            self._environment = self._loaded.create()
-            return self._environment.start(asked)
-        assert self._environment is not None, "an action follows a turn"
-        return self._environment.step(asked)
+        try:
+            if isinstance(asked, Task):
+                self._environment = self._loaded.create()
+                return self._environment.start(asked)
+            assert self._environment is not None, "an action follows a turn"
+            return self._environment.step(asked)
+        finally:
+            if os.getpid() != self._own:
+                # A copy that the environment forked and let return; its reply would be taken for the next turn's.
+                os._exit(0)
 
     def _close(self) -> None:
         """Close the environment, unless it was closed or never made."""

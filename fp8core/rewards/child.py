@@ -65,9 +65,13 @@ def _within(task: Mapping[str, Any], loaded: LoadedScorer, texts: list[str]) -> 
             signal.signal(signal.SIGALRM, _interrupt)
             signal.setitimer(signal.ITIMER_VIRTUAL, _INTERRUPTED_AT * cpu_seconds)
             signal.setitimer(signal.ITIMER_REAL, _INTERRUPTED_AT * timeout_seconds)
+        own = os.getpid()
         try:
             return _verdict(loaded.scorer, texts, loaded.file)
         finally:
+            if os.getpid() != own:
+                # A copy that the scorer forked and let return; its verdict would be taken for the next answer's.
+                os._exit(0)
             for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL, signal.ITIMER_REAL):
                 signal.setitimer(timer, 0)
     except _Interrupted as interrupted:

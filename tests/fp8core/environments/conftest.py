@@ -142,6 +142,14 @@ class Hostile:
             os.waitpid(child, 0)
         return self.do_say("forked")
 
+    def do_copy(self, text):
+        # The copy answers first, or raises.
+        copy = os.fork() == 0
+        if copy and text == "raises":
+            raise ValueError("of the copy")
+        time.sleep(0 if copy else 0.05)
+        return self.do_say("copied " + text)
+
     def do_daemon(self, text):
         path, _, then = text.partition("|")
         if os.fork() == 0:

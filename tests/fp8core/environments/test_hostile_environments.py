@@ -201,6 +201,13 @@ def test_numbers_of_libraries_are_numbers(start_pool: StartPool, hostile_file: P
     assert said == Turn((Said("tool", "x"),), reward=0.5, info={"n": 1.0})
 
 
+def test_a_copy_that_returns_answers_nothing(start_pool: StartPool, hostile_file: Path) -> None:
+    """It would be the answer to the next action."""
+    pool = start_pool(f"{hostile_file}:Hostile")
+    for last in ("other", "raises"):
+        assert ask(pool, "copy raises", "copy first", f"copy {last}") == Turn((Said("user", f"copied {last}"),))
+
+
 def test_many_short_processes_are_fine(pool: EnvironmentPool) -> None:
     assert ask(pool, "quick_forks") == Turn((Said("user", "forked"),))
 

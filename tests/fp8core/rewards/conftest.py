@@ -109,6 +109,15 @@ def do_breed(argument, reference, scale):
     time.sleep(1000)
 
 
+def do_copy(argument, reference, scale):
+    # The copy returns first, or raises.
+    copy = os.fork() == 0
+    if copy and float(argument) % 2:
+        raise ValueError("of the copy")
+    time.sleep(0 if copy else 0.05)
+    return float(argument)
+
+
 def do_haunt(argument, reference, scale):
     # Start a daemon in a session of its own, then end as the second word says.
     path, _, ending = argument.partition(" ")

@@ -124,6 +124,12 @@ def test_what_it_started_ends_with_it(impatient: VerifierPool, tmp_path: Path) -
     wait_until_gone(int((tmp_path / "pid").read_text()))
 
 
+def test_a_copy_that_returns_has_no_verdict(pool: VerifierPool) -> None:
+    """It would be that of the next answer."""
+    scores = [0.0, 1.0, 2.0, 3.0, 0.5]
+    assert [said.score for said in ask(pool, *(f"copy {score}" for score in scores))] == scores
+
+
 @pytest.mark.parametrize("ending", ["return", "quit", "exit", "sleep"])
 def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str) -> None:
     (said,) = ask(impatient, f"haunt {tmp_path / 'pid'} {ending}")
