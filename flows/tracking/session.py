@@ -21,6 +21,7 @@ from typing import Protocol
 from flows.tracking.mlflow_backlog import MlflowBacklog
 from flows.tracking.record import RunOutcome, TrackingFile, TrackingRecord, read_record, record_lock
 from flows.tracking.store import (
+    Lost,
     Outage,
     Refusal,
     prepare_store,
@@ -139,7 +140,9 @@ class _Line:
         self.due = now + RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if closed_at is not None:
-            self.over = isinstance(error, Refusal) or self.due > max(self._away_since, closed_at) + patience
+            # What is lost again and again answers in between, which would begin the patience anew for ever.
+            since = closed_at if isinstance(error, Lost) else max(self._away_since, closed_at)
+            self.over = isinstance(error, Refusal) or self.due > since + patience
 
     def _say_that_it_is_back(self) -> None:
         if self._said:

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -386,6 +387,21 @@ def test_steps_that_a_proxy_confirmed_and_dropped_are_sent_again(
         network.pass_all()
     assert out.getvalue().count(problem) == 1
     assert shown(copy.config).runs[0]["metrics"] == expected.runs[0]["metrics"]
+
+
+def test_a_store_that_keeps_nothing_holds_no_training_for_ever(copy_of_trained, network, monkeypatch) -> None:
+    """It answers at every attempt, between which the steps are lost again."""
+    monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 1.0)
+    copy = copy_of_trained(network.uri)
+    network.answer_for("POST .*/runs/log-batch", "200 OK", b"{}")
+    ending = Timer(30.0, network.pass_all)
+    ending.start()
+    with session_of(copy) as (session, out):
+        session.mlflow.add_result()
+        begun = time.monotonic()
+    ending.cancel()
+    assert time.monotonic() - begun < 20
+    assert re.search(r"MLflow lacks them, steps 0 to \d+ will follow", out.getvalue()), out.getvalue()
 
 
 def test_a_damaged_artifact_is_named_and_fails_the_training(copy_of_trained, runs, shown) -> None:
