@@ -146,6 +146,7 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
     commits = sorted(view.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
     missing += [f"{LEDGER}: {view.gap}"] if view.gap is not None else []
+    missing += [f"{cut.place}: {cut.problem}" for cut in view.cut_end()]
     provenance = Provenance()
     for manifest in _manifests(folder, commits, missing):
         on_step()

@@ -96,6 +96,9 @@ def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:
 
 def test_a_run_that_goes_on_is_read_up_to_its_last_step(run_copy) -> None:
     run_copy.cut_after(3, "rollout")
+    for later in ("manifests/0000[34]*", "checkpoints/0000[34]"):
+        for path in run_copy.folder.glob(later):
+            path.rename(run_copy.folder / path.name)
     with (run_copy.folder / "ledger.jsonl").open("a") as ledger:
         ledger.write('{"event":"task","st')
     run = read_run(run_copy.folder, "live")
@@ -170,3 +173,14 @@ def test_runs_of_one_name_are_told_apart() -> None:
     assert labels([Path("/a/x")]) == ["x"]
     with pytest.raises(UserError, match="named twice"):
         refuse_duplicates([Path("/a"), Path("/b"), Path("/a")])
+
+
+def test_a_ledger_whose_end_was_cut_off_is_named(run_copy) -> None:
+    """Manifests and checkpoints of later steps are there."""
+    ledger = run_copy.folder / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if '"event":"step","step":1,' in line)
+    assert not read_run(run_copy.folder, "whole").damaged
+    ledger.write_text("".join(lines[: end + 1]))
+    (said,) = read_run(run_copy.folder, "cut").damaged
+    assert said.startswith("ledger.jsonl: ends with step 1, but there are files of steps 2-")
