@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import Checkpoint, EvaluationRequest, opened, questions, refuse, variants
+from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, questions, refuse, variants
 from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
@@ -96,7 +96,7 @@ def evaluate(
     return result.model_dump(mode="json")
 
 
-def measured(asked: EvaluationRequest, checkpoint: Checkpoint) -> EvaluationResult:
+def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
     """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     questioned, configs = questions(asked, config), variants(asked, config)
@@ -142,7 +142,7 @@ def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier:
     return done
 
 
-def _log(asked: EvaluationRequest, checkpoint: Checkpoint, result: EvaluationResult) -> str:
+def _log(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:
     config = checkpoint.config
     dataset = evaluated_prompts(config, result.data_digest, result.prompts, heldout=asked.data is None)
 

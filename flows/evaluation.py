@@ -56,7 +56,7 @@ class EvaluationRequest:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class EvaluatedPolicy:
     """A checkpoint to evaluate.
 
     Attributes:
@@ -137,7 +137,7 @@ def _model(asked: EvaluationRequest) -> FoundModel:
 
 
 @contextmanager
-def opened(asked: EvaluationRequest) -> Iterator[Checkpoint]:
+def opened(asked: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
     """The checkpoint while the block lasts: a step without one is restored for that time.
 
     Raises:
@@ -146,13 +146,13 @@ def opened(asked: EvaluationRequest) -> Iterator[Checkpoint]:
     if _is_checkpoint(asked.target):
         folder = Path(asked.target).absolute()
         digest = read_origin(folder).weights_digest if (folder / ORIGIN).is_file() else None
-        yield Checkpoint(_config(asked, folder), folder, None, digest)
+        yield EvaluatedPolicy(_config(asked, folder), folder, None, digest)
         return
     run = _original(asked.target)
     step = _step(run, asked.step)
     torch.set_num_threads(1)
     with stored_policy(run, step, Console(sys.stderr, step)) as policy:
-        yield Checkpoint(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
+        yield EvaluatedPolicy(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
 
 
 def questions(asked: EvaluationRequest, config: RunConfig) -> Questions:

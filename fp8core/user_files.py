@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8core.errors import UserError
 
-LARGEST_JSON = 128 * 2**20
+LARGEST_USER_JSON = 128 * 2**20
 """Bytes of a JSON file of a checkpoint. The largest tokenizers have some 35 MB."""
 FILE_TYPES = {
     stat.S_IFDIR: "a folder",
@@ -58,9 +58,9 @@ def read_input(path: Path, largest: int) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file of at most `LARGEST_JSON` bytes; raises UserError as `read_input` does, and on another encoding."""
+    """A UTF-8 file of at most `LARGEST_USER_JSON` bytes; raises UserError as `read_input`, and on another encoding."""
     try:
-        return read_input(path, LARGEST_JSON).decode("utf-8")
+        return read_input(path, LARGEST_USER_JSON).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
 

@@ -88,7 +88,7 @@ def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Destination:
+class EvaluationPlace:
     """Destination of an evaluation's log: store, experiment, and the model it is about, if MLflow has it."""
 
     uri: str
@@ -96,7 +96,7 @@ class Destination:
     model_id: str | None
 
 
-def place_of_run(folder: Path, step: int, configured: str | None) -> Destination | None:
+def place_of_run(folder: Path, step: int, configured: str | None) -> EvaluationPlace | None:
     """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors, UserError.
 
     `configured` is the store that the user names (`store_of_folder`).
@@ -106,16 +106,16 @@ def place_of_run(folder: Path, step: int, configured: str | None) -> Destination
         return None
     uri = store_of_folder(record.uri, folder, record.lay_at, configured)
     client = client_of_existing_store(uri)
-    return Destination(uri, record.experiment_id, find_model(client, record.run_id, step))
+    return EvaluationPlace(uri, record.experiment_id, find_model(client, record.run_id, step))
 
 
-def place_of_folder(folder: Path, config: RunConfig) -> Destination:
+def place_of_folder(folder: Path, config: RunConfig) -> EvaluationPlace:
     """In the configured store; the model is the one that an export of ours names. Raises MLflow's errors, UserError."""
     uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     prepare_store(uri, config.runs)
     client = MlflowClient(tracking_uri=uri)
     experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-    return Destination(uri, experiment, _exported_model(client, folder))
+    return EvaluationPlace(uri, experiment, _exported_model(client, folder))
 
 
 def _exported_model(client: MlflowClient, folder: Path) -> str | None:
@@ -142,7 +142,7 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
     try:
         with store_errors(_store_of(folder, config, result)):
             if result.step is None:
-                place: Destination | None = place_of_folder(folder, config)
+                place: EvaluationPlace | None = place_of_folder(folder, config)
             else:
                 place = place_of_run(folder, result.step, config.tracking.uri)
             if place is None:
@@ -162,7 +162,7 @@ def _store_of(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
     return config.tracking.uri or ("" if record is None else record.uri)
 
 
-def _log(place: Destination, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
+def _log(place: EvaluationPlace, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
     client = MlflowClient(tracking_uri=place.uri)
     of = result.name if result.step is None else f"{result.name}-{result.step:05d}"
     run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
@@ -200,7 +200,7 @@ def _ends(key: str, estimate: Estimate) -> dict[str, float]:
     return {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
 
 
-def _metrics(place: Destination, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
+def _metrics(place: EvaluationPlace, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
     now, step = time.time_ns() // 1_000_000, result.step or 0
     return [
         Metric(

@@ -103,7 +103,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class LogprobError:
+class LogprobDistance:
     """Distance between two sets of log-probs, d = log p_side - log p_A in nats per completion token.
 
     Attributes:
@@ -130,8 +130,8 @@ class UnitError:
     """
 
     unit: str
-    alone: LogprobError
-    without: LogprobError
+    alone: LogprobDistance
+    without: LogprobDistance
     share: float
     removed: float
 
@@ -147,7 +147,7 @@ class Bisection:
     """
 
     tokens: int
-    total: LogprobError
+    total: LogprobDistance
     units: tuple[UnitError, ...]
 
 
@@ -163,7 +163,7 @@ def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units
     """
     baseline = logprobs(arch, reference, task)
 
-    def error(side: Side) -> LogprobError:
+    def error(side: Side) -> LogprobDistance:
         return _error(logprobs(arch, side, task), baseline, task.sequences)
 
     total = error(suspect)
@@ -242,9 +242,9 @@ def _mixed_formats(base: Formats, other: Formats, places: frozenset[DecoderPart]
     )
 
 
-def _error(side: Tensor, baseline: Tensor, sequences: TokenBatch) -> LogprobError:
+def _error(side: Tensor, baseline: Tensor, sequences: TokenBatch) -> LogprobDistance:
     metrics = alignment_metrics(side, baseline, sequences.completion[:, 1:])
-    return LogprobError(
+    return LogprobDistance(
         mean=metrics["logprob_abs_diff"],
         mult_prob_error=metrics["token_mult_prob_error"],
         largest=metrics["abs_diff_max"],

@@ -44,7 +44,7 @@ from fp8core.numerics.logprobs import log_softmax
 
 Values = dict[str, Tensor]
 Compute = Callable[[Values], tuple[Tensor, ...]]
-Codes = Callable[[Tensor], Tensor]
+QuantiseValues = Callable[[Tensor], Tensor]
 EMBEDDING, FINAL_NORM, LOGITS = "model.embed_tokens", "model.norm", "logits"
 
 
@@ -64,7 +64,7 @@ class Operation:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     compute: Compute
-    codes: Mapping[str, Codes]
+    codes: Mapping[str, QuantiseValues]
 
     def after(self, values: Values) -> Values:
         """All values after it."""
@@ -239,14 +239,14 @@ def _linear(form: LinearFormat, weight: LinearWeight, name: str) -> Compute:
     return lambda values: (form(values[name], weight),)
 
 
-def _row_codes(name: str, form: LinearFormat, rule: ScaleRule) -> dict[str, Codes]:
+def _row_codes(name: str, form: LinearFormat, rule: ScaleRule) -> dict[str, QuantiseValues]:
     """Codes times scales, as a linear of this format reads the value."""
     if form.name != "fp8_block":
         return {}
     return {name: lambda x: dequantise_rows(*quantise_rows(x, rule), rule)}
 
 
-def _cache_codes(scales: LayerScales | None, names: str) -> dict[str, Codes]:
+def _cache_codes(scales: LayerScales | None, names: str) -> dict[str, QuantiseValues]:
     if scales is None:
         return {}
     factors = {name: getattr(scales, name) for name in names}

@@ -39,7 +39,7 @@ PASS: Final = "PASS"
 FAIL: Final = "FAIL"
 NOT_ENOUGH: Final = "NOT ENOUGH DATA"
 NOT_JUDGED: Final = "not judged"
-Outcome = Literal["PASS", "FAIL", "NOT ENOUGH DATA", "not judged"]
+ParityOutcome = Literal["PASS", "FAIL", "NOT ENOUGH DATA", "not judged"]
 PREFLIGHT = "preflight"
 _SHOWN_MISTAKES = 3
 
@@ -53,7 +53,7 @@ class Check:
 
     variant: str
     name: str
-    outcome: Outcome
+    outcome: ParityOutcome
     found: str
     bound: str
     reason: str
@@ -67,7 +67,7 @@ class ParityVerdict:
     checks: tuple[Check, ...]
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ParityOutcome:
         """FAIL when a check failed, else NOT ENOUGH DATA when one lacks data, else PASS."""
         outcomes = {check.outcome for check in self.checks}
         if FAIL in outcomes:
@@ -139,7 +139,7 @@ def _complete(
     if failed:
         return Check(name, "complete", FAIL, "; ".join(failed), "all", "a training that fails in FP8 has no parity")
     whole = [seed for seed in seeds if any(run.seed == seed and run.whole for run in runs)]
-    outcome: Outcome = PASS if len(whole) == len(seeds) else NOT_ENOUGH
+    outcome: ParityOutcome = PASS if len(whole) == len(seeds) else NOT_ENOUGH
     found = f"{len(whole)} of {len(seeds)} seeds trained to their last step"
     return Check(name, "complete", outcome, found, "all", "a run cut short shows nothing of what comes later")
 
@@ -186,7 +186,7 @@ def _mean_weight(name: str, what: str, values: Sequence[float], config: ParityCo
     return Check(name, what, outcome, found, bound, limit.reason, mean)
 
 
-def _placed(low: float, high: float) -> Outcome:
+def _placed(low: float, high: float) -> ParityOutcome:
     """PASS for an interval above 0, FAIL for one below; NOT ENOUGH DATA for one across it."""
     if low >= 0:
         return PASS
@@ -209,7 +209,7 @@ def _memory(name: str, runs: Sequence[Measured], config: ParityConfig) -> Check:
         found = f"not measured over {LEAST_STEPS_OF_A_SLOPE} steps"
         return Check(name, "memory slope", NOT_ENOUGH, found, bound, limit.reason)
     slope = median(slopes)
-    outcome: Outcome = FAIL if slope > limit.limit else PASS
+    outcome: ParityOutcome = FAIL if slope > limit.limit else PASS
     return Check(name, "memory slope", outcome, f"{slope:.3g} MiB a step", bound, limit.reason, slope)
 
 
@@ -272,7 +272,7 @@ def _speed(
     bound = f">= {limit.limit:g}"
     ours, theirs = ([run.speed for run in side if run.speed is not None] for side in (runs, baseline))
     if not ours or not theirs:
-        outcome: Outcome = NOT_JUDGED if platform == "cpu" else NOT_ENOUGH
+        outcome: ParityOutcome = NOT_JUDGED if platform == "cpu" else NOT_ENOUGH
         return Check(name, what, outcome, "not measured", bound, limit.reason)
     ratio = fmean(ours) / fmean(theirs)
     if platform == "cpu":
@@ -292,7 +292,7 @@ class ParityResult(BaseModel):
     name: str
     config: str
     ended: str
-    outcome: Outcome
+    outcome: ParityOutcome
     headline: str
     variants: tuple[str, ...]
     seeds: tuple[int, ...]

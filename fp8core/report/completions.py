@@ -56,7 +56,7 @@ class ShownTurn:
 
 
 @dataclass(frozen=True)
-class Completion:
+class ShownCompletion:
     """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`.
 
     `unverified`: it is none of the share whose log-probs were computed again.
@@ -75,7 +75,7 @@ class Asked:
 
     step: int
     prompt: str
-    completions: Sequence[Completion]
+    completions: Sequence[ShownCompletion]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Examples:
         """Early and late of the same prompt beside one another."""
         return [asked for pair in zip_longest(self.early, self.late) for asked in pair if asked is not None]
 
-    def _completions(self) -> Iterator[Completion]:
+    def _completions(self) -> Iterator[ShownCompletion]:
         return (completion for one in (*self.early, *self.late) for completion in one.completions)
 
     def _pieces(self) -> Iterator[Piece]:
@@ -208,7 +208,7 @@ def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
         return None
     early, late = (
         [
-            Asked(pair.steps[end], sample.prompt, [Completion(sample.score, [Piece(sample.text, None)], 0)])
+            Asked(pair.steps[end], sample.prompt, [ShownCompletion(sample.score, [Piece(sample.text, None)], 0)])
             for pair in pairs[:HELDOUT_PROMPTS]
             for sample in [(pair.first, pair.last)[end]]
         ]
@@ -315,18 +315,18 @@ def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
     return Asked(first["step"], prompt, [_completion(row, decode) for row in shown])
 
 
-def _completion(row: Row, decode: Decode | None) -> Completion:
+def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
     shown, unverified = row["tokens"][:MOST_TOKENS], row["trained"] is None
     if decode is None:
         # The tokens of a part of the text are not known.
-        return Completion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row), unverified)
+        return ShownCompletion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row), unverified)
     trained = repeat(None) if unverified else row["trained"]
     pieces = [
         Piece(text, level_of(p - g) if written and p is not None else None)
         for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
     turns = list(_shown_turns(row, pieces))
-    return Completion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns, unverified)
+    return ShownCompletion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns, unverified)
 
 
 def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
 
-from fp8core.alignment.bisect import Bisection, LogprobError
+from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult
@@ -304,5 +304,5 @@ def bisection_text(bisection: Bisection) -> str:
     return "\n".join(columns(rows))
 
 
-def _error_numbers(error: LogprobError) -> tuple[str, str, str]:
+def _error_numbers(error: LogprobDistance) -> tuple[str, str, str]:
     return f"{error.mean:.3e}", f"{error.mult_prob_error - 1:.3e}", f"{error.largest:.3e}"

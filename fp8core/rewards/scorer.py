@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 from fp8core.errors import InvalidReply, UserError
 from fp8core.user_code import file_of, find_neighbours, load_code
 
-Outcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+VerdictOutcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
+OUTCOMES: tuple[VerdictOutcome, ...] = get_args(VerdictOutcome)
 Key = tuple[int, int]
 """Group and sample of a completion or an episode."""
 
@@ -26,7 +26,7 @@ class Added(NamedTuple):
     name: str
     score: float
     weight: float
-    outcome: Outcome
+    outcome: VerdictOutcome
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Verdict:
     """
 
     score: float
-    outcome: Outcome
+    outcome: VerdictOutcome
     detail: str
     note: str = ""
     added: tuple[Added, ...] = ()

@@ -12,7 +12,7 @@ from fp8core.config.reward import FormatRewardConfig, LengthRewardConfig, Reward
 from fp8core.errors import UserError
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.pool import Limits, VerifierPool
-from fp8core.rewards.scorer import RIGHT, Added, Answer, Outcome, Scorer, Verdict, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Added, Answer, Scorer, Verdict, unparsed, wrong
 
 MARKER = "#"
 _NUMBER = re.compile(r"[0-9]{1,3}")
@@ -41,7 +41,7 @@ def _spelt(reference: str) -> str:
     return "one digit" if len(reference) == 1 else f"{len(reference)} digits"
 
 
-__all__ = ["Answer", "InProcess", "Outcome", "Scorer", "Verdict", "Verifier", "build_verifier"]
+__all__ = ["Answer", "InProcess", "Scorer", "Verdict", "Verifier", "build_verifier"]
 
 
 class Verifier(Protocol):

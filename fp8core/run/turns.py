@@ -12,8 +12,7 @@ import pyarrow as pa
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, question_text
 from fp8core.environments.chat import AT_LEAST
-from fp8core.environments.protocol import Action, Reply, Said, Task, Turn, opening_of, said_of
-from fp8core.environments.protocol import Outcome as EnvironmentOutcome
+from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.errors import NotRecordedError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Key
@@ -122,14 +121,14 @@ class RecordedPool:
     """
 
     def __init__(self, turns: pa.Table) -> None:
-        self._recorded: dict[Key, list[Turn | EnvironmentOutcome]] = {}
+        self._recorded: dict[Key, list[Turn | Outcome]] = {}
         bounded = set[Key]()
         for row in turns.to_pylist():
             self._recorded.setdefault(key_of(row), []).append(_reply(row))
             if row["detail"].startswith(AT_LEAST):
                 bounded.add(key_of(row))
         self.counted = frozenset(self._recorded.keys() - bounded)
-        self._next: dict[Key, Iterator[Turn | EnvironmentOutcome]] = {}
+        self._next: dict[Key, Iterator[Turn | Outcome]] = {}
         self._replies = list[Reply]()
 
     def begin(self, episode: Key, task: Task) -> None:
@@ -164,15 +163,15 @@ class RecordedPool:
         self._next.pop(episode, None)
 
     def _answer(self, episode: Key) -> None:
-        ended = EnvironmentOutcome("crashed", detail="nothing was recorded of a turn so late")
+        ended = Outcome("crashed", detail="nothing was recorded of a turn so late")
         self._replies.append((episode, next(self._next[episode], ended), 0.0))
 
 
-def _reply(row: Mapping[str, Any]) -> Turn | EnvironmentOutcome:
+def _reply(row: Mapping[str, Any]) -> Turn | Outcome:
     """The answer in a row of kind `turns`; what a budget ended was answered with a turn."""
     info = json.loads(row["info"] or "{}")
     if not row["said"]:
-        return EnvironmentOutcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
+        return Outcome(row["outcome"], row["reward"], row["failed"], row["detail"], info)
     told = opening_of(row["said"]) if not row["turn"] else Turn(said_of(row["said"]))
     return replace(told, reward=row["reward"], failed=row["failed"], info=info)
 

@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.rewards.scorer import Answer, Key, Outcome, Verdict
+from fp8core.rewards.scorer import Answer, Key, Verdict, VerdictOutcome
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.turns import completion_text, said_by_policy
 from fp8core.store.tables import COMPLETION_KEY, key_of
 
-UNCHECKED_OUTCOMES: dict[Outcome, str] = {"timeout": "timed out", "crashed": "crashed"}
+UNCHECKED_OUTCOMES: dict[VerdictOutcome, str] = {"timeout": "timed out", "crashed": "crashed"}
 """Outcomes by which nothing was checked, in words."""
 JUDGE = "judge"
 """The outcome of an episode whose last turn the verifier reads."""
@@ -66,7 +66,7 @@ def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
     return [ending(row) for row in rows]
 
 
-class Scored(NamedTuple):
+class ScoredEpisode(NamedTuple):
     """The verdict on an episode, and its whole reward."""
 
     verdict: Verdict
@@ -85,7 +85,7 @@ def answer_to(asked: Mapping[str, Any], completion: str, finish: str) -> Answer:
     return Answer(asked["text"], completion, asked["reference"], ended, asked.get("columns", ""))
 
 
-def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Scored]:
+def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[ScoredEpisode]:
     """The verdict on each episode: the verifier's where the environment leaves it to that, else the environment's.
 
     Of the others a right outcome scores 1, and the reward is that of the environment alone.
@@ -95,10 +95,10 @@ def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Seque
     for one in endings:
         if one.outcome == JUDGE:
             verdict = next(verdicts)
-            found.append(Scored(verdict, verdict.reward + one.reward if one.reward else verdict.reward))
+            found.append(ScoredEpisode(verdict, verdict.reward + one.reward if one.reward else verdict.reward))
         else:
             right = float(one.outcome == "right")
-            found.append(Scored(Verdict(right, cast(Outcome, one.outcome), one.detail), one.reward))
+            found.append(ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward))
     return found
 
 

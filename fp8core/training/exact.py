@@ -28,7 +28,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals
-from fp8core.training.micro_batch import MicroBatchTrainer, Scored
+from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
 from fp8core.training.saved_state import (
@@ -190,9 +190,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         temperature: float,
         scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
-    ) -> Scored:
+    ) -> FlatScores:
         observe = None if statistics is None else _observer(statistics, batch.valid, scales)
-        return Scored(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
+        return FlatScores(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
         """The policy quantised, once in each version."""

@@ -35,7 +35,7 @@ Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
-class Scored:
+class FlatScores:
     """Flat log-probs and entropies of the completion tokens of some rows, in row order, FP32 on the CPU."""
 
     logprobs: Tensor
@@ -176,11 +176,11 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         statistics: KvStatistics,
     ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
         """As `_accumulate_parts`, with log-probs and entropies of its forward as FP32 [B, C], NaN on padding."""
-        own = list[Scored]()
+        own = list[FlatScores]()
 
-        def score(weights: Weights, part: TokenBatch) -> Scored:
+        def score(weights: Weights, part: TokenBatch) -> FlatScores:
             scored = self._score_drawn(weights, part, temperature, scales, statistics)
-            own.append(Scored(scored.logprobs.detach(), scored.entropy.detach()))
+            own.append(FlatScores(scored.logprobs.detach(), scored.entropy.detach()))
             return scored
 
         totals, slices = self._accumulate_parts(batch, score), list(self._slices(batch.sequences))
@@ -263,7 +263,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
-    ) -> Scored:
+    ) -> FlatScores:
         """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
 
     @abstractmethod
@@ -282,7 +282,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
-    ) -> Scored:
+    ) -> FlatScores:
         """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""
         scored = self._score(weights, batch, temperature, scales, statistics)
         if batch.truncation is not None and bool(torch.isneginf(scored.logprobs).any()):
@@ -295,7 +295,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return scored
 
     def _accumulate_parts(
-        self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], Scored]
+        self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], FlatScores]
     ) -> dict[str, float]:
         """Add up the gradients of all parts; returns the batch's statistics."""
         denominator, weights = Denominator.of(batch.mask), self._training_weights()
@@ -335,7 +335,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
 
 def _padded(
-    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[Scored]
+    batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[FlatScores]
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of parts as FP32 [B, C], NaN on padding."""
     shape = (len(batch), int(batch.completion.sum(-1).max()))

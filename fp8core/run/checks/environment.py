@@ -6,8 +6,7 @@ from contextlib import suppress
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import ADDED_TOKENS, Problem, encode_prompt, longest_prompt, prompt_text, refuse_length
 from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
-from fp8core.environments.protocol import Action, Turn
-from fp8core.environments.protocol import Outcome as EnvironmentOutcome
+from fp8core.environments.protocol import Action, Outcome, Turn
 from fp8core.errors import InvalidReply, UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rollout.engine import sample_seed
@@ -58,7 +57,7 @@ def check_openings(
             refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
-def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn | EnvironmentOutcome:
+def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn | Outcome:
     """The first answer of episode `place`, which stays open, to a problem."""
     asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
     pool.begin((place, 0), task_of(asked, sample_seed(seed, 0, place, 0)))
@@ -66,7 +65,7 @@ def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: in
     return reply
 
 
-Trial = list[Turn | EnvironmentOutcome]
+Trial = list[Turn | Outcome]
 
 
 def trial(problem: Problem, config: RunConfig, pool: Pool) -> Trial:
@@ -96,7 +95,7 @@ def refuse_invalid(replies: Trial, config: RunConfig) -> None:
     """Raises UserError: what an environment returned in its `trial` is no reply, whatever it was asked."""
     assert config.environment is not None, "a trial is of an environment"
     *_, reply = replies
-    if isinstance(reply, EnvironmentOutcome) and (invalid := InvalidReply.read(reply.detail)) is not None:
+    if isinstance(reply, Outcome) and (invalid := InvalidReply.read(reply.detail)) is not None:
         asked = "start" if len(replies) == 1 else "step, with an empty answer"
         raise UserError(f"environment.name={config.environment.name}: {asked}: {invalid}")
 

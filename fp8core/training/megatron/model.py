@@ -102,7 +102,7 @@ def _for_cpu(block: TransformerBlockSubmodules, qk_norm: bool) -> None:
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention = LocalAttention
         if qk_norm:
             attention.q_layernorm = attention.k_layernorm = LocalNorm
 
@@ -144,7 +144,7 @@ def padded(linear: Any, inputs: int, outputs: int) -> type:
     return Padded
 
 
-class PackedAttention(torch.nn.Module):
+class LocalAttention(torch.nn.Module):
     """Takes the constructor and the call of Megatron's core attention (`transformer.attention.CoreAttention`)."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:

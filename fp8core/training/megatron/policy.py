@@ -181,13 +181,13 @@ def _style(arch: Architecture, contract: PrecisionContract, megatron: MegatronCo
     return PADDED_TRANSFORMER_ENGINE if needs_padding(arch, contract, megatron.tensor_parallel) else TRANSFORMER_ENGINE
 
 
-Scored = Callable[[MicroBatch, Tensor, Tensor], None]
+TakeScores = Callable[[MicroBatch, Tensor, Tensor], None]
 """Takes a micro-batch on the policy's device, and log-prob and entropy of each written token, FP32 [written]."""
 Loss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
 """From a micro-batch, its log-probs and its entropies, both differentiable, to its share of the loss: a scalar."""
 
 
-def score(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, scored: Scored) -> None:
+def score(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, scored: TakeScores) -> None:
     """Forward passes under the caller's `no_grad`; `scored` is called in the last stage alone."""
 
     def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:

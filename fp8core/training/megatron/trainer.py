@@ -30,7 +30,7 @@ from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
 from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
 from fp8core.training.megatron.parallel import joint_digest
-from fp8core.training.megatron.policy import MegatronPolicy, Scored, accumulate, score
+from fp8core.training.megatron.policy import MegatronPolicy, TakeScores, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import MicroBatch, packs
 from fp8core.training.ranks import Ranks, together
@@ -150,7 +150,7 @@ class MegatronTrainer(PolicyTrainer):
         temperature: float,
         statistics: KvStatistics,
         scales: Sequence[LayerScales],
-        scored: Scored,
+        scored: TakeScores,
     ) -> None:
         """Score this process's packs, and complete the statistics over all processes at the end."""
         assert batch.truncation is None, "the configuration was checked"

@@ -38,7 +38,7 @@ from fp8core.resources.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.training.micro_batch import MicroBatchTrainer, Scored
+from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
@@ -204,7 +204,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         temperature: float,
         scales: Sequence[LayerScales],
         statistics: KvStatistics | None = None,
-    ) -> Scored:
+    ) -> FlatScores:
         pack = self._packed(batch)
         with _deterministic(self._config.deterministic):
             hidden = self._hidden(pack, self._attention, scales, statistics)
@@ -217,7 +217,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
                 pack.tokens[pack.written],
                 options,
             )
-            return Scored(logprobs.cpu(), entropy.cpu())
+            return FlatScores(logprobs.cpu(), entropy.cpu())
 
     def _slices(self, batch: TokenBatch) -> Iterator[tuple[slice, TokenBatch]]:
         """As many rows as make no pack longer than the micro-batch or a rank's share, one at least; each rank's behind

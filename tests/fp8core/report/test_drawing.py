@@ -11,7 +11,7 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.image import imread
 
-from fp8core.alignment.bisect import Bisection, LogprobError, UnitError
+from fp8core.alignment.bisect import Bisection, LogprobDistance, UnitError
 from fp8core.report.chart import (
     COLOURS,
     POINTS_OF_A_SERIES,
@@ -232,11 +232,11 @@ def test_an_edge_that_a_longer_path_implies_is_not_drawn() -> None:
 
 # Bisections
 
-TOTAL = LogprobError(mean=0.02, mult_prob_error=1.0203, largest=0.5)
+TOTAL = LogprobDistance(mean=0.02, mult_prob_error=1.0203, largest=0.5)
 
 
 def unit(name, share, removed):
-    alone = LogprobError(share * TOTAL.mean, 1 + share * TOTAL.mean, TOTAL.largest)
+    alone = LogprobDistance(share * TOTAL.mean, 1 + share * TOTAL.mean, TOTAL.largest)
     return UnitError(name, alone, replace(alone, mean=(1 - removed) * TOTAL.mean), share, removed)
 
 
