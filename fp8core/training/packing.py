@@ -88,26 +88,6 @@ class Pack:
         return replace(self, tokens=tokens, written=written, experts=experts)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """A pack as one process of a grid computes it.
-
-    Where it does not `count`, another process counts it: this one takes part for the collectives.
-    """
-
-    pack: Pack
-    counts: bool
-
-    @property
-    def valid(self) -> Tensor:
-        """bool [1, T]: tokens that count."""
-        return self.pack.sequences.valid[None].to(self.pack.tokens.device) & self.counts
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same on a device."""
-        return MicroBatch(self.pack.to(device), self.counts)
-
-
 def packs(batch: TokenBatch, micro_batch_tokens: int, multiple: int) -> Iterator[Pack]:
     """The batch in packs without padding between rows, each padded to a multiple of tokens."""
     lengths = batch.valid.sum(-1).tolist()

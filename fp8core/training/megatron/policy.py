@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,27 @@ from fp8core.training.megatron.model import (
 )
 from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
 from fp8core.training.megatron.requirements import needs_padding, padded_vocabulary
-from fp8core.training.packing import MicroBatch
+from fp8core.training.packing import Pack
+
+
+@dataclass(frozen=True)
+class CountedPack:
+    """A pack as one process of a grid computes it.
+
+    Where it does not `count`, another process counts it: this one takes part for the collectives.
+    """
+
+    pack: Pack
+    counts: bool
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [1, T]: tokens that count."""
+        return self.pack.sequences.valid[None].to(self.pack.tokens.device) & self.counts
+
+    def to(self, device: torch.device) -> "CountedPack":
+        """The same on a device."""
+        return CountedPack(self.pack.to(device), self.counts)
 
 
 class MegatronPolicy:
@@ -113,7 +134,7 @@ class MegatronPolicy:
         found = self.model.sharded_state_dict(metadata=metadata)
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
-    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+    def hidden(self, micro_batch: CountedPack) -> Tensor:
         """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes.
 
         Args:
@@ -129,7 +150,7 @@ class MegatronPolicy:
             states.register_hook(lambda _: self._replay(micro_batch.pack.experts))
         return states
 
-    def head(self, micro_batch: MicroBatch, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def head(self, micro_batch: CountedPack, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of each written token, FP32 [written], differentiable, of the last stage's states."""
         pack = micro_batch.pack
         chosen = states[:, 0][pack.written - 1]
@@ -181,16 +202,16 @@ def _style(arch: Architecture, contract: PrecisionContract, megatron: MegatronCo
     return PADDED_TRANSFORMER_ENGINE if needs_padding(arch, contract, megatron.tensor_parallel) else TRANSFORMER_ENGINE
 
 
-TakeScores = Callable[[MicroBatch, Tensor, Tensor], None]
+TakeScores = Callable[[CountedPack, Tensor, Tensor], None]
 """Takes a micro-batch on the policy's device, and log-prob and entropy of each written token, FP32 [written]."""
-Loss = Callable[[MicroBatch, Tensor, Tensor], Tensor]
+Loss = Callable[[CountedPack, Tensor, Tensor], Tensor]
 """From a micro-batch, its log-probs and its entropies, both differentiable, to its share of the loss: a scalar."""
 
 
-def score(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, scored: TakeScores) -> None:
+def score(policy: MegatronPolicy, micro_batches: Sequence[CountedPack], temperature: float, scored: TakeScores) -> None:
     """Forward passes under the caller's `no_grad`; `scored` is called in the last stage alone."""
 
-    def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
+    def finish(micro_batch: CountedPack, states: Tensor) -> Tensor:
         scored(micro_batch, *policy.head(micro_batch, states, temperature))
         return states
 
@@ -198,10 +219,10 @@ def score(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperatu
     _run(policy, micro_batches, finish, forward_only=True)
 
 
-def accumulate(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temperature: float, loss: Loss) -> None:
+def accumulate(policy: MegatronPolicy, micro_batches: Sequence[CountedPack], temperature: float, loss: Loss) -> None:
     """Add up the gradients of all micro-batches; `loss` is called in the last stage alone."""
 
-    def finish(micro_batch: MicroBatch, states: Tensor) -> Tensor:
+    def finish(micro_batch: CountedPack, states: Tensor) -> Tensor:
         return loss(micro_batch, *policy.head(micro_batch, states, temperature))
 
     # Only passes with gradients recompute.
@@ -211,8 +232,8 @@ def accumulate(policy: MegatronPolicy, micro_batches: Sequence[MicroBatch], temp
 
 def _run(
     policy: MegatronPolicy,
-    micro_batches: Sequence[MicroBatch],
-    finish: Callable[[MicroBatch, Tensor], Tensor],
+    micro_batches: Sequence[CountedPack],
+    finish: Callable[[CountedPack, Tensor], Tensor],
     forward_only: bool,
 ) -> None:
     """One micro-batch after another, or through the stages of a pipeline.
@@ -229,11 +250,11 @@ def _run(
                 result.backward()
         return
 
-    def last(micro_batch: MicroBatch, states: Tensor) -> tuple[Tensor, Tensor, None]:
+    def last(micro_batch: CountedPack, states: Tensor) -> tuple[Tensor, Tensor, None]:
         # The schedule divides a loss by the number of micro-batches unless it gets tokens, which it only adds up.
         return finish(micro_batch, states), torch.tensor(len(micro_batch.pack.written), dtype=torch.int), None
 
-    def forward(remaining: Iterator[MicroBatch], _: PolicyModel) -> tuple[Tensor, Callable[[Tensor], object]]:
+    def forward(remaining: Iterator[CountedPack], _: PolicyModel) -> tuple[Tensor, Callable[[Tensor], object]]:
         micro_batch = next(remaining)
         return policy.hidden(micro_batch), partial(last, micro_batch)
 

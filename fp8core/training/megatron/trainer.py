@@ -30,9 +30,9 @@ from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
 from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
 from fp8core.training.megatron.parallel import joint_digest
-from fp8core.training.megatron.policy import MegatronPolicy, TakeScores, accumulate, score
+from fp8core.training.megatron.policy import CountedPack, MegatronPolicy, TakeScores, accumulate, score
 from fp8core.training.megatron.requirements import token_multiple
-from fp8core.training.packing import MicroBatch, packs
+from fp8core.training.packing import packs
 from fp8core.training.ranks import Ranks, together
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
@@ -117,7 +117,7 @@ class MegatronTrainer(PolicyTrainer):
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
 
-        def fill(micro_batch: MicroBatch, *values: Tensor) -> None:
+        def fill(micro_batch: CountedPack, *values: Tensor) -> None:
             if micro_batch.counts:
                 rows = micro_batch.pack.rows
                 mask = left_aligned(batch.completion[rows], shape[1])
@@ -172,7 +172,7 @@ class MegatronTrainer(PolicyTrainer):
         denominator = Denominator.of(batch.mask)
         totals: dict[str, float] = {}
 
-        def loss(micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        def loss(micro_batch: CountedPack, logprobs: Tensor, entropies: Tensor) -> Tensor:
             rows = micro_batch.pack.rows
             mask = left_aligned(batch.sequences.completion[rows], batch.mask.shape[1])
             current, entropy = (torch.zeros(mask.shape).masked_scatter(mask, x.cpu()) for x in (logprobs, entropies))
@@ -197,12 +197,12 @@ class MegatronTrainer(PolicyTrainer):
         found = dict(zip(_STATISTICS, self._summed(values).tolist(), strict=True))
         return found | {n: v for n, v in zip(_STATISTICS, largest.tolist(), strict=True) if n in MAXIMA}
 
-    def _own_packs(self, batch: TokenBatch) -> list[MicroBatch]:
+    def _own_packs(self, batch: TokenBatch) -> list[CountedPack]:
         """This process's packs. All processes have equally many, so some do not count; all stages have the same."""
         megatron, group = self._config.megatron, parallel.data_group()
         found = list(packs(batch, megatron.micro_batch_tokens, token_multiple(megatron)))
         own = range(group.rank(), len(found) + group.rank(), group.size())
-        return [MicroBatch(found[min(index, len(found) - 1)], index < len(found)) for index in own]
+        return [CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own]
 
     def _summed(self, values: Tensor) -> Tensor:
         """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU.

@@ -96,6 +96,13 @@ def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragg
     assert counts == [int(ragged_batch.sequences.valid.sum()) * family.num_kv_heads * family.head_dim] * 2
 
 
+def test_no_token_counts_of_a_pack_that_another_process_counts(ragged_batch):
+    (packed,) = packs(ragged_batch.sequences.part(slice(0, 6)), 1 << 20, 128)
+    counted, other = (policy.CountedPack(packed, counts).valid for counts in (True, False))
+    assert counted.tolist() == [packed.sequences.valid.tolist()]
+    assert other.tolist() == [[False] * counted.shape[1]]
+
+
 def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
     masters = masters_of(family)
     ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
