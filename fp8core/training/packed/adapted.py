@@ -22,7 +22,7 @@ from fp8core.models.weights import Formats
 from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums
 from fp8core.numerics.lora import adapter_gradients
 from fp8core.training.lora import LEFT, RIGHT, Adapters, FrozenWeights, adapter_shapes, is_target
-from fp8core.training.packed.masters import RowShares
+from fp8core.training.packed.masters import PackedMasters
 from fp8core.training.ranks import Ranks
 
 
@@ -42,8 +42,8 @@ class _Made(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class AdaptedMasters(RowShares):
-    """The rows of one rank, and all adapters (`masters.PackedMasters`)."""
+class AdaptedMasters(PackedMasters):
+    """The rows of one rank, and all adapters."""
 
     def __init__(
         self,
@@ -58,20 +58,16 @@ class AdaptedMasters(RowShares):
         """From whole tensors of any type; `seed` draws the adapters."""
         super().__init__(arch, ranks)
         assert self.shapes.keys() == weights.keys(), "weights of another model"
-        own = _Made(self.shapes, lambda name: weights[name][self._own(name)].to(device))
+        own = _Made(self.shapes, lambda name: weights[name][self._own_slice(name)].to(device))
         self._lora, self._frozen = lora, FrozenWeights(own, formats.stored_names(), formats.scale_rule)
         self._adapters = Adapters(self.shapes, lora, seed, device)
-        self.learnt_shapes: Mapping[str, tuple[int, ...]] = adapter_shapes(self.shapes, lora)
+        self.learnt_shapes = adapter_shapes(self.shapes, lora)
         self._gradients: dict[str, Tensor] = {}
-        self.base: str | None = digest_of(self._rounded(self._frozen))
+        self.base = digest_of(self._rounded(self._frozen))
 
-    @property
-    def own(self) -> Mapping[str, Tensor]:
-        def stacked(name: str) -> Tensor:
-            parts = [self._merged(part) for part, _ in self._stacks[name].parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        return _Made(self._stacks, stacked)
+    def own(self, name: str) -> Tensor:
+        parts = [self._merged(part) for part, _ in self._stacks[name].parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def named(self) -> Mapping[str, Tensor]:
         return _Made(self.shapes, self._merged)
@@ -104,9 +100,6 @@ class AdaptedMasters(RowShares):
                 before = self._gradients.get(module + side)
                 self._gradients[module + side] = found if before is None else before.add_(found)
 
-    def end_passes(self, passes: int) -> None:
-        """Nothing travels before the last."""
-
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all adapters, added in the order of the ranks; zeros where no part has reached one."""
         own = {name: self._gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.learnt().items()}
@@ -133,12 +126,12 @@ class AdaptedMasters(RowShares):
     def whole_norm(self, own: float) -> float:
         return own
 
-    def _own(self, name: str) -> slice:
+    def _own_slice(self, name: str) -> slice:
         rows = self.rows_of(name)
         return slice(rows.start, rows.stop)
 
     def _merged(self, name: str) -> Tensor:
-        return self._adapters.merged(name, self._frozen[name], self._own(name))
+        return self._adapters.merged(name, self._frozen[name], self._own_slice(name))
 
     def _rounded(self, own: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...], str]]:
         """The input of `digest_of`, of whole tensors in BF16; one is made at a time."""

@@ -308,14 +308,14 @@ class PackedDecoder(nn.Module):
             return
         for index, layer in enumerate(self.packed_layers()):
             prefix = f"layers.{index}."
-            own = {name.removeprefix(prefix): masters.own[name] for name in masters.own if name.startswith(prefix)}
+            own = {name: masters.own(prefix + name) for name in layer_stacks(self.arch, index)}
             parts = {name: masters.parts(prefix + name) for name in own}
             made = masters.gathered({prefix + name: each for name, each in layer.made(own, parts).items()})
             layer.cache({name.removeprefix(prefix): each for name, each in made.items()})
         # A GPU with all rows looks tokens up in the masters, and needs no narrow copy beside them.
-        outer = {"norm": (_rounded(masters.own["norm"]),), "embedding": (masters.looked_up("embedding"),)}
+        outer = {"norm": (_rounded(masters.own("norm")),), "embedding": (masters.looked_up("embedding"),)}
         if self.head is not None:
-            outer["head"] = (masters.own["head"].bfloat16(),)
+            outer["head"] = (masters.own("head").bfloat16(),)
         self._values = {name: values for name, (values,) in masters.gathered(outer).items()}
         if self.head is None:
             self._values["head"] = self._values["embedding"].bfloat16()

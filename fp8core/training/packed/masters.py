@@ -15,9 +15,10 @@ the ranks, whatever lies between them.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,94 +94,74 @@ def own_rows(rows: int, rank: int, count: int) -> range:
     return range(first, last)
 
 
-class PackedMasters(Protocol):
-    """The policy of a packed trainer on one rank, and what of it learns.
+class PackedMasters(ABC):
+    """The policy of a packed trainer on one rank, what of it learns, and the exchange of rows with other ranks.
 
     Attributes:
-        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
         base: digest of what is frozen; None where nothing is.
         learnt_shapes: whole ones, of what learns, by name.
-    """
-
-    base: str | None
-    learnt_shapes: Mapping[str, tuple[int, ...]]
-
-    @property
-    def own(self) -> Mapping[str, Tensor]: ...
-
-    def named(self) -> Mapping[str, Tensor]:
-        """The own rows, FP32 by Hugging Face name."""
-        ...
-
-    def parts(self, name: str) -> list[int]:
-        """As `RowShares.parts`."""
-        ...
-
-    def looked_up(self, name: str) -> Tensor:
-        """Own rows to find single ones in, in any type of BF16 values or wider."""
-        ...
-
-    def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
-        """As `RowShares.gathered`."""
-        ...
-
-    def joined(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `RowShares.joined`."""
-        ...
-
-    def digest(self) -> str:
-        """The `weights_digest` of the policy."""
-        ...
-
-    def describe(self) -> dict[str, object]:
-        """For the record of a step."""
-        ...
-
-    def collects(self, name: str) -> bool:
-        """True if anything learns from the gradient of a parameter of the decoder."""
-        ...
-
-    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
-        """The part that the collector of a linear keeps of a gradient, after each pack."""
-        ...
-
-    def end_passes(self, passes: int) -> None:
-        """This rank makes no more passes, of which every rank makes at most so many; it may have failed in one."""
-        ...
-
-    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of all packs of all ranks, which the collectors give away."""
-        ...
-
-    def drop_gradients(self) -> None:
-        """Leave nothing of the parts of a failed update."""
-        ...
-
-    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
-        ...
-
-    def whole_norm(self, own: float) -> float:
-        """The norm of all gradients, from that of the own ones."""
-        ...
-
-    def learnt_rows(self, name: str) -> range:
-        """The rows of a tensor that learns which this rank has."""
-        ...
-
-
-class RowShares:
-    """The cut of parameters into rows, and the exchange of what was made of them.
-
-    Attributes:
         units: all parameters.
         shapes: whole ones, by Hugging Face name.
     """
+
+    base: str | None = None
+    learnt_shapes: Mapping[str, tuple[int, ...]]
 
     def __init__(self, arch: Architecture, ranks: Ranks) -> None:
         self.units, self._ranks = units_of(arch), ranks
         self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
         self.shapes = {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
+
+    @abstractmethod
+    def own(self, name: str) -> Tensor:
+        """FP32 [own rows, ...] of a parameter, by its name in the decoder."""
+
+    @abstractmethod
+    def looked_up(self, name: str) -> Tensor:
+        """Own rows to find single ones in, in any type of BF16 values or wider."""
+
+    @abstractmethod
+    def named(self) -> Mapping[str, Tensor]:
+        """The own rows, FP32 by Hugging Face name."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """The `weights_digest` of the policy."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """For the record of a step."""
+
+    @abstractmethod
+    def collects(self, name: str) -> bool:
+        """True if anything learns from the gradient of a parameter of the decoder."""
+
+    @abstractmethod
+    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+        """The part that the collector of a linear keeps of a gradient, after each pack."""
+
+    def end_passes(self, passes: int) -> None:  # noqa: B027 - most exchange nothing before `collected`
+        """This rank makes no more passes, of which every rank makes at most so many; it may have failed in one."""
+
+    @abstractmethod
+    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of all packs of all ranks, which the collectors give away."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Leave nothing of the parts of a failed update."""
+
+    @abstractmethod
+    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
+
+    @abstractmethod
+    def learnt_rows(self, name: str) -> range:
+        """The rows of a tensor that learns which this rank has."""
+
+    @abstractmethod
+    def whole_norm(self, own: float) -> float:
+        """The norm of all gradients, from that of the own ones."""
 
     def parts(self, name: str) -> list[int]:
         """The number of own rows of each part of a parameter, by its name in the decoder."""
@@ -279,20 +260,14 @@ class RowShares:
         return [[math.ceil(len(own_rows(rows, rank, count)) / step) * row for rank in range(count)] for rows in parts]
 
 
-class Masters(RowShares):
-    """FP32 masters that all learn: the rows of one rank.
-
-    Attributes:
-        own: FP32 [own rows, ...] of every parameter, by its name in the decoder.
-    """
-
-    base: str | None = None
+class Masters(PackedMasters):
+    """FP32 masters that all learn: the rows of one rank."""
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
         """From whole tensors of any type."""
         super().__init__(arch, ranks)
-        self.learnt_shapes: Mapping[str, tuple[int, ...]] = self.shapes
-        self.own = {
+        self.learnt_shapes = self.shapes
+        self._own = {
             name: torch.empty(sum(self._rows(stack, ranks.rank)), *stack.width, device=device)
             for name, stack in self._stacks.items()
         }
@@ -306,11 +281,14 @@ class Masters(RowShares):
     def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Views of the own rows of masters, or of other values of their shapes, by Hugging Face name."""
         found: dict[str, Tensor] = {}
-        for name, own in (self.own if values is None else values).items():
+        for name, own in (self._own if values is None else values).items():
             stack = self._stacks[name]
             views = own.split(self._rows(stack, self._ranks.rank))
             found |= {part: view for (part, _), view in zip(stack.parts, views, strict=True)}
         return found
+
+    def own(self, name: str) -> Tensor:
+        return self._own[name]
 
     def named(self) -> dict[str, Tensor]:
         return self.learnt()
@@ -320,7 +298,7 @@ class Masters(RowShares):
 
     def looked_up(self, name: str) -> Tensor:
         """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""
-        return self.own[name] if self._ranks.count == 1 else self.own[name].bfloat16()
+        return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
         """`policy_digest` of the whole masters."""
@@ -336,9 +314,6 @@ class Masters(RowShares):
 
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
         return gradient
-
-    def end_passes(self, passes: int) -> None:
-        """Nothing travels before the last."""
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -390,7 +365,7 @@ class PassMasters(Masters):
     def end_passes(self, passes: int) -> None:
         while self._exchanges < passes * len(self._order):
             name = self._order[self._exchanges % len(self._order)]
-            self.kept(name, torch.zeros(self._stacks[name].shape, device=self.own[name].device))
+            self.kept(name, torch.zeros(self._stacks[name].shape, device=self._own[name].device))
         arriving, self._travelling = self._travelling, dict
         self._add(arriving())
 
