@@ -12,6 +12,10 @@ from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
 
+EPS = 1e-8
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+"""Of the first and the second, as torch names them; parts of names in saved files."""
+
 
 class AdamWStep(NamedTuple):
     """The numbers of one update.
@@ -40,13 +44,12 @@ class AdamWStep(NamedTuple):
         learning_rate: float,
         betas: tuple[float, float],
         weight_decay: float,
-        eps: float,
         gradient_factor: float,
     ) -> "AdamWStep":
         """Of update `number`, from 1; weight decay is decoupled and scaled by the learning rate."""
         beta1, beta2 = betas
         rate, root = learning_rate / (1 - beta1**number), math.sqrt(1 - beta2**number)
-        return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, eps)
+        return cls(gradient_factor, beta1, beta2, 1 - learning_rate * weight_decay, rate, root, EPS)
 
 
 @with_kernel("adamw")

@@ -23,6 +23,7 @@ from fp8core.models.weights import (
     stored_weights,
     training_formats,
 )
+from fp8core.numerics.adamw import EPS, MOMENT_NAMES
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import TokenBatch
@@ -42,9 +43,6 @@ from fp8core.training.saved_state import (
     save_training,
     write_state,
 )
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_EPS = 1e-8
 
 
 class AdamW:
@@ -69,8 +67,8 @@ class AdamW:
         for name, (tensor, _) in found.items():
             if f"step/{name}" not in self.state:
                 self.state[f"step/{name}"] = torch.zeros(())
-                self.state |= {f"{moment}/{name}": torch.zeros_like(tensor) for moment in _MOMENTS}
-        first, second = ([self.state[f"{moment}/{name}"] for name in found] for moment in _MOMENTS)
+                self.state |= {f"{moment}/{name}": torch.zeros_like(tensor) for moment in MOMENT_NAMES}
+        first, second = ([self.state[f"{moment}/{name}"] for name in found] for moment in MOMENT_NAMES)
         adamw(
             [tensor for tensor, _ in found.values()],
             [grad for _, grad in found.values()],
@@ -83,7 +81,7 @@ class AdamW:
             beta2=self._betas[1],
             lr=learning_rate,
             weight_decay=self._weight_decay,
-            eps=_EPS,
+            eps=EPS,
             maximize=False,
         )
 
@@ -91,7 +89,7 @@ class AdamW:
         """Tensors of the shapes of the state, for those that were updated before `saved` was."""
         updated = {name: tensor for name, tensor in self._learnt.items() if f"step/{name}" in saved}
         counts = {f"step/{name}": torch.zeros(()) for name in updated}
-        return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in _MOMENTS}
+        return counts | {f"{moment}/{name}": tensor for name, tensor in updated.items() for moment in MOMENT_NAMES}
 
 
 class ExactTrainer(MicroBatchTrainer[PolicyWeights]):

@@ -391,7 +391,7 @@ def test_adamw_updates_as_the_reference(device: torch.device, run, dtype: torch.
     ours = [tensor.to(device) for tensor in ours]
     for number in range(1, 5):
         grad = torch.randn(5000, generator=generator) * 10.0 ** (number - 3)
-        step = AdamWStep.at(number, 1e-2, (0.9, 0.95), 0.1, 1e-8, 0.5)
+        step = AdamWStep.at(number, 1e-2, (0.9, 0.95), 0.1, 0.5)
         run(adamw, ours[0], grad.to(device), *ours[1:], step)
         adamw(theirs[0], grad, theirs[1], theirs[2], step)
     # The interpreter truncates what a GPU rounds to BF16.

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fp8core.config.training import TrainingConfig
+from fp8core.numerics.adamw import MOMENT_NAMES
 from fp8core.training.megatron.model import PolicyModel
 from fp8core.training.megatron.parallel import data_group, tensor_group
 
 _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LocalOptimiser:
@@ -90,7 +90,7 @@ class LocalOptimiser:
         state = load_state(folder, self._sharded(model))
         for name, parameter in self._named.items():
             parameter.data.copy_(state[f"master/{name}"])
-            moments = {key: state[f"{key}/{name}"] for key in _MOMENTS}
+            moments = {key: state[f"{key}/{name}"] for key in MOMENT_NAMES}
             self._adam.state[parameter] = {**moments, "step": torch.tensor(float(updates))}
 
     def _sharded(self, model: ShardedStateDict) -> ShardedStateDict:
@@ -102,8 +102,8 @@ class LocalOptimiser:
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         # Before the first update there are no moments: they are zero.
-        found = self._adam.state.get(parameter) or {key: torch.zeros_like(parameter) for key in _MOMENTS}
-        return {"master": parameter.detach(), **{key: found[key] for key in _MOMENTS}}
+        found = self._adam.state.get(parameter) or {key: torch.zeros_like(parameter) for key in MOMENT_NAMES}
+        return {"master": parameter.detach(), **{key: found[key] for key in MOMENT_NAMES}}
 
 
 # Every parameter on its own: a grid of another shape can read it.

@@ -19,7 +19,7 @@ from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
-from fp8core.numerics.adamw import AdamWStep, adamw
+from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
@@ -113,7 +113,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._gradients: dict[str, Tensor] = {}
-        self._optimiser = AdamW(self._masters.learnt(), training)
+        self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -253,7 +253,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         if self._optimiser.updates == 0:
             # Beside weights or gradients, moments would keep whole segments of theirs in torch's cache for good.
             self._decoder.drop_weights()
-            self._optimiser.hold()
+            self._optimiser.moments()
         return self._inference_weights()
 
     def _backward(self, loss: Tensor, last: bool) -> None:
@@ -293,7 +293,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     def save(self, folder: Path) -> None:
         """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
-        moments, form = self._optimiser.moments, STORED[self._config.optimiser_state]
+        moments, form = self._optimiser.moments(), STORED[self._config.optimiser_state]
         shapes, digest = self._masters.learnt_shapes, self.digest()
         masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
         specs = [StoredSpec(name, form, shapes[name.partition("/")[2]]) for name in moments]
@@ -319,8 +319,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def load(self, folder: Path) -> None:
         """As `Trainer.load`, on any number of ranks."""
         shapes = self._masters.learnt_shapes
-        wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments}
-        own = {MASTERS: self._masters.learnt(), OPTIMISER: self._optimiser.moments}
+        wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments()}
+        own = {MASTERS: self._masters.learnt(), OPTIMISER: self._optimiser.moments()}
 
         def read() -> SavedState:
             state = read_state(folder)
@@ -362,13 +362,11 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         settings.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-_EPS = 1e-8
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STORED = {"fp32": "F32", "bf16": "BF16"}
 
 
-class AdamW:
+class InPlaceAdamW:
     """Updates masters in place.
 
     Attributes:
@@ -380,20 +378,15 @@ class AdamW:
         self.updates = 0
         self._moments: dict[str, Tensor] | None = None
 
-    @property
     def moments(self) -> dict[str, Tensor]:
-        """By `exp_avg/<name>` and `exp_avg_sq/<name>`; a trainer that never learns makes none."""
-        return self.hold()
-
-    def hold(self) -> dict[str, Tensor]:
-        """Make the moments, if there are none, in memory that torch's cache has none of."""
+        """By `exp_avg/<name>` and `exp_avg_sq/<name>`; the first call makes them, in memory new to torch's cache."""
         if self._moments is None:
             torch.cuda.empty_cache()
             dtype = _FORMATS[self._config.optimiser_state]
             self._moments = {
                 f"{moment}/{name}": torch.zeros_like(master, dtype=dtype)
                 for name, master in self._masters.items()
-                for moment in _MOMENTS
+                for moment in MOMENT_NAMES
             }
         return self._moments
 
@@ -402,9 +395,10 @@ class AdamW:
         self.updates += 1
         config = self._config
         step = AdamWStep.at(
-            self.updates, learning_rate, (config.beta1, config.beta2), config.weight_decay, _EPS, gradient_factor
+            self.updates, learning_rate, (config.beta1, config.beta2), config.weight_decay, gradient_factor
         )
+        moments = self.moments()
         for name, master in self._masters.items():
             if len(master):
-                first, second = (self.moments[f"{moment}/{name}"] for moment in _MOMENTS)
+                first, second = (moments[f"{moment}/{name}"] for moment in MOMENT_NAMES)
                 adamw(master, gradients[name].contiguous(), first, second, step)

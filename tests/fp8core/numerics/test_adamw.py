@@ -14,7 +14,7 @@ def gradients() -> list[torch.Tensor]:
 def trained(dtype: torch.dtype, weight_decay: float, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     master, first, second = torch.ones(SIZE), torch.zeros(SIZE, dtype=dtype), torch.zeros(SIZE, dtype=dtype)
     for number, grad in enumerate(gradients(), 1):
-        adamw(master, grad, first, second, AdamWStep.at(number, RATE, (0.9, 0.95), weight_decay, 1e-8, factor))
+        adamw(master, grad, first, second, AdamWStep.at(number, RATE, (0.9, 0.95), weight_decay, factor))
     return master, second
 
 

@@ -315,7 +315,7 @@ def test_adapters_take_what_their_trainer_holds() -> None:
     held = {
         "frozen weights": trainer._masters._frozen._stored.values(),
         "master weights": learnt,
-        "optimiser states": trainer._optimiser.moments.values(),
+        "optimiser states": trainer._optimiser.moments().values(),
     }
     expected = {item: sum(tensor.nbytes for tensor in tensors) for item, tensors in held.items()}
     assert by_item(MEMORY.state(config, arch, Parallel())) == expected

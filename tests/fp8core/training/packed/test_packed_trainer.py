@@ -138,7 +138,7 @@ def test_bonus_and_choice_are_those_of_the_exact_trainer(
 
 
 def first_moments(packed: PackedTrainer) -> dict[str, torch.Tensor]:
-    return {name: packed._optimiser.moments[f"exp_avg/{name}"] for name in packed.masters}
+    return {name: packed._optimiser.moments()[f"exp_avg/{name}"] for name in packed.masters}
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_layer_that_is_computed_again_does_not_attend_again(learnt, monkeypatc
     for checkpointing in (False, True):
         attended.clear()
         trainer, _learn = learnt(1, activation_checkpointing=checkpointing, **BARE)
-        gradients.append(trainer._optimiser.moments)
+        gradients.append(trainer._optimiser.moments())
         counts.append(len(attended))
     assert counts[0] == counts[1] > 0
     for name, moment in gradients[0].items():
