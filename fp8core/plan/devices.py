@@ -13,6 +13,7 @@ from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.plan.frozen_trainers import FrozenTrainers
 from fp8core.resources.memory import (
+    BF16_BYTES,
     Device,
     DevicePlan,
     EngineMemory,
@@ -28,7 +29,6 @@ from fp8core.rollout.shared_weights import RECEIVED_BYTES
 from fp8core.training.memory import Parallel, host_needs, most_activations
 from fp8core.training.registry import gpu_memory, trainer_of
 
-_BF16 = 2
 # Token, log-prob and version.
 _STREAMED = 12
 # A GPU that only trains has this one.
@@ -207,7 +207,7 @@ def _gathered(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """The policy of a checkpoint in the main memory of rank 0's host, where several ranks put it together."""
     if config.cluster.ranks == 1:
         return ()
-    return (Need("policy to save", count_parameters(arch).total * _BF16, "BF16: rank 0 writes it"),)
+    return (Need("policy to save", count_parameters(arch).total * BF16_BYTES, "BF16: rank 0 writes it"),)
 
 
 def _with_largest(phases: tuple[Phase, ...], *others: Phase) -> tuple[Phase, ...]:
@@ -232,7 +232,7 @@ def _generating(engine: EngineMemory) -> Phase:
 def _receiving(demand: Demand, gpu: Device) -> Phase:
     """The phase of GPUs that only generate in which a policy arrives, beside the one that the engine holds."""
     engine, arch = demand.engine, demand.arch
-    held = max(RECEIVED_BYTES, arch.vocab_size * arch.hidden_size * _BF16)
+    held = max(RECEIVED_BYTES, arch.vocab_size * arch.hidden_size * BF16_BYTES)
     received = Need("weights received", min(demand.sync.total, held), "at a time, on the first GPU of an engine")
     share = math.floor(100 * (gpu.memory - received.bytes) / gpu.memory) / 100
     return Phase("syncing", (*engine.needs, received), gpu.memory, engine.advice_beside(share) or engine.advice)

@@ -12,6 +12,7 @@ from fp8core.plan.devices import AheadSpace, Demand, ahead_space, device_plans, 
 from fp8core.plan.frozen_trainers import frozen_trainers
 from fp8core.plan.step_time import StepTime, step_time
 from fp8core.resources.memory import (
+    BF16_BYTES,
     CacheRoom,
     DevicePlan,
     Machine,
@@ -21,12 +22,9 @@ from fp8core.resources.memory import (
     shipped_bytes,
 )
 from fp8core.rollout.registry import engine_entry
-from fp8core.training.memory import Parallel, host_state
+from fp8core.training.memory import MASTER_WEIGHTS, MOMENTS, Parallel, host_state
 from fp8core.training.registry import trainer_of
 
-_BF16 = 2
-# Of what stays between steps, the part that a checkpoint has.
-_SAVED = ("master weights", "optimiser states")
 _CLOSE = 0.03
 """Share of a device: a training of 139.8 of 140.4 GiB by plan ran out of memory (qwen3-8b beside its engine, H200)."""
 
@@ -103,8 +101,8 @@ def _checkpoint(config: RunConfig, arch: Architecture) -> CheckpointSpace:
     """Masters and moments, however many GPUs share them, and the policy in BF16."""
     memory = trainer_of(config.training).memory(config.training)
     state = host_state(config, arch) if memory is None else memory.state(config, arch, Parallel())
-    saved = sum(need.bytes for need in state if need.item in _SAVED)
-    size = saved + count_parameters(arch).total * _BF16
+    saved = sum(need.bytes for need in state if need.item in (MASTER_WEIGHTS, MOMENTS))
+    size = saved + count_parameters(arch).total * BF16_BYTES
     return CheckpointSpace(size, config.checkpoint.every, config.checkpoint.keep + 1)
 
 

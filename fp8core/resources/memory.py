@@ -161,9 +161,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 Part = list[tuple[Shapes, int]]
 """Parameters of one GPU before they are cut, by the number of GPUs they are cut over."""
 
-_WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": 2, "fp32": 4}
+FP32_BYTES, BF16_BYTES = 4, 2
+_WIDTH: dict[LinearFormat, int] = {"fp8_block": 1, "bf16": BF16_BYTES, "fp32": FP32_BYTES}
 _SCALE_BYTES = 4
-_FP64, _FP32, _CODE = 8, 4, 1
+_FP64, _CODE = 8, 1
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUTER = ".mlp.gate.weight"
 EMULATED = "FP64 beside codes or FP32, ready for exact products"
@@ -400,9 +401,9 @@ def emulated_bytes(arch: Architecture, formats: Formats) -> int:
     """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
     names = formats.stored_names()
     # Scales that are no powers of two are applied to FP32 values.
-    coded = _CODE + (_FP32 if formats.scale_rule == "fp32" else 0)
+    coded = _CODE + (FP32_BYTES if formats.scale_rule == "fp32" else 0)
     size = 0
     for name, shape in parameter_shapes(arch).items():
         twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)
-        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else _FP32) + (_FP64 if twice else 0))
-    return size + (count_parameters(arch).head * (_FP32 + _FP64) if arch.tie_embeddings else 0)
+        size += math.prod(shape) * ((coded if names.of(name) == "fp8_block" else FP32_BYTES) + (_FP64 if twice else 0))
+    return size + (count_parameters(arch).head * (FP32_BYTES + _FP64) if arch.tie_embeddings else 0)

@@ -14,7 +14,9 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
 from fp8core.resources.memory import (
+    BF16_BYTES,
     EMULATED,
+    FP32_BYTES,
     ROUTER,
     Need,
     Part,
@@ -35,9 +37,8 @@ from fp8core.training.lora import adapter_shapes, frozen_names
 WORKSPACE = 2_000_000_000
 # CUDA context, communication. An estimate.
 AT_REST = 2_000_000_000
-_FP32, _BF16 = 4, 2
-_MOMENTS = 2 * _FP32
-MOMENTS = "optimiser states"
+MASTER_WEIGHTS, MOMENTS = "master weights", "optimiser states"
+"""Of what stays between steps, the items that a checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
 
 def state_of(owned: int) -> tuple[Need, Need]:
     """Masters and optimiser states of so many parameters."""
-    return Need("master weights", owned * _FP32, "FP32"), Need(MOMENTS, owned * _MOMENTS, "AdamW, FP32")
+    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), Need(MOMENTS, 2 * owned * FP32_BYTES, "AdamW, FP32")
 
 
 def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes: int) -> tuple[Need, ...]:
@@ -113,7 +114,7 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes
     note = "FP8 codes and scales, the rest in BF16" if stored.codes else "BF16"
     return (
         Need("frozen weights", math.ceil(stored.total / gpus), note),
-        Need("master weights", learnt * _FP32, "FP32, of adapters"),
+        Need(MASTER_WEIGHTS, learnt * FP32_BYTES, "FP32, of adapters"),
         Need(MOMENTS, 2 * learnt * moment_bytes, "AdamW, of adapters"),
     )
 
@@ -122,14 +123,14 @@ def gradients(config: RunConfig, arch: Architecture, note: str) -> Need:
     """Of all weights, or of adapters and of the widest linear, whose gradient goes on to them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     if lora is None:
-        return Need("gradients", count(shapes) * _FP32, note)
+        return Need("gradients", count(shapes) * FP32_BYTES, note)
     fused: dict[tuple[int | None, str], int] = {}
     for name, shape in shapes.items():
         if is_linear(name):
             key = layer_of(name), fused_linear(name)
             fused[key] = fused.get(key, 0) + math.prod(shape)
-    learnt = count(adapter_shapes(shapes, lora))
-    return Need("gradients", (max(fused.values()) + learnt) * _FP32, "FP32, of adapters and of one linear at a time")
+    elements = max(fused.values()) + count(adapter_shapes(shapes, lora))
+    return Need("gradients", elements * FP32_BYTES, "FP32, of adapters and of one linear at a time")
 
 
 def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Need, ...]:
@@ -162,7 +163,7 @@ def _cut(shapes: Shapes, parallel: Parallel) -> Part:
 def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     """Masters and optimiser states of a trainer that computes on the host; its checkpoints hold them."""
     if config.training.lora is not None:
-        return adapted_state(config, arch, 1, _FP32)
+        return adapted_state(config, arch, 1, FP32_BYTES)
     return state_of(count_parameters(arch).total)
 
 
@@ -176,13 +177,13 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
     state = host_state(config, arch)
     if config.training.lora is not None:
-        state = *state, Need("merged weights", total * _FP32, "FP32, until adapters change")
-    initial = Need("initial policy", total * (_BF16 if config.model else _FP32), "as it was read")
+        state = *state, Need("merged weights", total * FP32_BYTES, "FP32, until adapters change")
+    initial = Need("initial policy", total * (BF16_BYTES if config.model else FP32_BYTES), "as it was read")
     return (
         *(() if config.cluster.ranks > 1 else (initial,)),
         *state,
         _part_gradients(config, arch),
-        Need("weights", emulated_bytes(arch, ready) + linear * _FP32, EMULATED),
+        Need("weights", emulated_bytes(arch, ready) + linear * FP32_BYTES, EMULATED),
     )
 
 
@@ -192,7 +193,7 @@ def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
     if config.cluster.ranks == 1:
         return one
     shapes, lora = parameter_shapes(arch), config.training.lora
-    learnt = count(shapes if lora is None else adapter_shapes(shapes, lora)) * _FP32
+    learnt = count(shapes if lora is None else adapter_shapes(shapes, lora)) * FP32_BYTES
     parts = math.ceil(math.ceil(_update_rows(config) / config.training.micro_batch) / config.cluster.ranks)
     if parts == 1:
         return one
@@ -217,9 +218,9 @@ def _drops_rows(config: RunConfig) -> bool:
 
 def host_scorer(config: RunConfig, arch: Architecture) -> int:
     """The bytes that `training.exact` keeps where it scores and never learns: it makes moments at its first update."""
-    masters = count_parameters(arch).total * _FP32
+    masters = count_parameters(arch).total * FP32_BYTES
     if config.training.lora is not None:
-        masters += sum(need.bytes for need in adapted_state(config, arch, 1, _FP32) if need.item != MOMENTS)
+        masters += sum(need.bytes for need in adapted_state(config, arch, 1, FP32_BYTES) if need.item != MOMENTS)
     formats = training_formats(config.precision, arch.num_layers)
     # The stored policy stays beside the operands that are made of it.
     stored = stored_bytes(parameter_shapes(arch), formats.stored_names()).total
@@ -237,6 +238,6 @@ def most_activations(config: RunConfig, arch: Architecture) -> Need | None:
     sequences, length = min(config.training.micro_batch, _update_rows(config)), longest_sequence(config, arch)
     q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     widths = 4 * arch.hidden_size + 5 * arch.intermediate_size + 6.25 * q_size + 5.5 * kv_size
-    token = arch.num_layers * _FP32 * (widths + 4.3 * arch.num_heads * length)
+    token = arch.num_layers * FP32_BYTES * (widths + 4.3 * arch.num_heads * length)
     note = f"training.micro_batch: {sequences} sequences of {length:,} tokens"
     return Need("activations, at most", math.ceil(sequences * length * token), note)

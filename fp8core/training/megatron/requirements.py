@@ -14,7 +14,7 @@ from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import TILE, round_up
-from fp8core.resources.memory import Need, StoredBytes, count_parameters, held
+from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, held
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
 
@@ -144,7 +144,6 @@ def _refusal(name: str, value: object, reason: str) -> str:
     return f"training.megatron.{name}={value}: {reason}"
 
 
-_BF16, _FP32 = 2, 4
 # Of `training.megatron.model`: elements of a part's logits, and how many tensors of that size there are at a time. The
 # gradient of the head's weight is added up in FP32 beside that of a part.
 _LOGITS, _LOGIT_TENSORS, _HEAD_GRADIENTS = 1 << 27, 4, 2
@@ -159,7 +158,7 @@ def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[N
     parameters = held(part)
     shared = config.training.megatron.distributed_optimizer
     owned = gpu_state(arch, parallel) if shared else state_of(parameters)
-    return *owned, Need("weights", parameters * _BF16, "BF16"), Need("gradients", parameters * _FP32, "FP32")
+    return *owned, Need("weights", parameters * BF16_BYTES, "BF16"), Need("gradients", parameters * FP32_BYTES, "FP32")
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
@@ -190,7 +189,7 @@ def _exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: S
     tensor. Else it is made on every GPU."""
     if (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
         return ()
-    return exported(config, sync, Need("what they are made from", count_parameters(arch).total * _BF16, "BF16"))
+    return exported(config, sync, Need("what they are made from", count_parameters(arch).total * BF16_BYTES, "BF16"))
 
 
 def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
@@ -198,14 +197,14 @@ def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
     the pack. On Hopper: 512 GiB for 64 sequences, 8 heads and packs of 16,384. The fewest sequences fill a pack."""
     pack = config.training.megatron.micro_batch_tokens
     sequences = math.ceil(pack / longest_sequence(config, arch))
-    return sequences * (arch.num_heads // tensor) * pack * pack * _FP32
+    return sequences * (arch.num_heads // tensor) * pack * pack * FP32_BYTES
 
 
 def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
     """Of the last stage, in the backward pass of its logits."""
     rows = padded_vocabulary(arch, tensor) // tensor
     logits = min(_LOGITS, config.training.megatron.micro_batch_tokens * rows)
-    return _FP32 * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
+    return FP32_BYTES * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
 
 
 def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: int) -> int:
@@ -221,7 +220,7 @@ def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: i
     inputs = hidden // (tensor if spread.sequence_parallel else 1)
     layers = arch.num_layers // pipeline * pipeline
     kept = layers * inputs + 2 * inside if spread.recompute == "full" else layers * (inputs + inside)
-    return spread.micro_batch_tokens * _BF16 * kept
+    return spread.micro_batch_tokens * BF16_BYTES * kept
 
 
 MEMORY = TrainerMemory(_state, _step, _exported, AT_REST)

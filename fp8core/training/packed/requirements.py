@@ -14,9 +14,10 @@ from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
 from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
-from fp8core.resources.memory import Need, count_parameters, stored_bytes
+from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, count_parameters, stored_bytes
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.memory import (
+    MASTER_WEIGHTS,
     MOMENTS,
     Parallel,
     TrainerMemory,
@@ -106,8 +107,7 @@ def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
     yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
 
 
-_FP32, _BF16 = 4, 2
-_MOMENT_BYTES = {"fp32": _FP32, "bf16": _BF16}
+_MOMENT_BYTES = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}
 # CUDA context, GEMM workspaces, and the larger of a chunk of logits with what is made of it and what attention's
 # backward takes (`kernels.attention_backward.MOST_BYTES`). An estimate.
 _WORKSPACE = 4_000_000_000
@@ -122,7 +122,7 @@ def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[N
         return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
     owned, form = _owned(arch, parallel), config.training.optimiser_state
     moments = Need(MOMENTS, 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
-    return Need("master weights", owned * _FP32, "FP32"), moments
+    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), moments
 
 
 def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
@@ -162,7 +162,7 @@ def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Nee
     counts = count_parameters(arch)
     widest = max(math.prod(stack.shape) for stack in layer_stacks(arch, 0).values())
     elements = counts.total - counts.linear + math.ceil(counts.linear / parallel.gpus) + _TRAVELLING * widest
-    return Need("gradients", elements * _FP32, "FP32; of linears the own rows, and one that travels")
+    return Need("gradients", elements * FP32_BYTES, "FP32; of linears the own rows, and one that travels")
 
 
 _TRAVELLING = 4
@@ -174,10 +174,10 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     hidden, query = arch.hidden_size, arch.num_heads * arch.head_dim
     every, width = query + 2 * arch.num_kv_heads * arch.head_dim, arch.intermediate_size
     # Inputs of the four linears: column codes, or the BF16 tensors.
-    inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else _BF16)
-    inside = inputs + _BF16 * (2 * hidden + 2 * every + query + 2 * width)
+    inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else BF16_BYTES)
+    inside = inputs + BF16_BYTES * (2 * hidden + 2 * every + query + 2 * width)
     # Of each layer that is computed again: the stream before both halves, what it attended to, and log-sum-exps.
-    outside, layers = _BF16 * (2 * hidden + query) + _FP32 * arch.num_heads, arch.num_layers
+    outside, layers = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads, arch.num_layers
     kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
     return _longest_pack(config, arch) * kept
 
@@ -187,8 +187,8 @@ def _saved(_: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, 
     tensor by tensor."""
     if parallel.gpus == 1:
         return ()
-    rows = Need("own rows to save", _owned(arch, parallel) * _BF16, "BF16")
-    return Need("policy to save", count_parameters(arch).total * _BF16, "BF16, on every GPU"), rows
+    rows = Need("own rows to save", _owned(arch, parallel) * BF16_BYTES, "BF16")
+    return Need("policy to save", count_parameters(arch).total * BF16_BYTES, "BF16, on every GPU"), rows
 
 
 def advice(config: RunConfig) -> str:
