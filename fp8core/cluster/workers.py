@@ -6,7 +6,7 @@ Weights go from rank 0 to all engines at once, and every engine's read-back is c
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import ray
 
@@ -37,6 +37,17 @@ _AHEAD = 2
 
 class ReplicaError(RuntimeError):
     """Engines or ranks that should hold the same do not; the message names two of them."""
+
+
+Value = TypeVar("Value")
+
+
+def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Value:
+    """The value that all members have; raises ReplicaError where one holds `what`."""
+    for member, value in zip(members, values, strict=True):
+        if value != values[0]:
+            raise ReplicaError(f"{member.name} and {members[0].name} hold {what}: {value} and {values[0]}")
+    return values[0]
 
 
 class RemoteWeights(dict[str, TensorSpec]):
@@ -222,7 +233,7 @@ class ReplicatedEngine:
             if self._gang.alive:
                 self._gang.call_all(ranks, "call", tensors.key, "release")
         for part in ("version", "digest", "scales"):
-            self._same(f"another {part}", [getattr(report, part) for report in reports])
+            agreed(self._members, f"another {part}", [getattr(report, part) for report in reports])
         return reports[0]
 
     def _routes(self, tensors: RemoteWeights) -> list[Route]:
@@ -254,13 +265,12 @@ class ReplicatedEngine:
 
     def fingerprint(self) -> str:
         """Digest of the weights that all engines hold."""
-        found: str = self._same("other weights", self._gang.gather(self._calls("fingerprint")))
-        return found
+        found: list[str] = self._gang.gather(self._calls("fingerprint"))
+        return agreed(self._members, "other weights", found)
 
     def describe(self) -> dict[str, object]:
         """As one engine describes itself, which must be the same of all."""
-        found: dict[str, object] = self._same("other formats", self._gang.gather(self._calls("describe")))
-        return found
+        return agreed(self._members, "other formats", self._gang.gather(self._calls("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Completions, whole groups as they finish; each yield is of one engine."""
@@ -300,12 +310,6 @@ class ReplicatedEngine:
 
     def _calls(self, method: str, *arguments: Any) -> list[Call]:
         return [member.send("call", self._key, method, *arguments) for member in self._members]
-
-    def _same(self, what: str, found: Sequence[Any]) -> Any:
-        for member, value in zip(self._members, found, strict=True):
-            if value != found[0]:
-                raise ReplicaError(f"{member.name} and {self._members[0].name} hold {what}: {value} and {found[0]}")
-        return found[0]
 
 
 class ReplicatedSession:
@@ -445,11 +449,10 @@ class RankedTrainer:
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
         """The report of all ranks. Raises ReplicaError: they hold other weights."""
-        for member, report in zip(self._gang.ranks, reports, strict=True):
-            if report.digest != reports[0].digest:
-                raise ReplicaError(f"{member.name} and rank 0 hold other weights after update {report.version}")
-        self.version = reports[0].version
-        return reports[0]
+        report = reports[0]
+        agreed(self._gang.ranks, f"other weights after update {report.version}", [each.digest for each in reports])
+        self.version = report.version
+        return report
 
     def describe(self) -> dict[str, object]:
         found: dict[str, object] = self._call("describe")
@@ -462,18 +465,15 @@ class RankedTrainer:
             ReplicaError: ranks hold other policies.
         """
         exported = self._each("export")
-        for rank, found in zip(self._gang.ranks, exported, strict=True):
-            if found is not None and found.digest != exported[0].digest:
-                raise ReplicaError(f"{rank.name} has weights {found.digest}, rank 0 has {exported[0].digest}")
-        return RemoteWeights(exported, self._key)
+        weights = RemoteWeights(exported, self._key)
+        digests = [weights.digest() if found is None else found.digest for found in exported]
+        agreed(self._gang.ranks, "other exported weights", digests)
+        return weights
 
     def digest(self) -> str:
         """As `Trainer.digest`. Raises ReplicaError: ranks hold other weights."""
         digests: list[str] = self._each("digest")
-        for rank, found in zip(self._gang.ranks, digests, strict=True):
-            if found != digests[0]:
-                raise ReplicaError(f"{rank.name} and rank 0 hold other weights: {found} and {digests[0]}")
-        return digests[0]
+        return agreed(self._gang.ranks, "other weights", digests)
 
     def save(self, folder: Path) -> None:
         self._call("save", folder)
