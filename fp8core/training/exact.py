@@ -100,7 +100,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         arch: Architecture,
         masters: Mapping[str, Tensor],
         formats: Formats,
-        rollout_formats: Formats,
+        shipped_formats: Formats,
         training: TrainingConfig,
         objective: Objective,
         ranks: Ranks = ALONE,
@@ -117,7 +117,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         )
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
-        self._rollout_formats = rollout_formats
+        self._shipped_formats = shipped_formats
         # Of the policy as it is now, by the formats of its parameters; what is shipped and what passes read is one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
@@ -133,7 +133,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return {"trainer": "torch", "accumulation": "exact", **described}
 
     def _to_ship(self) -> ShippedTensors:
-        return ShippedTensors(self._prepare(self._rollout_formats).stored)
+        return ShippedTensors(self._prepare(self._shipped_formats).stored)
 
     def digest(self) -> str:
         return self._policy.digest()
@@ -208,7 +208,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return load_policy(self.arch, self._prepare(self._decoder.formats))
 
     def _unlike_shipped(self) -> Mapping[str, Tensor] | None:
-        same = self._decoder.formats.stored_names() == self._rollout_formats.stored_names()
+        same = self._decoder.formats.stored_names() == self._shipped_formats.stored_names()
         return None if same else self._prepare(self._decoder.formats).stored
 
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:

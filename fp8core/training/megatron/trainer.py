@@ -20,7 +20,7 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
+from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
@@ -48,12 +48,10 @@ class MegatronTrainer(PolicyTrainer):
         arch: Architecture,
         masters: Mapping[str, Tensor],
         contract: PrecisionContract,
-        rollout_formats: Formats,
         training: TrainingConfig,
         objective: Objective,
         device: torch.device,
         optimise: OptimiserFactory,
-        deterministic: bool,
         ranks: Ranks,
     ) -> None:
         """Take this process's part.
@@ -61,23 +59,20 @@ class MegatronTrainer(PolicyTrainer):
         Args:
             arch: the model.
             masters: its weights by Hugging Face name.
-            contract: formats of training.
-            rollout_formats: what `export` stores.
+            contract: formats of training, and those that `export` stores.
             training: optimisation, and the grid.
             objective: the loss.
             device: of this process.
             optimise: `optimiser.optimiser_for`.
-            deterministic: whether updates are to be repeatable bit for bit.
             ranks: all processes of the grid.
 
         Raises:
             UserError: Transformer Engine follows another scale rule than the contract's.
         """
         super().__init__(training, objective)
-        self.arch = arch
-        self._contract, self._rollout_formats, self._ranks = contract, rollout_formats, ranks
+        self.arch, self._contract, self._ranks = arch, contract, ranks
         parallel.join(training.megatron, ranks.count, device)
-        self._policy = MegatronPolicy(arch, contract, training.megatron, device, deterministic)
+        self._policy = MegatronPolicy(arch, contract, training.megatron, device, training.deterministic)
         if contract.training.linear == "fp8_block":
             check_scale_rule(contract.scale_rule)
         self._policy.load(masters)
@@ -100,7 +95,7 @@ class MegatronTrainer(PolicyTrainer):
 
         They lie where the whole policy does (`MegatronPolicy.whole`), and are quantised where this process computes.
         """
-        names, rule = self._rollout_formats.stored_names(), self._rollout_formats.scale_rule
+        names, rule = rollout_formats(self._contract, self.arch.num_layers).stored_names(), self._contract.scale_rule
         stored: dict[str, Tensor] = {}
         for name, tensor in self.masters.items():
             made = stored_weights({name: tensor.to(self._policy.device)}, names, rule)
@@ -255,11 +250,9 @@ def process_trainer(
         arch,
         masters,
         config.precision,
-        rollout_formats(config.precision, arch.num_layers),
         config.training,
         Objective(config.loss, config.correction),
         device,
         optimiser_for(device),
-        deterministic=config.training.deterministic,
-        ranks=ranks,
+        ranks,
     )

@@ -15,7 +15,6 @@ from fp8core.config.loss import LossConfig
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED
-from fp8core.models.weights import rollout_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.optimiser import MegatronOptimiser
@@ -65,11 +64,10 @@ POLICIES = {**FAMILIES, "deep": {"num_layers": 4, "tie_embeddings": True}}
 
 def trainer_of(arch: Architecture, masters: Any, ranks: Ranks, **grid: Any) -> MegatronTrainer:
     """This process's part of a grid."""
-    training = TrainingConfig(learning_rate=1e-3, megatron={"micro_batch_tokens": 128, **grid})
+    training = TrainingConfig(learning_rate=1e-3, deterministic=False, megatron={"micro_batch_tokens": 128, **grid})
     # With entropy in the loss, whose gradient the parts of a head that is cut over the vocabulary must agree on.
     objective = Objective(LossConfig(entropy=0.3), CorrectionConfig())
-    formats = rollout_formats(FP32, arch.num_layers)
-    return MegatronTrainer(arch, masters, FP32, formats, training, objective, CPU, MegatronOptimiser, False, ranks)
+    return MegatronTrainer(arch, masters, FP32, training, objective, CPU, MegatronOptimiser, ranks)
 
 
 def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Path, **grid: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from fp8core.training.ranks import ALONE
 from fp8core.training.trainer import NotFiniteError
 
 CPU = torch.device("cpu")
-TRAINING = TrainingConfig(learning_rate=1e-3, megatron={"micro_batch_tokens": 128})
+TRAINING = TrainingConfig(learning_rate=1e-3, deterministic=False, megatron={"micro_batch_tokens": 128})
 OBJECTIVE = Objective(LossConfig(), CorrectionConfig())
 TEMPERATURE = 0.9
 
@@ -51,8 +51,7 @@ def optimise(request):
 
 
 def megatron_trainer(arch, masters, optimise=LocalOptimiser, training=TRAINING, contract=FP32):
-    formats = rollout_formats(contract, arch.num_layers)
-    return MegatronTrainer(arch, masters, contract, formats, training, OBJECTIVE, CPU, optimise, False, ALONE)
+    return MegatronTrainer(arch, masters, contract, training, OBJECTIVE, CPU, optimise, ALONE)
 
 
 def torch_trainer(arch, masters):
@@ -175,11 +174,10 @@ def test_bypass_mode_weighs_by_the_policy_of_each_update(
 ):
     arch = architecture()
     exact = trainer_of(FP32, arch)
-    formats = rollout_formats(FP32, arch.num_layers)
 
     def make(training, objective):
-        own = training.model_copy(update={"megatron": TRAINING.megatron})
-        return MegatronTrainer(arch, masters_of(arch), FP32, formats, own, objective, CPU, LocalOptimiser, False, ALONE)
+        own = training.model_copy(update={"megatron": TRAINING.megatron, "deterministic": False})
+        return MegatronTrainer(arch, masters_of(arch), FP32, own, objective, CPU, LocalOptimiser, ALONE)
 
     found, expected, frozen = weight_of_two_updates(make, rollout_batch(exact, first_scales(exact, FP32)), ())
     assert found == pytest.approx(expected, rel=1e-5)
@@ -195,8 +193,7 @@ def test_bonus_and_choice_are_the_torch_trainers(policy, architecture, masters_o
     training = TRAINING.model_copy(update={"minibatches": 2})
     formats = reference_formats(2)
     theirs = ExactTrainer(arch, masters, formats, formats, training, objective)
-    stored = rollout_formats(FP32, 2)
-    ours = MegatronTrainer(arch, masters, FP32, stored, training, objective, CPU, LocalOptimiser, False, ALONE)
+    ours = MegatronTrainer(arch, masters, FP32, training, objective, CPU, LocalOptimiser, ALONE)
     batch = replace(ragged_batch, draw=(0, 1))
     found, expected = (trainer.step(batch, TEMPERATURE, ()) for trainer in (ours, theirs))
     for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean"):
