@@ -140,7 +140,7 @@ class _Line:
         self.due = now + RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if closed_at is not None:
-            # What is lost again and again answers in between, which would begin the patience anew for ever.
+            # A store that loses everything again answers in between. With its answers patience would begin anew.
             since = closed_at if isinstance(error, Lost) else max(self._away_since, closed_at)
             self.over = isinstance(error, Refusal) or self.due > since + patience
 
