@@ -185,6 +185,10 @@ def test_a_chunk_is_recorded_as_it_was_given_and_one_without_a_limit_by_its_tick
         assert run_ahead(Stream([], Pace(2, 0, None), 0), 0, chunks, generate, enter) == written
 
 
+def test_the_last_chunk_has_what_is_left() -> None:
+    assert [*chunks_of(10, 4)] == [4, 4, 2]
+
+
 def test_a_prompt_that_enters_next_is_yet_to_begin() -> None:
     stream = Stream([], Pace(2, 0, 1), 0)
     stream.admit(0, enter)
@@ -274,11 +278,10 @@ def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
         assert all(len(row.versions) == len(row.tokens) for row in rows)
 
 
-def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_room() -> None:
-    """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
-    lengths = {0: 6, 1: 40, 2: 1}
+def of_lengths(*lengths: int) -> Generate:
+    """An engine whose completions are as long as this, by the number of their prompt in its step."""
 
-    def long(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
+    def generate(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
         for group, (_, number) in zip(groups, places, strict=True):
             begun = len(group.begun[0]) if group.begun else 0
             end = min(lengths[number], begun + group.room[0])
@@ -287,6 +290,12 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
                 Completion(group.group, i, [7] * (end - begun), [0.0] * (end - begun), finish) for i in group.samples
             ]
 
+    return generate
+
+
+def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_room() -> None:
+    """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
+    long = of_lengths(6, 40, 1)
     stream, found, evicted = DroppingStream([], Pace(3, 1, None), 0), [], []
     for step in range(1, 5):
         taken, left = complete_step(stream, step, 2, long, enter)
@@ -296,6 +305,25 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
     assert found[0] == [(1, 0), (1, 2), (2, 2)]
     assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
     assert not any(group == 1 for places in found for _, group in places)
+
+
+def test_with_drop_a_prompt_that_ends_in_a_later_chunk_comes_later() -> None:
+    """Each is shorter than the one before it, and enters when that has ended."""
+    beside, alone = (DroppingStream([], Pace(3, 3, 1), 0) for _ in range(2))
+    run_ahead(beside, 0, repeat(4, 3), of_lengths(3, 2, 1), enter)
+    for _ in range(3):
+        alone.admit(0, enter)
+        alone.advance(1, 4, of_lengths(3, 2, 1))
+    assert beside.complete() == alone.complete() == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_with_drop_a_prompt_that_ends_after_a_stream_was_stored_comes_later() -> None:
+    ended = enter(1, 0)
+    for row in ended:
+        row.finish, row.ended = "stop", 9
+    stream = DroppingStream([*ended, *enter(1, 1)], Pace(2, 3, 2), 0)
+    stream.advance(1, 4, of_lengths(9, 3))
+    assert stream.complete() == [(1, 0), (1, 1)]
 
 
 @given(size=st.integers(1, 4), chunk=st.integers(1, 5), most=st.none() | st.integers(1, 6))
