@@ -245,3 +245,8 @@ def test_a_correction_that_would_change_nothing_is_refused(settings, named):
     with pytest.raises(UserError, match=rf"^logprobs\.source=rollout with .*, so {named} changes nothing") as refused:
         pipeline_of(load_config("tiny", SAMPLED | settings))
     assert "\n" not in str(refused.value)
+
+
+def test_a_correction_that_bypasses_old_log_probs_is_not_inert():
+    bypass = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip_geo_rs"}
+    pipeline_of(load_config("tiny", SAMPLED | bypass))

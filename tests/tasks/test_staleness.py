@@ -196,6 +196,7 @@ def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, wh
 
 
 UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}
+UNWEIGHED = {"pipeline.mode": "one_step_off", "correction.method": "custom", "correction.weighting": {"level": "none"}}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,8 @@ UNCORRECTED = {"pipeline.mode": "one_step_off", "correction.method": "none"}
         (UNCORRECTED | {"pipeline.max_staleness": 0}, False),
         (UNCORRECTED | {"correction.method": "token_tis"}, False),
         (UNCORRECTED | {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}, False),
-        (UNCORRECTED | {"correction.method": "custom", "correction.weighting": {"level": "none"}}, True),
+        (UNWEIGHED, True),
+        (UNWEIGHED | {"correction.veto": 0.1}, False),
     ],
 )
 def test_policy_lag_without_a_correction_is_warned_of(settings, warned):

@@ -1,0 +1,42 @@
+"""Settings that do not go together, as a whole configuration has them; what needs a run is in tests/tasks."""
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.run.checks.settings import graph_on, pipeline_of
+
+
+def test_sides_that_differ_are_refused_without_a_correction():
+    unlike = {"precision.training.linear": "bf16"}
+    with pytest.raises(UserError, match=r"^precision\.rollout and precision\.training: they differ in linear"):
+        graph_on(load_config("tiny", unlike | {"correction.method": "none"}), "cpu")
+    graph_on(load_config("tiny", unlike | {"correction.method": "token_tis"}), "cpu")
+
+
+@pytest.mark.parametrize("weight", ["reference_kl", "reward_kl"])
+def test_a_loss_that_nothing_gives_the_reference_to_is_refused(weight):
+    with pytest.raises(UserError, match=rf"^loss\.{weight}=0\.1 needs log-probs of the reference policy"):
+        pipeline_of(load_config("tiny", {f"loss.{weight}": 0.1}))
+
+
+def test_a_pipeline_that_records_nothing_is_refused():
+    with pytest.raises(UserError, match=r"^pipeline\.steps: no step provides an artifact of kind metrics"):
+        pipeline_of(load_config("tiny", {"pipeline.remove": ["record"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "refused"),
+    [
+        ("tiny-moe", {"rollout.router_replay": True}, "rollout.router_replay"),
+        ("qwen3-aligned", {"pipeline.max_staleness": 1}, "rollout.vllm.sleep"),
+    ],
+)
+def test_what_older_policies_do_not_give_is_refused(name, settings, refused):
+    with pytest.raises(UserError, match=rf"^pipeline\.mode=asynchronous: {refused} is not computed for"):
+        pipeline_of(load_config(name, {"pipeline.mode": "asynchronous"} | settings))
+
+
+def test_an_engine_may_sleep_where_nothing_is_generated_beside_an_update():
+    ahead = {"pipeline.mode": "asynchronous", "pipeline.ahead_tokens": 0, "pipeline.max_staleness": 1}
+    pipeline_of(load_config("qwen3-aligned", ahead))
