@@ -194,6 +194,15 @@ def test_a_head_that_takes_no_connection_several_times_in_turn_is_lost():
         watch.check()
 
 
+def test_a_head_at_an_address_of_ipv6_is_found():
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    with listener:
+        assert HeadWatch("auto", f"[::1]:{listener.getsockname()[1]}").silence() is None
+
+
 def test_a_head_is_looked_for_beside_a_process_that_makes_no_call(monkeypatch):
     monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:

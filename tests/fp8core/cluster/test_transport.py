@@ -65,6 +65,8 @@ def test_every_receiver_has_all_bytes_and_never_many_of_them(links):
     sizes = [(7, 3), (64,), (1,), (40, 12), (5, 5), (3,), (2, 2, 30), (90,)]
     tensors = {f"{i}": torch.randn(size, generator=generator).bfloat16() for i, size in enumerate(sizes)}
     tensors["codes"] = torch.randint(0, 255, (33, 3), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    # In one piece: elements of 4 bytes behind an odd number of bytes.
+    tensors |= {"odd": torch.arange(3, dtype=torch.uint8), "wide": torch.randn(2, generator=generator)}
     sender, receivers = links
     found: list[list[dict[str, torch.Tensor]]] = [[], []]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8core.numerics.fingerprint import Slice, slice_sums
+from fp8core.numerics.fingerprint import Slice, combined, slice_sums
 from fp8core.rollout import held_weights
 from fp8core.rollout.held_weights import HeldWeights
 from fp8core.rollout.shared_weights import SharedTensors, TensorSpec, open_shared, share_weights
-from fp8core.rollout.slots import Cut, Share, Slot
+from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
 
 CPU = torch.device("cpu")
 
@@ -91,6 +91,38 @@ def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large:
         expected = {name: Slice.whole(tensor) for name, tensor in (sent | {"columns": other}).items()}
         expected["vocabulary"] = Slice(sent["vocabulary"][4:], 4 * 8, 7 * 8)
         assert sums == {name: slice_sums([part])[0] for name, part in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ranks"),
+    [
+        # 64 rows for each of three GPUs: the second ends within them, the third has none.
+        ("lm_head.weight", (70, 2), 3),
+        # Two scales of FP32 are a word: a row of three ends within one.
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", (4, 3), 4),
+        ("model.layers.0.self_attn.o_proj.weight", (3, 8), 2),
+    ],
+)
+def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tuple[int, int], ranks: int) -> None:
+    whole, found = torch.randn(shape, generator=torch.Generator().manual_seed(0)), []
+    cuts = [find_cuts({name: TensorSpec.of(whole)}, rank, ranks, 1)[name] for rank in range(ranks)]
+    for cut in cuts:
+        own = {name: cut.of(whole).contiguous()}
+        rows, columns = own[name].shape
+        held = HeldWeights(own, {name: (Slot(name, 0, rows, rows, columns, columns), cut)})
+        found.append([held.sums(own, lambda _, axis: torch.cat([each.of(whole) for each in cuts], axis))[name]])
+    # All of a tensor that they put together is read by each of them.
+    sums = [[each] for each in found] if cuts[0].gathered else [found]
+    assert [combined(each) for each in sums] == len(sums) * [combined([slice_sums([Slice.whole(whole)])])]
+
+
+@pytest.mark.parametrize("slot", [Slot("p", 0, 3, 3, 5, 6), Slot("p", 0, 2, 3, 6, 6)])
+def test_zeros_may_lie_beside_columns_alone_or_below_rows_alone(slot: Slot) -> None:
+    parameters, sent = {"p": torch.full((3, 6), 9.0)}, torch.ones(slot.stop, slot.columns)
+    held = HeldWeights(parameters, {"p": (slot, None)})
+    held.clear_filling()
+    held.write(parameters, Sent({"p": sent}))
+    assert parameters["p"].sum() == sent.sum()
 
 
 def test_sums_are_of_what_the_parameters_hold_now() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.training import ranks
-from fp8core.training.ranks import ALONE, Alone, GroupNotFinite, KeptWeights, shared_out
+from fp8core.training.ranks import ALONE, Alone, GroupNotFinite, KeptWeights, shared_out, together
 
 
 class Group(Alone):
@@ -29,6 +29,8 @@ def tensors():
     generator = torch.Generator().manual_seed(0)
     found = {f"{n}": torch.randn(n, 3, generator=generator).bfloat16() for n in (1, 7, 40, 5, 64, 2)}
     found["scales"] = torch.randn(33, generator=generator)
+    # Behind 7 x 3 numbers of 2 bytes, which do not end at a multiple of 4.
+    found["bias"] = torch.randn(9, generator=generator)
     found["codes"] = torch.randint(0, 255, (33, 3), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
     found["turned"] = torch.randn(5, 9, generator=generator).t()
     return found
@@ -63,15 +65,19 @@ def test_all_ranks_get_all_bytes_back_and_keep_as_little_as_each_other(tensors, 
 
 
 class Second(Alone):
-    """The second of two processes; the first has computed its part."""
+    """The second of two processes; the first has its result."""
 
     rank, count = 1, 2
+
+    def __init__(self, first: object = "first") -> None:
+        self._first, self.handed = first, list[object]()
 
     def own(self, parts):
         return range(1, parts, 2)
 
     def joined(self, own):
-        return ["first", *own]
+        self.handed += own
+        return [self._first, *own]
 
 
 @pytest.mark.parametrize("kind", [ValueError, GroupNotFinite, UserError])
@@ -84,3 +90,23 @@ def test_an_error_of_one_part_is_handed_to_all_before_it_is_raised(kind):
     with pytest.raises(kind, match="the second part"):
         shared_out(Second(), [0, 1], compute, ended.append)
     assert ended == [2]
+
+
+def test_an_error_of_a_part_of_another_process_is_raised_here():
+    with pytest.raises(ValueError, match="theirs"):
+        shared_out(Second(ValueError("theirs")), [0, 1], lambda part: part)
+
+
+@pytest.mark.parametrize("kind", [OSError, UserError])
+def test_an_error_of_one_process_is_handed_to_all_before_it_is_raised(kind):
+    error, second = kind("the disk is full"), Second()
+
+    def act():
+        raise error
+
+    with pytest.raises(kind, match="the disk is full"):
+        together(second, act)
+    assert second.handed == [error]
+    with pytest.raises(kind, match="the disk is full"):
+        together(Second(error), lambda: "second")
+    assert together(Second(), lambda: "second") == ["first", "second"]
