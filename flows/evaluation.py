@@ -84,7 +84,7 @@ def refuse(asked: EvaluationRequest) -> None:
         if asked.step is not None:
             raise UserError(f"{asked.target}: is a checkpoint, which has no steps; omit step={asked.step}")
     else:
-        run = _original(asked.target)
+        run = RunSnapshot.read(find_run(asked.target))
         run.refuse_unknown(_step(run, asked.step))
     given = asked.overrides or ()
     keys = given if isinstance(given, Mapping) else [text.partition("=")[0] for text in given]
@@ -128,11 +128,11 @@ def _model(asked: EvaluationRequest) -> FoundModel:
     if _is_checkpoint(asked.target):
         checkpoint = find_checkpoint(Path(asked.target))
     else:
-        run = _original(asked.target)
+        run = RunSnapshot.read(find_run(asked.target))
         try:
             checkpoint = find_checkpoint(run.folder / checkpoint_place(_step(run, asked.step)) / POLICY)
         except UserError:  # Absent or damaged: the step will be restored from the model that the run starts from.
-            return find_base(reload_own(description_of(run.folder), {}))
+            return find_base(reload_own(run.described, {}))
     return FoundModel(checkpoint.architecture, checkpoint.tokenizer, checkpoint, revision=None)
 
 
@@ -148,7 +148,7 @@ def opened(asked: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
         digest = read_origin(folder).weights_digest if (folder / ORIGIN).is_file() else None
         yield EvaluatedPolicy(_config(asked, folder), folder, None, digest)
         return
-    run = _original(asked.target)
+    run = RunSnapshot.read(find_run(asked.target))
     step = _step(run, asked.step)
     torch.set_num_threads(1)
     with stored_policy(run, step, Console(sys.stderr, step)) as policy:
@@ -246,11 +246,6 @@ def _temperature(asked: EvaluationRequest, config: RunConfig) -> float:
 
 def _is_checkpoint(target: str) -> bool:
     return (Path(target) / "config.json").is_file()
-
-
-def _original(target: str) -> RunSnapshot:
-    folder = find_run(target)
-    return RunSnapshot.read(folder, description_of(folder))
 
 
 def _step(run: RunSnapshot, step: int | None) -> int:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,12 @@ from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.replay import ReplayResult, replay
+from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.run_directory import read_description
+from fp8core.store.run_directory import RunDirectory, read_description
 
 # Cases that several folders share say what they found, as tests do.
 pytest.register_assert_rewrite("episode_cases", "generation_cases")
@@ -379,6 +381,17 @@ class LoopRun:
     def resume(self, **options: Any) -> None:
         with self.opened(**options) as run:
             train(run)
+
+    def replayed(
+        self, steps: Sequence[int], *overrides: str, repaired: RunDirectory | None = None, **options: Any
+    ) -> list[ReplayResult]:
+        """The verdicts of replayed steps; the console output is in `said` afterwards."""
+        console = io.StringIO()
+        original = RunSnapshot.read(self.folder)
+        try:
+            return list(replay(original, steps, overrides, Console(console, steps[-1]), repaired, **options))
+        finally:
+            self.said = console.getvalue()
 
 
 def _trained(config: RunConfig, name: str) -> LoopRun:

@@ -11,7 +11,7 @@ from flows.cli.arguments import add_target, add_trust
 from flows.cli.quantise import print_remarks, write_with_bar
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
-from flows.run_lookup import admit_code, description_of, find_run
+from flows.run_lookup import admit_code, find_run
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def export_step(options: argparse.Namespace) -> int:
     refuse_existing(options.target)
     folder = find_run(options.run)
     admit_code(folder, (), Path.cwd(), trust=options.trust)
-    original = RunSnapshot.read(folder, description_of(folder))
+    original = RunSnapshot.read(folder)
     original.refuse_unknown(options.step)
     refuse_format(original.config(options.step), options.format)
     set_engine_variables(original.config(options.step))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
-from flows.run_lookup import admit_code, description_of, find_run
+from flows.run_lookup import admit_code, find_run
 from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.store.outputs import json_output
@@ -80,7 +80,7 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     admit_code(folder, options.overrides, Path.cwd(), trust=options.trust, replaces_cluster=True)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
-        original = RunSnapshot.read(folder, description_of(folder))
+        original = RunSnapshot.read(folder)
         if original.ledger.last_step() is None:
             RunView.read(folder).refuse_cut()
         steps = _range(options, original.ledger.last_step())

@@ -1,18 +1,12 @@
 """A restart asks environments of episodes in flight the same again; what differs begins anew."""
 
-import io
-
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.run.execute import carried, run_step
 from fp8core.run.loop import begin
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
 DICE = """
@@ -78,12 +72,6 @@ def outcomes(run, step):
     return {turn["outcome"] for turn in turns if turn["outcome"]}
 
 
-def replayed(run, step):
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    (verdict,) = replay(original, range(step, step + 1), (), Console(io.StringIO(), step), None)
-    return verdict
-
-
 def anew(rows):
     """As a stream has them, where all that are in flight begin anew."""
     nothing = {"tokens": [], "logprobs": [], "versions": [], "written": [], "turns": []}
@@ -106,7 +94,7 @@ def test_a_run_is_continued_whose_environment_never_answers_the_same_twice(throw
     assert f"step 4: {count} of {begun} episodes in flight begin anew: environment.name=" in run.said
     assert run.ledger.inexact_steps() == [3]
     assert errors(run) == []
-    assert replayed(run, 4).outcome == "equal"
+    assert [verdict.outcome for verdict in run.replayed([4])] == ["equal"]
 
 
 @pytest.mark.parametrize(("task", "artifact"), [("rollout", "left"), ("ahead", "next_stream")])
@@ -122,10 +110,10 @@ def test_episodes_begin_anew_within_a_step_that_was_cut(thrown, copy_of, task, a
     assert run.ledger.artifacts(2)[artifact] != before
     assert "crashed" not in outcomes(run, 3)
     assert errors(run) == []
-    verdict = replayed(run, 2)
+    (verdict,) = run.replayed([2])
     assert verdict.outcome == "different"
     assert "episodes began anew within step 2: after a restart an environment answered otherwise" in verdict.causes
-    assert replayed(run, 3).outcome == "equal"
+    assert [verdict.outcome for verdict in run.replayed([3])] == ["equal"]
 
 
 def test_episodes_that_are_over_and_durable_are_not_asked_again(loop_run, environment, fixed, copy_of):

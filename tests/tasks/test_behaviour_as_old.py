@@ -1,6 +1,5 @@
 """Runs that generate ahead, and take the log-probs of the versions that wrote the tokens for the old ones."""
 
-import io
 import math
 import shutil
 from dataclasses import replace
@@ -12,15 +11,11 @@ import torch
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.rl.objective import Objective
 from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 from fp8core.training.micro_batch import MicroBatchTrainer
 from fp8core.training.trainer import LogprobError
 
@@ -104,10 +99,7 @@ def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, copy_of, tmp_path, m
     run.cut_after(3, cut)
     run.resume()
     assert run.records == sampled.records
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    assert [verdict.outcome for verdict in replay(original, range(3, 4), (), Console(io.StringIO(), 4), None)] == [
-        "equal"
-    ]
+    assert [verdict.outcome for verdict in run.replayed([3])] == ["equal"]
 
 
 @pytest.mark.slow

@@ -1,16 +1,11 @@
 """A run whose filters drop rows: its updates share out what is left, and its metrics are of that."""
 
-import io
 import math
 from statistics import fmean
 
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.report.console import Console
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +32,7 @@ def test_every_update_has_tokens(filtered):
 
 
 def test_the_run_is_replayed_and_goes_on_equal(filtered, copy_of):
-    original = RunSnapshot.read(filtered.folder, read_description(filtered.folder))
-    verdicts = replay(original, range(2, 5), (), Console(io.StringIO(), 3), None)
-    assert [verdict.outcome for verdict in verdicts] == ["equal"] * 3
+    assert [verdict.outcome for verdict in filtered.replayed(range(2, 5))] == ["equal"] * 3
     run = copy_of(filtered)
     run.cut_after(3, "train")
     run.resume()

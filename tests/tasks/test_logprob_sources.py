@@ -1,6 +1,5 @@
 """Runs without a pass for log-probs store what a run with one stores, and refuse what would not be equal."""
 
-import io
 import math
 import shutil
 from functools import cache
@@ -10,13 +9,10 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate
-from fp8core.run.replay import replay
 from fp8core.run.scoring import compared_rows
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
@@ -111,8 +107,7 @@ def test_several_updates_start_from_the_rollouts_log_probs(run_of, loop_run):
 def test_a_scored_run_is_replayed_and_verified(any_kind, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     scored = any_kind
-    original = RunSnapshot.read(scored.folder, read_description(scored.folder))
-    verdicts = list(replay(original, range(3, 4), (), Console(io.StringIO(), 4), None))
+    verdicts = scored.replayed([3])
     assert [(verdict.step, verdict.outcome) for verdict in verdicts] == [(3, "equal")]
     assert not [finding for finding in verify(RunView.read(scored.folder)) if finding.severity == "error"]
 

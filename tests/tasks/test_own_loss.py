@@ -1,16 +1,10 @@
 """A run with a policy loss of the user's own: its file is part of what a step is a function of."""
 
-import io
-
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.run.execute import carried, finished_steps
 from fp8core.run.loop import train
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 
 LOSS = """
 import torch
@@ -35,11 +29,6 @@ def own(loop_run, file):
     return loop_run("own", steps=2, **{"loss.policy": f"{file}:loss"})
 
 
-def verdicts(run, steps):
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    return list(replay(original, steps, [], Console(io.StringIO(), 2), None))
-
-
 def test_it_trains_what_the_same_loss_of_ours_trains(own, loop_run):
     shipped = loop_run("shipped", steps=2)
     weights = [[record["weights_digest"] for record in run.records] for run in (own, shipped)]
@@ -49,7 +38,7 @@ def test_it_trains_what_the_same_loss_of_ours_trains(own, loop_run):
 
 
 def test_replay_and_resume_notice_an_edit(own, file):
-    assert [verdict.outcome for verdict in verdicts(own, range(2, 3))] == ["equal"]
+    assert [verdict.outcome for verdict in own.replayed([2])] == ["equal"]
     own.cut_after(2, "train")
     with own.opened() as run:
         assert "train" in {planned.name for planned in finished_steps(run, 2, carried(run, 2))}
@@ -61,7 +50,7 @@ def test_replay_and_resume_notice_an_edit(own, file):
             file.write_text(edited)
             with own.opened() as run:
                 assert finished_steps(run, 2, carried(run, 2)) == []
-            (verdict,) = verdicts(own, range(1, 2))
+            (verdict,) = own.replayed([1])
             assert verdict.outcome == outcome
             assert any(cause.startswith("executed differs: loss.source") for cause in verdict.causes), verdict.causes
     finally:

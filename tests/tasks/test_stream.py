@@ -20,14 +20,11 @@ from fp8core.run.checks.settings import graph_of, pipeline_of
 from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, begin, train
 from fp8core.run.open import open_directory, open_run
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.stream_writers import Part
 from fp8core.run.verdicts import answers, stored_endings
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.layout import LEDGER
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.training.micro_batch import MicroBatchTrainer
 
@@ -131,8 +128,7 @@ def test_a_replay_follows_the_recorded_schedule(unpaused, tmp_path, damaged):
     run = type(unpaused)(tmp_path / "loop" / "unpaused")
     if damaged:
         run.file(3, "schedule").write_bytes(b"{}")
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    verdicts = list(replay(original, range(2, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = run.replayed(range(2, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}, verdicts
     assert [*verify(RunView.read(run.folder))] == [] or damaged
 
@@ -404,8 +400,7 @@ def test_segments_of_one_policy_are_joined_where_they_overlap(segments, found):
 
 
 def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
-    original = RunSnapshot.read(ahead.folder, read_description(ahead.folder))
-    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = ahead.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(ahead.folder))] == []
 
@@ -460,8 +455,7 @@ def test_with_drop_every_row_is_that_of_its_own_prompt(dropping, tmp_path):
 
 
 def test_with_drop_a_replay_and_a_run_that_was_cut_are_equal(dropping, tmp_path):
-    original = RunSnapshot.read(dropping.folder, read_description(dropping.folder))
-    verdicts = list(replay(original, range(2, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = dropping.replayed(range(2, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}
     assert [*verify(RunView.read(dropping.folder))] == []
     shutil.copytree(dropping.folder.parent, tmp_path / "loop")

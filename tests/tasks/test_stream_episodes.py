@@ -1,6 +1,5 @@
 """Episodes that are played beside the update, whole or over several policies: durable, and equal when replayed."""
 
-import os
 import re
 import shutil
 import signal
@@ -15,14 +14,10 @@ from episode_life import exit_code_of_life
 from fp8core.config.load import load_config
 from fp8core.config.steps import import_spec
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.rollout.engine import sample_seed
 from fp8core.run.execute import StepError, carried, run_step
 from fp8core.run.loop import begin, train
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from tasks import stream
 
@@ -163,14 +158,7 @@ def test_kills_while_episodes_are_open_end_with_equal_records(ahead, tmp_path):
 
 def replayed(run, first, last=3, *, rerun=False):
     """The outcomes of the steps from `first` to `last`."""
-    return [verdict.outcome for verdict in verdicts(run, range(first, last + 1), rerun=rerun)]
-
-
-def verdicts(run, steps, *overrides, rerun=False):
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    with open(os.devnull, "w") as nowhere:
-        console = Console(nowhere, 3)
-        return list(replay(original, steps, overrides, console, None, rerun_environments=rerun))
+    return [verdict.outcome for verdict in run.replayed(range(first, last + 1), rerun_environments=rerun)]
 
 
 def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
@@ -187,7 +175,7 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
 @ASYNCHRONOUS
 def test_an_episode_that_the_run_did_not_play_makes_a_replay_different(ahead):
     """More of them end beside the update, so prompts of which nothing is recorded enter."""
-    (verdict,) = verdicts(ahead, [1], "pipeline.ahead_tokens=30", "pipeline.max_staleness=3")
+    (verdict,) = ahead.replayed([1], "pipeline.ahead_tokens=30", "pipeline.max_staleness=3")
     assert verdict.outcome == "different"
     (cause,) = (cause for cause in verdict.causes if "configuration differs" in cause)
     assert "pipeline.ahead_tokens" in cause
@@ -206,14 +194,14 @@ def test_what_episodes_in_flight_may_have_used_is_not_taken_back(ahead):
         ("data.max_prompt_tokens=500", "data.max_prompt_tokens=512"),
     ):
         with pytest.raises(UserError, match=rf"step 3 goes on from completions begun under {re.escape(begun)}$"):
-            verdicts(ahead, [3], change)
+            ahead.replayed([3], change)
     for unasked in ("environment.timeout_seconds=3", "environment.at_once=2"):
         with pytest.raises(UserError, match=r"no environment is asked, .* add --rerun-environments$"):
-            verdicts(ahead, [1], unasked)
+            ahead.replayed([1], unasked)
     rows = [row for row in artifact(ahead, 2, "next_stream").to_pylist() if not row["finish"]]
     assert any(turn["end"] - turn["begin"] == 3 for row in rows for turn in row["turns"]), "a turn was cut"
     for change in ("environment.turn_tokens=4", "environment.turn_tokens=null", "environment.max_turns=13"):
-        (verdict,) = verdicts(ahead, [3], change)
+        (verdict,) = ahead.replayed([3], change)
         assert [line for line in (*verdict.causes, *verdict.difference) if "fails" in line] == []
     assert replayed(ahead, 3) == ["equal"]
 
@@ -221,7 +209,7 @@ def test_what_episodes_in_flight_may_have_used_is_not_taken_back(ahead):
 def test_turns_that_the_run_did_not_play_make_a_replay_different(loop_run, settings):
     """All episodes go on after what is recorded of them, so all of them crash."""
     run = loop_run("one turn", **settings | {"environment": settings["environment"] | {"max_turns": 1}, "steps": 1})
-    (verdict,) = verdicts(run, [1], "environment.max_turns=3")
+    (verdict,) = run.replayed([1], "environment.max_turns=3")
     assert verdict.outcome == "different"
     assert verdict.difference[0].startswith("outputs.rollout.turns: ")
     assert "column" in verdict.difference[1]

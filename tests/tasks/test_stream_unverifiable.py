@@ -1,6 +1,5 @@
 """Runs that generate ahead where no log-probs are promised to be equal bit for bit: they say so, and repeat."""
 
-import io
 from collections import Counter
 from statistics import fmean
 
@@ -11,7 +10,6 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.errors import StoredFileError, UserError
 from fp8core.parity.measure import VARIANTS, variant_settings
-from fp8core.report.console import Console
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
 from fp8core.rollout.embedded import EmbeddedEngine
@@ -19,14 +17,11 @@ from fp8core.run.checks.settings import pipeline_of, uncorrected_lag
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
 from fp8core.run.recompute import rewind_to
-from fp8core.run.replay import replay
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import token_batch
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.stream_writers import Part, SegmentWriter
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import SEGMENTS
 
@@ -128,8 +123,7 @@ def test_a_run_that_was_cut_ends_with_the_same_bytes(mixed, copy_of, task):
 
 
 def test_a_replay_is_equal(mixed):
-    original = RunSnapshot.read(mixed.folder, read_description(mixed.folder))
-    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = mixed.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
 
 

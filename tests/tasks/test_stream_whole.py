@@ -1,6 +1,5 @@
 """Runs whose engines end what they have begun before they take new weights."""
 
-import io
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -10,16 +9,12 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.report.console import Console
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 from tasks import stream
 
@@ -172,8 +167,7 @@ def test_it_ends_nothing_where_another_task_has_failed(whole, copy_of, halted_ah
 
 
 def test_a_replay_is_equal_and_verify_finds_nothing(whole):
-    original = RunSnapshot.read(whole.folder, read_description(whole.folder))
-    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = whole.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(whole.folder))] == []
 

@@ -1,6 +1,5 @@
 """Runs that sample with top-k and top-p: log-probs of both sides are equal, and so are a resumed run and a replay."""
 
-import io
 import math
 import shutil
 
@@ -9,12 +8,8 @@ import pytest
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.numerics.logprobs import Truncation
-from fp8core.report.console import Console
 from fp8core.run.checks.settings import pipeline_of
 from fp8core.run.player import EpisodePlayer
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 
 CUT = {"rollout.top_k": 5, "rollout.top_p": 0.9}
 PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
@@ -59,8 +54,7 @@ def test_a_run_that_is_cut_and_a_replay_are_equal(truncated, tmp_path):
     copy.cut_after(3, "rollout")
     copy.resume()
     assert [digests(copy, index) for index in range(4)] == [digests(truncated, index) for index in range(4)]
-    original = RunSnapshot.read(copy.folder, read_description(copy.folder))
-    (verdict,) = replay(original, range(3, 4), [], Console(io.StringIO(), 3), None)
+    (verdict,) = copy.replayed([3])
     assert verdict.outcome == "equal"
 
 

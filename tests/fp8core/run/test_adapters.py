@@ -1,6 +1,5 @@
 """A run that learns adapters is a run like others: equal on both sides, resumed, replayed and verified."""
 
-import io
 import json
 import shutil
 from collections import Counter
@@ -9,9 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from fp8core.durable import folder_digest
-from fp8core.report.console import Console
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
@@ -53,8 +49,7 @@ def test_a_run_that_was_cut_goes_on_with_equal_records(adapted, adapted_copy) ->
 
 
 def test_a_replay_is_equal(adapted) -> None:
-    original = RunSnapshot.read(adapted.folder, read_description(adapted.folder))
-    verdicts = list(replay(original, range(1, 5), (), Console(io.StringIO(), 4), None))
+    verdicts = adapted.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
 
 

@@ -7,19 +7,13 @@ import pytest
 from fp8core.errors import StoredFileError
 from fp8core.report.console import Console
 from fp8core.run.export import stored_policy
-from fp8core.run.replay import replay
 from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 
 EDITS = {
     "an output of the last step": (4, "calibrate", "next_scales"),
     "metrics of the last step": (4, "record", "metrics"),
     "an output of step 0": (0, "calibrate", "scales"),
 }
-
-
-def snapshot(run):
-    return RunSnapshot.read(run.folder, read_description(run.folder))
 
 
 def rename_output(run, step, task, artifact):
@@ -54,10 +48,10 @@ def test_replay_and_export_refuse_a_renamed_output_of_their_step(run_copy):
         r"^ledger\.jsonl: step 3: differs from its manifest: task train stored renamed, train_report, by the manifest "
         r"next_policy, train_report$"
     )
-    console = Console(io.StringIO(), 4)
     with pytest.raises(StoredFileError, match=said):
-        list(replay(snapshot(run_copy), range(3, 4), (), console, None))
-    with pytest.raises(StoredFileError, match=said), stored_policy(snapshot(run_copy), 3, console):
+        run_copy.replayed([3])
+    original, console = RunSnapshot.read(run_copy.folder), Console(io.StringIO(), 4)
+    with pytest.raises(StoredFileError, match=said), stored_policy(original, 3, console):
         pass
 
 

@@ -1,18 +1,13 @@
 """Checkpoints that are lost, damaged or replaced by a redo: what a run keeps, and what it writes again."""
 
-import io
 import shutil
 
 import pytest
 
 from fp8core.config.run import KeepConfig
-from fp8core.report.console import Console
 from fp8core.run.loop import begin, save_last
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.checkpoints import is_intact
 from fp8core.store.gc import plan_removal, remove
-from fp8core.store.run_directory import read_description
 
 TOLERANT = {"replay.level": "tolerant"}
 
@@ -83,10 +78,9 @@ def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
 def test_a_replay_misses_no_checkpoint_that_a_later_one_replaced(loop_run):
     run = loop_run("pruned", checkpoint={"every": 1, "keep": 1})
     assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["00003", "00004"]
-    original, console = RunSnapshot.read(run.folder, read_description(run.folder)), io.StringIO()
-    (verdict,) = replay(original, range(3, 4), (), Console(console, 4), None)
-    assert (verdict.outcome, console.getvalue()) == ("equal", "")
+    (verdict,) = run.replayed([3])
+    assert (verdict.outcome, run.said) == ("equal", "")
     shutil.rmtree(run.folder / "checkpoints" / "00003")
-    (verdict,) = replay(original, range(4, 5), (), Console(console, 4), None)
+    (verdict,) = run.replayed([4])
     assert verdict.outcome == "equal"
-    assert console.getvalue().count("the checkpoint is missing") == 1
+    assert run.said.count("the checkpoint is missing") == 1

@@ -1,19 +1,15 @@
 """Any step of a run is made again from its artifacts alone and compared; the run itself is only read."""
 
-import io
 import platform
 import tempfile
 
 import pytest
 
 from fp8core.errors import EngineLost, MemberLost, UserError
-from fp8core.report.console import Console
 from fp8core.run.execute import StepError
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.run_directory import RunDirectory, read_description
+from fp8core.store.run_directory import RunDirectory
 
 BF16 = "precision.training.linear=bf16"
 
@@ -25,12 +21,9 @@ def replayed(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
 
     def verdicts(run, steps, *overrides, repaired=None):
-        console = io.StringIO()
-        original = RunSnapshot.read(run.folder, read_description(run.folder))
         try:
-            return list(replay(original, steps, overrides, Console(console, 4), repaired))
+            return run.replayed(steps, *overrides, repaired=repaired)
         finally:
-            run.said = console.getvalue()
             assert not list((tmp_path / "scratch").iterdir()), "a scratch folder was left"
 
     return verdicts

@@ -1,14 +1,8 @@
 """Replays of steps that go on from completions in flight."""
 
-import io
-
 import pytest
 
 from fp8core.errors import UserError
-from fp8core.report.console import Console
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
-from fp8core.store.run_directory import read_description
 
 AHEAD = {
     "pipeline.mode": "asynchronous",
@@ -17,15 +11,6 @@ AHEAD = {
     "warm_start.steps": 20,
     "training.learning_rate": 0.01,
 }
-
-
-def replayed(run, step, *overrides):
-    console = io.StringIO()
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    try:
-        return list(replay(original, range(step, step + 1), overrides, Console(console, 4), None))
-    finally:
-        run.said = console.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -48,43 +33,43 @@ def ahead(loop_run):
 def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setting, begun):
     key = setting.partition("=")[0]
     with pytest.raises(UserError) as refused:
-        replayed(ahead, 3, setting)
+        ahead.replayed([3], setting)
     assert str(refused.value) == f"--set {key}: step 3 goes on from completions begun under {begun}"
     # Nothing is in flight before the first step.
-    (verdict,) = replayed(ahead, 1, setting)
+    (verdict,) = ahead.replayed([1], setting)
     assert not any("Error" in line for line in verdict.difference)
 
 
 def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahead):
     with pytest.raises(UserError, match=r"pipeline\.mode=synchronous: step rollout is tasks\.stream:finish"):
-        replayed(ahead, 1, "pipeline.mode=synchronous", "pipeline.ahead_tokens=null", "pipeline.max_staleness=1")
+        ahead.replayed([1], "pipeline.mode=synchronous", "pipeline.ahead_tokens=null", "pipeline.max_staleness=1")
     scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
     with pytest.raises(UserError, match=r"logprobs\.source=pass: step train is tasks\.train:train_scoring"):
-        replayed(scored, 1, "logprobs.source=pass")
+        scored.replayed([1], "logprobs.source=pass")
 
 
 def test_completions_that_began_without_an_environment_go_on_in_none(ahead):
     overrides = ("environment.name=calculator", 'environment.options={"modulus": 10}', "environment.turn_tokens=4")
     with pytest.raises(UserError, match=r"^--set environment: step 3 goes on from completions begun without one$"):
-        replayed(ahead, 3, *overrides)
+        ahead.replayed([3], *overrides)
 
 
 def test_a_setting_that_allows_all_that_is_in_flight_is_replayed(ahead):
     for setting in ("pipeline.max_staleness=3", "rollout.max_new_tokens=40", "pipeline.max_inflight_prompts=1"):
-        (verdict,) = replayed(ahead, 3, setting)
+        (verdict,) = ahead.replayed([3], setting)
         assert not any("fails" in line for line in verdict.difference)
 
 
 def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
     kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
     run = loop_run("kept_cache", **AHEAD, **kept, **{"correction.method": "token_tis"})
-    (verdict,) = replayed(run, 1)
+    (verdict,) = run.replayed([1])
     assert (verdict.outcome, verdict.causes) == ("equal", ())
-    (verdict,) = replayed(run, 3)
+    (verdict,) = run.replayed([3])
     assert verdict.outcome == "different"
     (cause,) = verdict.causes
     assert "pipeline.recompute_kv_cache_after_weight_update=false" in cause
     run.resume()
-    (verdict,) = replayed(run, 1, "training.learning_rate=0.02")
+    (verdict,) = run.replayed([1], "training.learning_rate=0.02")
     assert verdict.outcome != "equal"
     assert not any("recompute_kv_cache" in cause for cause in verdict.causes), "nothing was lost before step 1"

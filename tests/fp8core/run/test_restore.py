@@ -20,7 +20,6 @@ from fp8core.run.snapshot import RunSnapshot
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import Ledger, RedoEntry, TaskEntry
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
 # Every artifact of an iteration, and a way to damage it.
@@ -205,7 +204,7 @@ def test_without_any_checkpoint_every_update_is_redone_from_policy_0(whole_run, 
 
 
 def test_a_policy_that_is_restored_for_others_holds_no_process_of_a_run(whole_run):
-    original = RunSnapshot.read(whole_run.folder, read_description(whole_run.folder))
+    original = RunSnapshot.read(whole_run.folder)
     with stored_policy(original, 3, Console(io.StringIO(), 3)) as policy:
         with pytest.raises(KeyError):
             live_run(policy.folder.parent)

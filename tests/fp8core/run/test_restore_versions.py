@@ -1,6 +1,5 @@
 """A resume hands trainer and engine the versions of the policy that the next tasks expect."""
 
-import io
 import json
 import math
 import shutil
@@ -9,15 +8,11 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
-from fp8core.report.console import Console
 from fp8core.run import loop
 from fp8core.run.execute import carried
 from fp8core.run.loop import begin, iterate, save_last
-from fp8core.run.replay import replay
-from fp8core.run.snapshot import RunSnapshot
 from fp8core.run.verify import verify
 from fp8core.store.layout import LEDGER
-from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
 AHEAD = {
@@ -110,8 +105,7 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
     assert {2, 3} <= {step for step in range(5) if run.ledger.redone(step)}
     wrong = [found for found in verify(RunView.read(run.folder)) if found.severity != "note"]
     assert all("rewards" in found.problem for found in wrong), "but for the reward that was changed"
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    (verdict,) = replay(original, range(4, 5), (), Console(io.StringIO(), 4), None)
+    (verdict,) = run.replayed([4])
     assert verdict.outcome == "equal", verdict
 
     # Their stream is made again from the one that it replaced, which is not needed where theirs is whole.
@@ -169,9 +163,7 @@ def test_an_unverifiable_run_goes_on_with_a_policy_that_is_near(loop_run, tmp_pa
 def test_a_replay_with_other_settings_scores_with_the_policies_that_wrote(loop_run, tmp_path):
     """Without a checkpoint those are made again by updates, which the other settings are not for."""
     run = loop_run("other_rate", **AHEAD, checkpoint={"every": 100, "keep": 1})
-    original = RunSnapshot.read(run.folder, read_description(run.folder))
-    console = Console(io.StringIO(), 4)
-    (verdict,) = replay(original, range(4, 5), ("training.learning_rate=0.005",), console, None)
+    (verdict,) = run.replayed([4], "training.learning_rate=0.005")
     assert verdict.outcome == "different"
     assert verdict.difference[0].startswith("outputs.train.next_policy"), verdict.difference
 

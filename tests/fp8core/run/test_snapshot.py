@@ -1,14 +1,18 @@
-"""A scratch folder lies where all processes of the run see it."""
+"""A run is read from its folder alone, and a scratch folder lies where all processes of the run see it."""
 
 import pytest
 
 from fp8core.errors import UserError
 from fp8core.run.snapshot import RunSnapshot, scratch_folder
-from fp8core.store.run_directory import read_description
+
+
+def test_a_folder_without_run_json_is_no_run(tmp_path):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: no run \(no run\.json\)$"):
+        RunSnapshot.read(tmp_path)
 
 
 def test_ranks_of_other_nodes_see_a_scratch_folder_beside_the_run(run_copy, tmp_path):
-    one = RunSnapshot.read(run_copy.folder, read_description(run_copy.folder)).config(1)
+    one = RunSnapshot.read(run_copy.folder).config(1)
     settings = one.cluster.model_copy(update={"address": "auto"})
     several = one.model_copy(update={"cluster": settings})
     with scratch_folder(run_copy.folder, 1, one) as folder:
