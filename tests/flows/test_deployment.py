@@ -33,6 +33,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
+from waiting import wait_for
 
 from flows import pools
 from fp8core.store.layout import LEDGER
@@ -54,13 +55,6 @@ def environment(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.T
 
 def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
-        time.sleep(0.5)
 
 
 @pytest.fixture(scope="module")

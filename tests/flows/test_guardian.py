@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow import MlflowClient
+from waiting import wait_for
 
 from flows.tracking.record import Guardian, TrackingRecord, read_record, write_record
 from flows.tracking.store import default_tracking_uri
@@ -47,13 +48,6 @@ def run(store: Path, request: pytest.FixtureRequest) -> tuple[Path, Callable[[],
     return folder, lambda: str(tracker.client.get_run(tracker.run_id).info.status)
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} took more than {seconds} s"
-        time.sleep(0.1)
-
-
 def guardians(folder: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
 
@@ -73,15 +67,15 @@ def test_a_killed_training_is_marked_and_the_guardian_leaves(run) -> None:
     training.kill()
     assert training.stdout.read() == "", "nobody holds its output open"
     training.wait()
-    wait_until(lambda: status() == "KILLED", "the mark")
-    wait_until(lambda: not guardians(folder), "the guardian's end")
+    wait_for(lambda: status() == "KILLED", "the mark")
+    wait_for(lambda: not guardians(folder), "the guardian's end")
 
 
 def test_a_training_that_ends_by_itself_is_left_alone(run) -> None:
     folder, status = run
     with Guardian(folder):
         # A process that has just begun may show no command yet.
-        wait_until(lambda: len(guardians(folder)) == 1, "the guardian's beginning")
+        wait_for(lambda: len(guardians(folder)) == 1, "the guardian's beginning")
     assert not guardians(folder)
     assert status() == "RUNNING"
 
@@ -149,6 +143,6 @@ def test_a_killed_command_leaves_nothing_behind(
         os.killpg(training.pid, signal.SIGKILL)
     training.stdout.read()
     training.wait()
-    wait_until(lambda: not any(child.is_running() for child in children), "the end of server and guardian")
+    wait_for(lambda: not any(child.is_running() for child in children), "the end of server and guardian")
     record = read_record(tmp_path / "runs" / "killed")
     assert MlflowClient(record.uri).get_run(record.run_id).info.status == "KILLED"

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from fp8core.processes.end_with_parent import TiedProcess
 
@@ -29,13 +30,6 @@ def said(tmp_path: Path) -> Path:
     return tmp_path / "said"
 
 
-def wait_for(file: Path, content: bytes) -> None:
-    deadline = time.monotonic() + 20
-    while file.read_bytes() != content:
-        assert time.monotonic() < deadline, file.read_bytes()
-        time.sleep(0.02)
-
-
 def test_a_killed_parent_is_noticed_beside_a_forked_copy(said: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(said)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -45,7 +39,7 @@ def test_a_killed_parent_is_noticed_beside_a_forked_copy(said: Path) -> None:
         assert parent.stdout.readline() == "ready\n"
         assert said.read_bytes() == b""
         parent.kill()
-        wait_for(said, b"END")
+        wait_for(lambda: said.read_bytes() == b"END", seconds=20)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()

@@ -4,7 +4,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.states import Pending, Running
+from waiting import wait_for
 
 from flows import pools
 from fp8core.processes.end_with_parent import running
@@ -32,14 +32,6 @@ def prepared(home: Path) -> tuple[list[tuple[str, int]], list[tuple[str, str, st
     with closing(sqlite3.connect(home / "prefect.db")) as database:
         found = database.execute("select name, concurrency_limit from work_pool order by name").fetchall()
         return found, database.execute("select name, id, description, updated from automation").fetchall()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Until it holds."""
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come"
-        time.sleep(0.5)
 
 
 def test_pools_and_rules_are_made_once_and_brought_up_to_date(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from flows.prefect_server import PrefectServer
 from fp8core.errors import UserError
@@ -64,10 +65,7 @@ def test_it_outlives_sigterm_and_ends_when_its_training_is_killed(
         parent.kill()
         assert parent.stdout.read() == "", "the server does not hold our output open"
         assert parent.stderr.read() == ""
-        deadline = time.monotonic() + 20
-        while answers(api):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(lambda: not answers(api), seconds=20)
     finally:
         parent.kill()
         parent.wait()

@@ -3,7 +3,7 @@
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -11,19 +11,13 @@ import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from waiting import wait_for
 
 from flows.orchestration import PrefectArtifacts
 from flows.tracking import session as module
 from flows.tracking.session import Publisher, publishing
 from flows.tracking.store import Outage, Refusal
 from fp8core.report.console import Console
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def test_prefect_shows_progress_reports_and_the_way_to_mlflow(launch) -> None:
@@ -82,9 +76,9 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
             for index in range(1, 5):
                 artifacts.step_done(index)
                 publisher.wake()
-            assert within(20, lambda: prefect.refused)
+            wait_for(lambda: prefect.refused, seconds=20)
             prefect.error = None
-            assert within(20, lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted))
+            wait_for(lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted), seconds=20)
     assert prefect.keys() == ["whole-1-progress", "whole-3-mlflow", "whole-2-report", "whole-2-report"]
     progress, link, *reports = prefect.posted
     assert progress.data == 100.0
@@ -160,7 +154,7 @@ def test_an_outage_of_one_service_does_not_delay_the_other(error, monkeypatch) -
     for count in range(1, 6):
         sound.waiting += 1
         publisher.wake()
-        assert within(5, lambda count=count: len(sound.got) == count)
+        wait_for(lambda count=count: len(sound.got) == count, seconds=5)
     began = time.monotonic()
     publisher.close()
     assert time.monotonic() - began < 5

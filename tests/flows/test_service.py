@@ -9,12 +9,11 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from flows.cli.up import ServiceError, Services, Stopped, up, wait
 from flows.environment import hold_prefect_home, hold_prefect_start, prefect_login
@@ -51,13 +50,6 @@ def is_there(process: psutil.Process, words: str = "") -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and words in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import re
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from waiting import wait_for
 
 from flows.cli import main
 from flows.tracking.record import TrackingRecord, read_record, write_record
@@ -49,13 +50,6 @@ def publish(copy: Any) -> str:
     with session_of(copy) as (session, out):
         session.mlflow.add_result()
     return "".join(out.getvalue().splitlines(keepends=True)[3:])
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +110,10 @@ def test_a_checkpoint_that_is_written_again_is_the_model_of_its_step(copy_of_tra
     assert digests()[str(entry.step)] == entry.weights_digest
     with session_of(copy) as (session, _):
         if live:
-            assert within(20, lambda: not session.mlflow._once), "what an earlier process sent is looked through"
+            wait_for(lambda: not session.mlflow._once, "the look at what an earlier process sent", 20)
             session.run.directory.ledger.append(other)
             session.publisher.wake()
-        assert within(20, lambda: digests()[str(entry.step)] == other.weights_digest)
+        wait_for(lambda: digests()[str(entry.step)] == other.weights_digest, seconds=20)
 
 
 @pytest.mark.slow
@@ -182,11 +176,11 @@ def test_a_redo_before_the_last_checkpoint_is_tagged_by_a_later_process(copy_of_
 def test_a_redo_that_comes_after_the_start_is_tagged(copy_of_trained, runs) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
     with session_of(copy) as (session, _):
-        assert within(10, lambda: session.mlflow.published == 3)
+        wait_for(lambda: session.mlflow.published == 3, seconds=10)
         assert inexact(copy) is None
         session.run.directory.ledger.append(redo_of(updates(copy)[-1][1]))
         session.publisher.wake()
-        assert within(10, lambda: inexact(copy) == "true")
+        wait_for(lambda: inexact(copy) == "true", seconds=10)
 
 
 # --- outages ---
@@ -195,18 +189,18 @@ def test_a_redo_that_comes_after_the_start_is_tagged(copy_of_trained, runs) -> N
 def test_the_training_does_not_wait_and_all_of_it_arrives_later(expected, copy_of_trained, network, shown) -> None:
     copy = copy_of_trained(network.uri)
     with session_of(copy) as (session, out):
-        assert within(60, lambda: read_record(copy.folder).published >= 1)
+        wait_for(lambda: read_record(copy.folder).published >= 1)
         network.unplug()
         # All steps may be delivered already; the result is not.
         session.mlflow.add_result()
-        assert within(60, lambda: AWAY in out.getvalue())
+        wait_for(lambda: AWAY in out.getvalue())
         began = time.perf_counter()
         for _ in range(100):
             session.publisher.wake()
         assert time.perf_counter() - began < 2
         time.sleep(0.2)
         network.plug_in()
-        assert within(60, lambda: BACK in out.getvalue())
+        wait_for(lambda: BACK in out.getvalue())
     assert out.getvalue().count(AWAY) == 1
     assert out.getvalue().count(BACK) == 1
     assert shown(copy.config) == expected
@@ -218,7 +212,7 @@ def test_a_server_that_stays_away_is_not_waited_for_and_a_resume_delivers(
 ) -> None:
     copy = copy_of_trained(network.uri)
     with session_of(copy) as (session, out):
-        assert within(10, lambda: read_record(copy.folder).published >= 0)
+        wait_for(lambda: read_record(copy.folder).published >= 0, seconds=10)
         network.unplug()
         session.mlflow.add_result()
         began = time.perf_counter()
@@ -290,15 +284,15 @@ REFUSED = ("401 Unauthorized", b"who are you?")
 def test_a_refusal_is_shown_once_and_what_was_refused_follows(expected, copy_of_trained, network, shown) -> None:
     copy = copy_of_trained(network.uri)
     with session_of(copy) as (session, out):
-        assert within(10, lambda: read_record(copy.folder).published >= 0)
+        wait_for(lambda: read_record(copy.folder).published >= 0, seconds=10)
         network.answer_for(".", *REFUSED)
-        assert within(10, lambda: "MLflow refuses" in out.getvalue())
+        wait_for(lambda: "MLflow refuses" in out.getvalue(), seconds=10)
         session.mlflow.add_result()
         for _ in range(50):
             session.publisher.wake()
             time.sleep(0.01)
         network.pass_all()
-        assert within(10, lambda: BACK in out.getvalue())
+        wait_for(lambda: BACK in out.getvalue(), seconds=10)
     (line,) = (line for line in out.getvalue().splitlines() if "MLflow refuses" in line)
     assert "401" in line
     assert "credentials" in line
@@ -312,7 +306,7 @@ def test_a_training_ends_well_while_it_is_refused_and_a_resume_delivers(
     monkeypatch.setattr("flows.tracking.mlflow_backlog.OUTAGE_PATIENCE_SECONDS", 60.0)
     copy = copy_of_trained(network.uri)
     with session_of(copy) as (session, out):
-        assert within(10, lambda: read_record(copy.folder).published >= 0)
+        wait_for(lambda: read_record(copy.folder).published >= 0, seconds=10)
         network.answer_for(".", *REFUSED)
         session.mlflow.add_result()
         began = time.perf_counter()
@@ -383,7 +377,7 @@ def test_steps_that_a_proxy_confirmed_and_dropped_are_sent_again(
         problem = "MLflow lost what it confirmed"
         session.mlflow.add_result()
         session.publisher.wake()
-        assert within(20, lambda: problem in out.getvalue())
+        wait_for(lambda: problem in out.getvalue(), seconds=20)
         network.pass_all()
     assert out.getvalue().count(problem) == 1
     assert shown(copy.config).runs[0]["metrics"] == expected.runs[0]["metrics"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Turn
@@ -215,7 +216,8 @@ def test_many_short_processes_are_fine(pool: EnvironmentPool) -> None:
 @pytest.mark.parametrize("then", ["give Outcome('right', 1)", "exit", "spin", "raise it", "say ok"])
 def test_a_daemon_ends_with_its_episode(pool: EnvironmentPool, tmp_path: Path, then: str) -> None:
     ask(pool, f"daemon {tmp_path / 'pid'}|{then}")
-    wait_until_gone(int((tmp_path / "pid").read_text()))
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid), seconds=8)
 
 
 @pytest.mark.parametrize("text", ["later exit", 'later write b\'{"seconds": 0.0, "outcome": {}}\\n\''])
@@ -254,10 +256,3 @@ def test_it_signals_neither_its_supervisor_nor_the_host_nor_us(pool: Environment
         assert said.detail.startswith("PermissionError"), to
     # To every process that it may signal.
     assert ask(pool, f"signal {int(signal.SIGKILL)} -1") == Turn((Said("user", "sent"),))
-
-
-def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + 8
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < until, "it is still there"
-        time.sleep(0.005)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
 from fp8core.environments.protocol import Action, Outcome, Said, Task, ToolCall, Turn
@@ -435,13 +436,6 @@ def test_more_episodes_than_files_are_refused() -> None:
             EnvironmentPool("calculator", {}, EpisodeLimits(), 500)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 8
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 PREPARED = """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from fp8core.errors import UserError
 from fp8core.processes.supervisor import signals_are_confined
@@ -342,13 +343,6 @@ def test_a_process_gets_no_file_of_ours(hostile_file: Path, start_pool: StartPoo
         (supervisor,) = set(psutil.Process().children()) - before
         for process in (supervisor, *supervisor.children()):
             assert [opened for opened in process.open_files() if opened.path == file.name] == []
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def wait_until_gone(pid: int) -> None:
