@@ -40,10 +40,9 @@ def find_run(text: str, runs: Path | None = None) -> Path:
     raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
 
 
-def refuse_run(config: str, runs: Path | None = None) -> None:
-    """Raises UserError: a name is that of a run below a folder of runs (None: ./runs), and of no configuration."""
-    places = Path(runs or RunConfig.model_fields["runs"].default)
-    if config not in shipped_names() and config in _names_of_runs(places):
+def refuse_run(config: str) -> None:
+    """Raises UserError: a name is that of a run below ./runs, and of no configuration."""
+    if config not in shipped_names() and config in _names_of_runs(RunConfig.model_fields["runs"].default):
         raise UserError(f"{config} is a run, no configuration; to continue it: fp8-grpo resume {shlex.quote(config)}")
 
 

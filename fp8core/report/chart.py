@@ -158,15 +158,15 @@ def colour(style: int) -> str:
     return GREY if style == REFERENCE else COLOURS[style % len(COLOURS)]
 
 
-def thinned(series: Series, points: int = POINTS_OF_A_SERIES) -> Series:
-    """A series of at most `points` points that looks the same: of each stretch the first, last, least and greatest.
+def thinned(series: Series) -> Series:
+    """At most `POINTS_OF_A_SERIES` points that look like all: of each stretch the first, last, least and greatest.
 
     (Jugel et al., "M4: a visualization-oriented time series data aggregation", VLDB 2014.)
     """
     finite = series.finite()
-    if len(finite) <= points or series.mark != "line":
+    if len(finite) <= POINTS_OF_A_SERIES or series.mark != "line":
         return series
-    size = math.ceil(len(finite) / (points // 4))
+    size = math.ceil(len(finite) / (POINTS_OF_A_SERIES // 4))
     kept: list[tuple[float, float]] = []
     for start in range(0, len(finite), size):
         part = range(start, min(start + size, len(finite)))

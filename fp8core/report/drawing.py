@@ -98,17 +98,16 @@ class Spot(NamedTuple):
 
 
 @rc_context(_STYLE)
-def draw_png(charts: Sequence[Chart], path: Path, title: str, columns: int = 2) -> None:
-    """Draw charts in rows of `columns`, each 600 x 360 pixels with its part of a common legend.
+def draw_png(charts: Sequence[Chart], path: Path, title: str) -> None:
+    """Draw charts in rows of two, each 600 x 360 pixels with its part of a common legend.
 
     Args:
         charts: at least one.
         path: the PNG to write; its folder exists.
         title: printed above them.
-        columns: charts in a row.
     """
     assert charts, "no chart to draw"
-    columns = min(columns, len(charts))
+    columns = min(2, len(charts))
     rows = math.ceil(len(charts) / columns)
     figure = _png_figure(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.4, title)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)

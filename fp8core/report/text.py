@@ -195,16 +195,9 @@ def pipeline_text(graph: StepGraph) -> str:
     return "\n".join([lines[0], rule, *lines[1:], "", *notes])
 
 
-def pipeline_mermaid(graph: StepGraph, durations: Mapping[str, float] | None = None) -> str:
-    """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration.
-
-    `durations` are seconds by step, shown below its name.
-    """
-    seconds = durations or {}
-    lines = ["flowchart LR"]
-    for step in graph.steps:
-        label = f"{step.name}<br/>{seconds[step.name]:.2f} s" if step.name in seconds else step.name
-        lines.append(f'    {_node(step)}["{label}"]')
+def pipeline_mermaid(graph: StepGraph) -> str:
+    """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration."""
+    lines = ["flowchart LR", *(f'    {_node(step)}["{step.name}"]' for step in graph.steps)]
     lines += [f'    {_node(source)} -->|"{label}"| {_node(target)}' for source, target, label in _edges(graph)]
     lines += [f'    {_node(source)} -.->|"{label}"| {_node(target)}' for source, target, label in _carried(graph)]
     return "\n".join(lines)

@@ -21,15 +21,13 @@ from torch import Tensor
 from fp8core.rl.alignment_metrics import k1, k2, k3
 
 
-def group_advantages(
-    rewards: Tensor, groups: Tensor, epsilon: float, *, keep: Tensor | None = None, ddof: int = 1
-) -> Tensor:
+def group_advantages(rewards: Tensor, groups: Tensor, epsilon: float, *, keep: Tensor | None = None) -> Tensor:
     """(r - mean) / (std + epsilon) in the group (GRPO, arXiv 2402.03300, section 4.1.2; DAPO, arXiv 2503.14476, eq. 9).
 
-    `ddof`: 1 for the sample standard deviation (torch's default, so that of TRL and verl), 0 for the population's.
+    The standard deviation is that of a sample (torch's default, so that of TRL and verl).
     """
     g = _grouped(rewards, groups, keep)
-    variance = g.sum(g.centred.square()) / (g.count - ddof).clamp_min(1)
+    variance = g.sum(g.centred.square()) / (g.count - 1).clamp_min(1)
     return g.advantages(g.centred / (variance.sqrt() + epsilon))
 
 

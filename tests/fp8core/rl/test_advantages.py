@@ -32,10 +32,6 @@ def slow_group(rewards, own, others):
     return (own - statistics.fmean(rewards)) / (statistics.stdev(rewards) + EPSILON)
 
 
-def slow_population(rewards, own, others):
-    return (own - statistics.fmean(rewards)) / (statistics.pstdev(rewards) + EPSILON)
-
-
 def slow_mean(rewards, own, others):
     return own - statistics.fmean(rewards)
 
@@ -62,7 +58,6 @@ def slow(formula, rewards, groups, keep):
 
 ESTIMATORS = {
     "grpo": (lambda r, g, keep: group_advantages(r, g, EPSILON, keep=keep), slow_group),
-    "grpo population": (lambda r, g, keep: group_advantages(r, g, EPSILON, keep=keep, ddof=0), slow_population),
     "dr grpo": (lambda r, g, keep: mean_advantages(r, g, keep=keep), slow_mean),
     "rloo": (lambda r, g, keep: rloo_advantages(r, g, keep=keep), slow_rloo),
     "leave one out": (lambda r, g, keep: leave_one_out_advantages(r, g, EPSILON, keep=keep), slow_leave_one_out),
@@ -271,8 +266,6 @@ def test_zero_epsilon_divides_nothing_by_zero():
 def test_golden_group():
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int32), 0.0)
     assert advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5])
-    population = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4), 0.0, ddof=0)
-    assert population[0].item() == pytest.approx(math.sqrt(3))
 
 
 def test_baseline_leak_of_a_rejected_sibling():
