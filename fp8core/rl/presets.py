@@ -31,9 +31,9 @@ _TOKEN_TIS = Weighting(level="token", action="truncate", high=2.0)
 _SEQUENCE_TIS = Weighting(level="sequence", action="truncate", high=2.0)
 _ICEPOP = Weighting(level="token", action="band", low=0.5, high=5.0)
 _GEOMETRIC = Filter(name="seq_mean_k1", low=1 / 1.001, high=1 / 0.999)
+_TOKEN = Filter(name="token_k1", low=0.5, high=2.0)
 _PRODUCT = Filter(name="seq_sum_k1", low=0.5, high=2.0)
 _SKYRL_GEOMETRIC = Filter(name="seq_mean_k1", low=0.99, high=1.01, clamp="row")
-_SKYRL_TOKEN = Filter(name="token_k1", low=0.5, high=2.0)
 _SKYRL_OUTLIER = Veto(low=1e-4, high=100.0)
 _K3 = Filter(name="seq_mean_k3", high=0.01)
 
@@ -75,10 +75,20 @@ def _verl(
     return Preset(rule=rule, source=_VERL, mode=mode, loss=loss, deviations=tuple(notes))
 
 
-def _slime(weighting: Weighting, *filters: Filter, veto: Veto | None = None) -> CorrectionRule:
-    return CorrectionRule(
+def _nemo(rule: CorrectionRule) -> Preset:
+    return Preset(rule=rule, source=_NEMO, deviations=(_NEMO_CLAMP,))
+
+
+def _trl(level: str, action: str) -> Preset:
+    rule = CorrectionRule(weighting=Weighting(level=level, action=action, high=3.0))
+    return Preset(rule=rule, source=_TRL, deviations=(_TRL_CLAMP,))
+
+
+def _slime(weighting: Weighting, *filters: Filter, veto: Veto | None = None, notes: tuple[str, ...]) -> Preset:
+    rule = CorrectionRule(
         weighting=weighting, filters=filters, veto=veto, normalise="token", normalise_over="all", denominator="all"
     )
+    return Preset(rule=rule, source=_SLIME, deviations=(_SLIME_NORM, *notes))
 
 
 def _skyrl(weighting: Weighting | None = None, filters: tuple[Filter, ...] = (), veto: Veto | None = None) -> Preset:
@@ -112,60 +122,22 @@ PRESETS: dict[str, Preset] = {
     "verl/bypass_pg_geo_rs": _verl(None, _GEOMETRIC, mode="bypass", loss="reinforce"),
     "verl/bypass_pg_geo_rs_seq_tis": _verl(_SEQUENCE_TIS, _GEOMETRIC, mode="bypass", loss="reinforce"),
     "verl/bypass_pg_geo_rs_token_tis": _verl(_TOKEN_TIS, _GEOMETRIC, mode="bypass", loss="reinforce"),
-    "nemo_rl/tis": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="token", action="clip", low=0.0, high=2.0)),
-        source=_NEMO,
-        deviations=(_NEMO_CLAMP,),
-    ),
-    "nemo_rl/icepop": Preset(
-        rule=CorrectionRule(weighting=_ICEPOP),
-        source=_NEMO,
-        deviations=(_NEMO_CLAMP,),
-    ),
-    "nemo_rl/seq-mask-tis": Preset(
-        rule=CorrectionRule(
+    "nemo_rl/tis": _nemo(CorrectionRule(weighting=Weighting(level="token", action="clip", low=0.0, high=2.0))),
+    "nemo_rl/icepop": _nemo(CorrectionRule(weighting=_ICEPOP)),
+    "nemo_rl/seq-mask-tis": _nemo(
+        CorrectionRule(
             weighting=Weighting(level="token", action="keep"),
             filters=(Filter(name="seq_mean_k1", low=0.999, high=1.002, clamp="row"),),
             denominator="all",
-        ),
-        source=_NEMO,
-        deviations=(_NEMO_CLAMP,),
+        )
     ),
-    "trl/sequence_mask": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="sequence", action="band", high=3.0)),
-        source=_TRL,
-        deviations=(_TRL_CLAMP,),
-    ),
-    "trl/sequence_truncate": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="sequence", action="truncate", high=3.0)),
-        source=_TRL,
-        deviations=(_TRL_CLAMP,),
-    ),
-    "trl/token_mask": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="token", action="band", high=3.0)),
-        source=_TRL,
-        deviations=(_TRL_CLAMP,),
-    ),
-    "trl/token_truncate": Preset(
-        rule=CorrectionRule(weighting=Weighting(level="token", action="truncate", high=3.0)),
-        source=_TRL,
-        deviations=(_TRL_CLAMP,),
-    ),
-    "slime/mis": Preset(
-        rule=_slime(_TOKEN_TIS, Filter(name="token_k1", low=0.5, high=2.0), veto=Veto(low=1e-4)),
-        source=_SLIME,
-        deviations=(_SLIME_NORM, _SLIME_KL),
-    ),
-    "slime/clip": Preset(
-        rule=_slime(Weighting(level="token", action="clip", low=0.5, high=2.0)),
-        source=_SLIME,
-        deviations=(_SLIME_NORM, _SLIME_CLIP),
-    ),
-    "slime/mask": Preset(
-        rule=_slime(Weighting(level="token", action="mask", low=0.5, high=2.0)),
-        source=_SLIME,
-        deviations=(_SLIME_NORM, _SLIME_KL, _SLIME_MASK),
-    ),
+    "trl/sequence_mask": _trl("sequence", "band"),
+    "trl/sequence_truncate": _trl("sequence", "truncate"),
+    "trl/token_mask": _trl("token", "band"),
+    "trl/token_truncate": _trl("token", "truncate"),
+    "slime/mis": _slime(_TOKEN_TIS, _TOKEN, veto=Veto(low=1e-4), notes=(_SLIME_KL,)),
+    "slime/clip": _slime(Weighting(level="token", action="clip", low=0.5, high=2.0), notes=(_SLIME_CLIP,)),
+    "slime/mask": _slime(Weighting(level="token", action="mask", low=0.5, high=2.0), notes=(_SLIME_KL, _SLIME_MASK)),
     "prime_rl/default": Preset(
         rule=CorrectionRule(denominator="all"),
         source="prime-rl: src/prime_rl/trainer/rl/loss.py, docs/algorithms.md",
@@ -177,9 +149,9 @@ PRESETS: dict[str, Preset] = {
     "skyrl/product_mask": _skyrl(filters=(Filter(name="seq_sum_k1", low=0.5, high=2.0, clamp="row"),)),
     "skyrl/token_tis": _skyrl(_TOKEN_TIS),
     "skyrl/sequence_tis": _skyrl(Weighting(level="sequence", action="truncate", high=5.0)),
-    "skyrl/token_mask": _skyrl(filters=(_SKYRL_TOKEN,)),
+    "skyrl/token_mask": _skyrl(filters=(_TOKEN,)),
     "skyrl/outlier_mask": _skyrl(veto=_SKYRL_OUTLIER),
-    "skyrl/recommended": _skyrl(_TOKEN_TIS, (_SKYRL_TOKEN, _SKYRL_GEOMETRIC), _SKYRL_OUTLIER),
+    "skyrl/recommended": _skyrl(_TOKEN_TIS, (_TOKEN, _SKYRL_GEOMETRIC), _SKYRL_OUTLIER),
 }
 
 
