@@ -204,3 +204,28 @@ def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
     return {kind: "+".join(names) for kind, names in kernels.items()}
+
+
+def formats_in_words(
+    linears: Mapping[str, str],
+    attention: Iterable[str],
+    head: str,
+    scale_rule: str,
+    contract: PrecisionContract,
+    num_layers: int,
+) -> dict[str, object]:
+    """The formats that run, in the words of the contract, from those of linears by name and of attention by layer.
+
+    Returns:
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where no linear is in
+        block FP8). Where a part is not what any contract means, its name says what it is.
+    """
+    prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
+    by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
+    joined = ["+".join(kinds) for kinds in by_layer]
+    return {
+        "linear": joined,
+        "attention": "+".join(dict.fromkeys(attention)),
+        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(head, head),
+        "scale_rule": scale_rule if "fp8_block" in joined else contract.scale_rule,
+    }

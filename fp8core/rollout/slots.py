@@ -32,8 +32,9 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.shared_weights import TensorSpec
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_FUSED_WITH = {part: fused for fused, parts in _FUSED.items() for part in parts}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Linears of both engines -> the linears of a checkpoint that are their rows, from the top."""
+_FUSED_WITH = {part: fused for fused, parts in FUSED.items() for part in parts}
 _LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
 # The module that has the parameters of vLLM's experts.
@@ -137,7 +138,7 @@ def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axi
 def _cut_axis(name: str, last: Axis) -> Axis | None:
     """Of a shipped tensor or a parameter: the axis that is cut."""
     module = name.rsplit(".", 2)[-2]
-    if name in _VOCABULARY or module in _FUSED or module in _FUSED_WITH:
+    if name in _VOCABULARY or module in FUSED or module in _FUSED_WITH:
         return 0
     return last if module in _LAST else None
 
@@ -272,7 +273,7 @@ def _split(name: str) -> tuple[list[str], str]:
     fused = _FUSED_WITH.get(module)
     if fused is None:
         return [], name
-    parts = _FUSED[fused]
+    parts = FUSED[fused]
     above = [f"{stem}.{part}.{rest}" for part in parts[: parts.index(module)]]
     return above, f"{stem}.{fused}.{rest}"
 

@@ -18,8 +18,7 @@ from fp8core.kernels.hopper_gemm import forward_gemm, head_logits
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_codes
 from fp8core.rollout.sglang.settings import REGISTERED
-
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+from fp8core.rollout.slots import FUSED
 
 
 class BlockFp8Linear(LinearMethodBase):
@@ -119,7 +118,7 @@ class PolicyQuantisation(QuantizationConfig):
 
     def _keeps(self, prefix: str) -> bool:
         stem, _, module = prefix.rpartition(".")
-        found = {f"{stem}.{part}" in self._kept for part in _PARTS.get(module, (module,))}
+        found = {f"{stem}.{part}" in self._kept for part in FUSED.get(module, (module,))}
         assert len(found) == 1, f"{prefix}: its parts differ in format"
         return found.pop()
 

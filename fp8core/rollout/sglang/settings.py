@@ -33,6 +33,7 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.resources.memory import cache_bytes_per_token
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
+from fp8core.rollout.resident import formats_in_words
 
 REGISTERED, ALIGNED = "fp8_grpo", "fp8_grpo_aligned"
 """Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""
@@ -167,29 +168,15 @@ def _module(name: str) -> str:
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """The formats that run, in the words of the contract, from what the worker reports of itself (`worker`).
-
-    Returns:
-        `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
-        contract means, its name says what it is.
-    """
-    linears = [_linear_name(described["linears"], layer) for layer in range(num_layers)]
-    return {
-        "linear": linears,
-        "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
-        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
-        "scale_rule": described["scale_rule"] if "fp8_block" in linears else contract.scale_rule,
-    }
+    """`formats_in_words` of what the worker reports of itself (`worker`)."""
+    linears = {name: _kind(linear) for name, linear in described["linears"].items()}
+    attention = map(_attention_name, described["attention"])
+    return formats_in_words(linears, attention, described["head"], described["scale_rule"], contract, num_layers)
 
 
 def executed_points(described: Mapping[str, Any]) -> str:
     """The contract's rounding points; or that norms, rotary positions and SwiGLU are SGLang's, as in no contract."""
     return POINTS if is_aligned(described) else _POINTS
-
-
-def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
-    prefix = f"model.layers.{layer}."
-    return "+".join(dict.fromkeys(_kind(linear) for name, linear in linears.items() if name.startswith(prefix)))
 
 
 def _kind(linear: Mapping[str, str]) -> str:

@@ -34,6 +34,7 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, SCALE_RULE, aligned_config, is_aligned
+from fp8core.rollout.resident import formats_in_words
 from fp8core.rollout.slots import padded_shapes
 from fp8core.rollout.vllm.requirements import VllmBuild
 
@@ -272,24 +273,13 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[s
 
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """The formats that run, in the words of the contract, from what the worker reports of itself (`PolicyWorker`).
-
-    Returns:
-        `linear` and `attention` (by layer, and for all), `head` and `scale_rule`. Where a part is not what any
-        contract means, its name says what it is.
-    """
-    kernels = described["linears"]
+    """`formats_in_words` of what the worker reports of itself (`PolicyWorker`)."""
+    kernels, rule = described["linears"], SCALE_RULE if is_aligned(described) else _scale_rule(described)
     if is_aligned(described):
         kernels = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in kernels.items()}
-    linears = [_linear_name(kernels, i) for i in range(num_layers)]
-    quantised = SCALE_RULE if is_aligned(described) else _scale_rule(described)
-    rule = quantised if "fp8_block" in linears else contract.scale_rule
-    return {
-        "linear": linears,
-        "attention": "+".join(dict.fromkeys(_attention_name(layer) for layer in described["attention"])),
-        "head": {"float32": "fp32", "bfloat16": "bf16"}.get(described["head"], described["head"]),
-        "scale_rule": rule,
-    }
+    linears = {name: _kind(linear) for name, linear in kernels.items()}
+    attention = map(_attention_name, described["attention"])
+    return formats_in_words(linears, attention, described["head"], rule, contract, num_layers)
 
 
 def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
@@ -306,12 +296,6 @@ def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
     if compiled and not own and norms <= {"native"}:
         return "fused"
     return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"
-
-
-def _linear_name(linears: Mapping[str, Mapping[str, str]], layer: int) -> str:
-    prefix = f"model.layers.{layer}."
-    kinds = [linear for name, linear in linears.items() if name.startswith(prefix)]
-    return "+".join(dict.fromkeys(_kind(linear) for linear in kinds))
 
 
 def _kind(linear: Mapping[str, str]) -> str:
