@@ -5,9 +5,10 @@ run that the user trusts.
 """
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,30 @@ def description_of(folder: Path) -> "RunDescription":
     return described
 
 
+_OF_FILES = ("model", "source", "demonstrations", "signing_key")
+"""Last parts of the keys whose values may be files or folders."""
+
+
+def enter_origin(folder: Path, overrides: Sequence[str]) -> list[str]:
+    """Go where a run was begun, from where its configuration names files and code of the user's own.
+
+    A run whose folder comes from elsewhere has them here. Returns the overrides, whose files are those of here.
+    """
+    here, begun_in = Path.cwd(), Path(description_of(folder).begun_in)
+    if not begun_in.is_dir() or begun_in.samefile(here):
+        return [*overrides]
+    os.chdir(begun_in)
+    return [_named_from(here, text) for text in overrides]
+
+
+def _named_from(here: Path, override: str) -> str:
+    """`key=value`, the value as an absolute path where it names something in a folder."""
+    key, _, value = (part.strip() for part in override.partition("="))
+    code = re.fullmatch(r"(.+\.py):\w+", value)
+    names_a_file = code is not None or key.rpartition(".")[2] in _OF_FILES
+    return f"{key}={here / value}" if names_a_file and (here / (code[1] if code else value)).exists() else override
+
+
 def admit_code(
     folder: Path, overrides: Overrides, searched: Path, *, trust: bool, replaces_cluster: bool = False
 ) -> None:
@@ -118,7 +143,7 @@ def admit_code(
     Args:
         folder: of the run.
         overrides: the user's, whose code needs no trust.
-        searched: where modules of the user's own are found.
+        searched: where modules of the user's own are found, after the working directory.
         trust: whether the user trusts the run.
         replaces_cluster: whether the command never joins the run's cluster where an override names another, or none.
 
@@ -137,6 +162,7 @@ def admit_code(
         does = _listed(code, "importing what its run.json names", "joining the cluster that it names")
         say(f"{folder}: {does}", sys.stderr)
     if code or effective:
+        search_last(Path.cwd())
         search_last(searched)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
-from flows.run_lookup import admit_code, find_run
+from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode, keep_interrupt
 from fp8core.store.outputs import EVALUATION
 
@@ -65,10 +65,14 @@ def evaluate_target(options: argparse.Namespace) -> int:
     """Run the flow; returns the exit code (1: it failed), raises UserError."""
     from flows.evaluation import EvaluationRequest, refuse, refuse_unread
 
+    here = Path.cwd()
     if not (Path(options.target) / "config.json").is_file():
-        admit_code(find_run(options.target), options.overrides, Path.cwd(), trust=options.trust)
+        folder = find_run(options.target)
+        if options.config is None:  # Else what is named is named from here.
+            _enter_origin(folder, options)
+        admit_code(folder, options.overrides, here, trust=options.trust)
     if options.config is not None:
-        search_last(Path.cwd())
+        search_last(here)
     given = {field.name: getattr(options, field.name) for field in fields(EvaluationRequest)}
     parameters = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationRequest(**parameters)
@@ -77,6 +81,16 @@ def evaluate_target(options: argparse.Namespace) -> int:
     prepare_prefect("flows.evaluate")
     output = None if options.json is None else str(options.json.target)
     return _run({**parameters, "output": output, "overwrite": options.force})
+
+
+def _enter_origin(folder: Path, options: argparse.Namespace) -> None:
+    """Go where the run was begun; target, overrides and data are named from there afterwards."""
+    here = Path.cwd()
+    data = [] if options.data is None else [f"data.source={options.data}"]
+    named = enter_origin(folder, [*options.overrides, *data])
+    if Path.cwd() != here:
+        options.target, options.overrides = str(folder), named[: len(options.overrides)]
+        options.data = named[-1].partition("=")[2] if data else None
 
 
 def _run(parameters: dict[str, Any]) -> int:

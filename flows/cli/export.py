@@ -11,7 +11,7 @@ from flows.cli.arguments import add_target, add_trust
 from flows.cli.quantise import print_remarks, write_with_bar
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
-from flows.run_lookup import admit_code, find_run
+from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ def export_step(options: argparse.Namespace) -> int:
     quiet_store_logs()
     torch.set_num_threads(1)
     refuse_existing(options.target)
-    folder = find_run(options.run)
-    admit_code(folder, (), Path.cwd(), trust=options.trust)
+    folder, target, here = find_run(options.run), options.target.absolute(), Path.cwd()
+    enter_origin(folder, ())
+    admit_code(folder, (), here, trust=options.trust)
     original = RunSnapshot.read(folder)
     original.refuse_unknown(options.step)
     refuse_format(original.config(options.step), options.format)
@@ -65,7 +66,7 @@ def export_step(options: argparse.Namespace) -> int:
                 options.step,
                 policy,
                 options.format,
-                options.target,
+                target,
                 _writer(options.format, policy, original.config(options.step), plan),
                 tracked(folder, options.step),
             )
@@ -75,7 +76,7 @@ def export_step(options: argparse.Namespace) -> int:
     say(f"{options.target}: the policy after step {options.step} of {folder.name} in {options.format}{over}")
     if plan is not None:
         print_remarks(plan)
-    say(link_export(folder, options.step, options.target))
+    say(link_export(folder, options.step, target))
     return ExitCode.DONE
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
-from flows.run_lookup import admit_code, find_run
+from flows.run_lookup import admit_code, enter_origin, find_run
 from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.store.outputs import json_output
@@ -77,7 +77,9 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.store.run_view import RunView
 
     folder = find_run(options.run)
-    admit_code(folder, options.overrides, Path.cwd(), trust=options.trust, replaces_cluster=True)
+    here = Path.cwd()
+    overrides = enter_origin(folder, options.overrides)
+    admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder)
@@ -85,10 +87,10 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
             RunView.read(folder).refuse_cut()
         steps = _range(options, original.ledger.last_step())
         original.refuse_unknown(steps[0])
-        set_engine_variables(original.config(steps[0], options.overrides))
+        set_engine_variables(original.config(steps[0], overrides))
         console = Console(sys.stderr, steps.stop - 1)
         asked_again = options.rerun_environments
-        for verdict in replay(original, steps, options.overrides, console, repaired, rerun_environments=asked_again):
+        for verdict in replay(original, steps, overrides, console, repaired, rerun_environments=asked_again):
             yield verdict
             if verdict.outcome == "different" and verdict.step < steps[-1]:
                 after = steps[steps.index(verdict.step) + 1 :]

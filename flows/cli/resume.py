@@ -1,14 +1,13 @@
 """`fp8-grpo resume`: continue a run from the contents of its folder, wherever that folder lies now."""
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
-from flows.run_lookup import admit_code, description_of, find_run, load_settings
+from flows.run_lookup import admit_code, enter_origin, find_run, load_settings
 from fp8core.config.run import own_code
 from fp8core.errors import without_passwords
 from fp8core.store.outputs import SUMMARY
@@ -29,13 +28,11 @@ def add_command(commands: Any) -> None:
 def resume_run(options: argparse.Namespace) -> int:
     """Continue `options.run`; returns the exit code, raises UserError."""
     folder = find_run(options.run)
-    # Paths and steps of the user's own were found from there. A run from elsewhere has them here.
-    begun_in = Path(description_of(folder).begun_in)
-    place = begun_in if begun_in.is_dir() else Path.cwd()
-    admit_code(folder, options.overrides, place, trust=options.trust, replaces_cluster=True)
-    os.chdir(place)
-    config = load_settings(str(folder), options.overrides)
+    here = Path.cwd()
+    overrides = enter_origin(folder, options.overrides)
+    admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
+    config = load_settings(str(folder), overrides)
     settings = "".join(f" --set {shlex.quote(text)}" for text in options.overrides if without_passwords(text) == text)
     trust = " --trust" if own_code(config) else ""
-    given = {"config": str(folder), "overrides": options.overrides, "new_code": options.new_code}
+    given = {"config": str(folder), "overrides": overrides, "new_code": options.new_code}
     return launch(config, given, options.json, f"fp8-grpo resume {shlex.quote(options.run)}{settings}{trust}")

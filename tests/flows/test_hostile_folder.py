@@ -122,6 +122,7 @@ def test_code_that_a_run_names_is_imported_by_no_command_without_trust(
     ):
         assert main(command) == 2
         assert f"its run.json names code that would be imported: {named}; --trust" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
     # The records name another configuration.
     assert main(["verify", place, "--tracking-uri", "none"]) == 1
     assert main(["gc", place]) == 0

@@ -173,18 +173,36 @@ def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     mlflow_store(home / "runs")
     other.mkdir()
     shutil.copytree(small_checkpoint, home / "model")
-    rows = [{"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"} for n in range(24)]
-    (home / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = [json.dumps({"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"}) for n in range(24)]
+    (home / "rows.jsonl").write_text("\n".join(rows))
+    (other / "rows.jsonl").write_text("\n".join(rows[:2]))
+    (home / "judge.py").write_text("def score(prompt, completion, reference, finish):\n    return 1.0\n")
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=1"]
-    settings = ["model=model", "data.source=rows.jsonl", "run=relative", "steps=1", *small]
+    own = ["model=model", "data.source=rows.jsonl", "reward.verifier=judge.py:score"]
+    settings = [*own, "run=relative", "steps=1", *small]
     monkeypatch.chdir(home)
     code, _, err = command("run", "gsm8k", *(flag for setting in settings for flag in ("--set", setting)))
     assert (code, err) == (0, "")
-    monkeypatch.chdir(other)
-    code, _, err = command("resume", str(home / "runs" / "relative"), "--set", "steps=2", "--json", "summary.json")
-    assert (code, err) == (0, "")
+
+    def ask(name: str, *arguments: str) -> None:
+        monkeypatch.chdir(other)
+        code, _, err = command(name, "../home/runs/relative", *arguments, "--trust")
+        assert code == 0, err
+
+    ask("resume", "--set", "steps=2", "--json", "summary.json")
     assert json.loads((other / "summary.json").read_text())["steps"] == 2
     assert LedgerView.read(home / "runs" / "relative" / LEDGER).last_step() == 2
+    ask("replay", "--step", "2")
+    ask("export", "exported", "--step", "1")
+    assert (other / "exported" / "config.json").is_file()
+    ask("evaluate", "--json", "held_out.json")
+    assert json.loads((other / "held_out.json").read_text())["prompts"] == 1
+    # What the user names now lies here, where a file has the same name.
+    ask("evaluate", "--data", "rows.jsonl", "--json", "asked.json")
+    assert json.loads((other / "asked.json").read_text())["prompts"] == 2
+    (home / "rows.jsonl").rename(other / "moved.jsonl")
+    ask("evaluate", "--set", "data.source=moved.jsonl", "--json", "set.json")
+    assert json.loads((other / "set.json").read_text())["prompts"] == 1
 
 
 def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, command: Command) -> None:
