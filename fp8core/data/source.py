@@ -238,6 +238,7 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
     """
     try:
         import datasets
+        import huggingface_hub
     except ImportError as error:
         raise UserError(
             f"data.source={data.source} is neither `chain` nor a .jsonl file, so it is taken for "
@@ -245,17 +246,19 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         ) from error
     # Its bars and lines would stand between ours.
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    for library in (datasets, huggingface_hub):
+        library.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         table = datasets.load_dataset(data.source, data.subset, split=data.split, revision=data.revision)
     except ConnectionError as error:
         raise UserError(
-            f"data.source={data.source}: not in the local cache and the hub is out of reach; "
+            f"data.source={data.source}: no file or folder here, not in the local cache, and the hub is out of reach; "
             "run once with a network, or set data.source to a .jsonl file of its rows"
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = ": ".join(first_line(part) for part in (error, error.__cause__) if part is not None)
-        hint = "; name one .jsonl file of the folder to see its line" if Path(data.source).is_dir() else ""
+        is_folder = Path(data.source).is_dir()
+        hint = "; name one .jsonl file of the folder to see its line" if is_folder else ", and no file or folder here"
         loaded = "cannot be loaded as a Hugging Face dataset"
         raise UserError(f"data.source={data.source}: {loaded} ({reason}){hint}") from error
     place = f"{data.source}, split {data.split}"

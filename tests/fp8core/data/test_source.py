@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -327,7 +328,7 @@ def test_a_dataset_gives_the_rows_of_its_split(tmp_path: Path) -> None:
         ({"split": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
         ({"subset": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
         ({"answer_field": "nosuch"}, "split train, row 0: no field 'nosuch'"),
-        ({"source": "no/such/folder"}, "no/such/folder: cannot be loaded as a Hugging Face dataset"),
+        ({"source": "no/such/folder"}, r"no/such/folder: cannot be loaded .*\), and no file or folder here$"),
         ({"rows": '{"question": '}, "cannot be loaded .* while generating the dataset: .*JSON"),
     ],
 )
@@ -340,12 +341,20 @@ def test_bad_requests_are_one_line(tmp_path: Path, changes: dict[str, str], mess
 
 
 @pytest.mark.usefixtures("datasets")
-def test_an_unreachable_hub_is_one_line_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub.constants
+def test_an_unreachable_hub_is_one_line_with_the_cure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import datasets.config
+    import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"out of reach; run once with a network, or set data\.source to a \.jsonl"):
+    huggingface_hub.logging.set_verbosity_warning()
+    monkeypatch.setattr(huggingface_hub.logging.get_logger(), "propagate", True)
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError, match=r"no file or folder here, .* out of reach; run once .* to a \.jsonl file"):
         read_hub_dataset(DataConfig(source="nobody/nothing"))
+    assert caplog.messages == []
 
 
 GOOD_MISTAKES = [{"question": f"What is {n} and 1?", "answer": f"so #### {n + 1}"} for n in range(20)]
