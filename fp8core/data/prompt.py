@@ -80,6 +80,10 @@ class PromptSource(Protocol):
         """
         ...
 
+    def contradiction(self) -> str | None:
+        """The first row that has a question's second reference, which is not used, in a line; None: there is none."""
+        ...
+
     def to_check(self) -> Iterable[Problem]:
         """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
         ...

@@ -103,6 +103,8 @@ class RowSource:
         # A question that is held out is asked as its own row has it, also where the training file has another answer.
         self._rows = [*(unique | held).values()]
         self._heldout = sorted(held.values(), key=lambda row: row.prompt_id)
+        known = ((kept[row.asked], row) for kept, part in ((unique, rows), (held, heldout or ())) for row in part)
+        self._contradictions = [(kept, row) for kept, row in known if kept.reference != row.reference]
         self._training = [row for question, row in unique.items() if question not in held]
         if not self._training:
             raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
@@ -128,6 +130,13 @@ class RowSource:
                 f"{HELDOUT_ONE_IN}, or all of evaluation.source); {lower}, or set evaluation.source"
             )
         return self._heldout[:count]
+
+    def contradiction(self) -> str | None:
+        if not self._contradictions:
+            return None
+        (kept, row), *others = self._contradictions
+        more = f" (and {len(others):,} more such rows)" if others else ""
+        return f"{row.place}: the question of {kept.place} with another reference, and the first is kept{more}"
 
     def to_check(self) -> list[Problem]:
         return self._rows

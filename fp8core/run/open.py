@@ -122,8 +122,9 @@ def open_run(
         is_new = not directory.ledger.holds_work() and directory.description() is not None  # Without one: a replay.
         if is_new:
             check_new(config, base, source, teacher)
-            if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
-                console.note(failure)
+            failure = failed_answer(next(iter(source.to_check())), config, verifier)
+            for remark in filter(None, (source.contradiction(), failure)):
+                console.note(remark)
         environment = None
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)

@@ -154,6 +154,16 @@ def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
         source.training(0, 11, 0)
 
 
+def test_a_second_reference_of_a_question_is_named_with_both_places() -> None:
+    rows = [Problem("", question, reference, f"rows:{n}") for n, (question, reference) in enumerate(["aA", "bB", "aA"])]
+    assert RowSource(rows, "rows", heldout=[]).contradiction() is None
+    rows += [Problem("", "a", "another", "rows:3"), Problem("", "b", "another", "rows:4")]
+    named = "rows:3: the question of rows:0 with another reference, and the first is kept (and 1 more such rows)"
+    assert RowSource(rows, "rows", heldout=[]).contradiction() == named
+    # A held-out row is asked with its own reference.
+    assert RowSource(rows[:2], "rows", heldout=[Problem("", "a", "another")]).contradiction() is None
+
+
 def test_too_few_rows() -> None:
     with pytest.raises(UserError, match=r"rows: evaluation\.prompts=50, but \d rows are held out .*; lower it, give"):
         RowSource(numbered(40), "rows").heldout(50)

@@ -315,11 +315,13 @@ def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
     check_memory(config, node, ledger)
 
 
-def test_a_checkpoint_in_block_fp8_is_a_start_and_the_console_says_so_once(small_checkpoint, gsm8k, tmp_path):
+def test_a_checkpoint_in_block_fp8_and_a_second_reference_are_told_once(small_checkpoint, gsm8k, tmp_path):
     write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(), "pow2"), tmp_path / "fp8", lambda *_: None)
     problems = tmp_path / "problems.jsonl"
     row = {"question": QUESTIONS[0], "answer": "#### 19"}
-    problems.write_text("".join(json.dumps({**row, "question": f"{i}: {QUESTIONS[0]}"}) + "\n" for i in range(200)))
+    rows = [{**row, "question": f"{i}: {QUESTIONS[0]}"} for i in range(200)]
+    rows.append({**rows[6], "answer": "#### 20"})
+    problems.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
     settings = {"data.source": problems, "evaluation.prompts": 1, "runs": tmp_path / "runs"}
     told, config = io.StringIO(), gsm8k(model=tmp_path / "fp8", **settings)
     with (
@@ -328,3 +330,5 @@ def test_a_checkpoint_in_block_fp8_is_a_start_and_the_console_says_so_once(small
     ):
         assert {tensor.dtype for tensor in run.base.values()} == {torch.bfloat16}
     assert told.getvalue().count("14 weights in block FP8 are read as BF16") == 1
+    second = "problems.jsonl:201: the question of "
+    assert "".join(told.getvalue().split()).count("".join(second.split())) == 1
