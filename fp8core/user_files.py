@@ -65,6 +65,17 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
+_KINDS = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+
+
+def json_kind(value: object) -> str:
+    """Name of a value's type in JSON; of another type, as a dataset of the hub may have, its name in Python."""
+    return _KINDS.get(type(value), type(value).__name__)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a missing, unreadable or malformed file is a UserError that names it."""
     text = read_text(path)
@@ -76,5 +87,5 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+        raise UserError(f"{path}: expected a JSON object, found {json_kind(content)}")
     return content

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from fp8core.config.section import Section, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 
 PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
@@ -14,7 +14,7 @@ PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
 class EnvironmentConfig(Section):
     """Episodes of several turns; each is one completion, and each has a process of its own."""
 
-    name: str = Field(
+    name: UserSource = Field(
         description="calculator, guess, python, or a class of your own: `module:Class` or `path/to/file.py:Class` "
         "(docs/guides/environments.md).",
         json_schema_extra={"pattern": name_pattern(SHIPPED_ENVIRONMENTS)},

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import JsonValue, ValidationError
 
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.run import RunConfig, public_dump, unmeant
 from fp8core.config.section import refusal, step_name, suggestion
 from fp8core.config.shipped_steps import FILTER, RECORD
-from fp8core.config.yaml_text import SETTING, Block, content_of, parse_yaml
+from fp8core.config.yaml_text import SETTING, Block, parse_yaml
 from fp8core.errors import StoredFileError, UserError, meant, nearest, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input
 
@@ -365,11 +364,7 @@ def _parse_override(text: str) -> Block:
         raise UserError(f"--set {text}: expected key=value (null for no value)")
     if (at := not_unicode(value)) is not None:
         raise UserError(f"{printable(key.strip())}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
-    try:
-        parsed = content_of(value, "--set")
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"--set {text}: the value is not valid YAML; quote it") from error
-    return _nested(key.strip(), parsed, "--set")
+    return _nested(key.strip(), parse_yaml(value, f"--set {printable(key.strip())}"), "--set")
 
 
 def _nested(dotted: str, value: Any, place: str) -> Block:

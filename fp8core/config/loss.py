@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 
 
 class LossTraits(NamedTuple):
@@ -112,7 +112,7 @@ class LogprobsConfig(Section):
 class LossConfig(Section):
     """The objective of the GRPO family; the default is GRPO with DAPO's asymmetric clip and token mean."""
 
-    policy: str = Field(
+    policy: UserSource = Field(
         "clipped",
         description="Policy loss (docs/guides/losses.md): clipped (PPO, GRPO), gspo, cispo, reinforce, binary_tv, "
         "clip_cov, kl_cov, geo_mean, sapo, or a function of your own: `module:function` or `path/to/file.py:function`.",

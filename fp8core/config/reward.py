@@ -2,7 +2,7 @@
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section, check_choice, name_pattern
+from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
@@ -41,7 +41,7 @@ class OtherVerifierConfig(Section):
     """A verifier beside `reward.verifier`, within the same limits."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Of its metric: reward/NAME.")
-    verifier: str = Field(description="As `reward.verifier`.", json_schema_extra={"pattern": _VERIFIER})
+    verifier: UserSource = Field(description="As `reward.verifier`.", json_schema_extra={"pattern": _VERIFIER})
     weight: float = Field(1.0, ge=-100, le=100, description="Times this its score is added to the reward.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
 
@@ -61,7 +61,7 @@ class OtherVerifierConfig(Section):
 class RewardConfig(Section):
     """Scores of completions."""
 
-    verifier: str = Field(
+    verifier: UserSource = Field(
         "chain",
         description="chain, integer, math-verify, or a function of your own: `module:function` or "
         "`path/to/file.py:function` (docs/guides/verifiers.md).",

@@ -107,7 +107,7 @@ def parse_yaml(text: str, source: str) -> Any:
             deployment may name any file, and messages go to logs and databases.
     """
     try:
-        return content_of(text, source)
+        return _content_of(text, source)
     except RecursionError as error:  # Aliases of aliases.
         raise UserError(f"{source}: {TOO_DEEP}") from error
     except yaml.MarkedYAMLError as error:
@@ -126,7 +126,7 @@ _PLAIN = {
     "mapping values are not allowed here": "a second `: ` in one value, or wrong indentation; quote a value with `: `",
     "could not find expected ':'": "a key without `: `",
     "that cannot start any token": "a value cannot begin with this character; quote it",
-    "unexpected end of stream": "the file ends within a quoted value; close its quote",
+    "unexpected end of stream": "it ends within a quoted value; close its quote",
     "expected the node content": "a value is missing",
     "expected alphabetic or numeric character": "an alias or anchor without a name; quote a value with * or &",
     "undefined alias": "a value that begins with * names an anchor, and there is none; quote it",
@@ -144,7 +144,7 @@ def _unquoted(problem: str) -> str:
     return re.sub(r"(alias|anchor|character|handle|tag) (['\"]).*\2", r"\1", problem)
 
 
-def content_of(text: str, source: str) -> Any:
+def _content_of(text: str, source: str) -> Any:
     """The content of one document. Raises yaml.YAMLError, and RecursionError where it is nested too deep."""
     loader = _Loader(text)
     loader.name = source

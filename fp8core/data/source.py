@@ -31,13 +31,13 @@ from fp8core.errors import InvalidReply, UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import Verifier
-from fp8core.user_files import open_input
+from fp8core.user_files import json_kind, open_input
 
 
 def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
     """The problem in one row, its answer kept as text. Raises UserError, beginning with `place`, on a bad row."""
     if not isinstance(row, dict):
-        raise UserError(f"{place}: the row is {type(row).__name__}, not an object with fields")
+        raise UserError(f"{place}: the row is {json_kind(row)}, not an object with fields")
     before: list[Message] = []
     if data.messages_field is None:
         question = _text_field(row, data.question_field, place)
@@ -174,7 +174,7 @@ def _field(row: dict[str, object], field: str, place: str) -> object:
 def _text_field(row: dict[str, object], field: str, place: str) -> str:
     value = _field(row, field, place)
     if not isinstance(value, str):
-        raise UserError(f"{place}: field {field!r} is {type(value).__name__}, not text")
+        raise UserError(f"{place}: field {field!r} is {json_kind(value)}, not text")
     if len(value) > LONGEST_LINE:
         raise UserError(
             f"{place}: field {field!r} has {len(value):,} characters, and at most {LONGEST_LINE:,} are read"
@@ -266,8 +266,10 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         ) from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = ": ".join(first_line(part) for part in (error, error.__cause__) if part is not None)
-        is_folder = Path(data.source).is_dir()
-        hint = "; name one .jsonl file of the folder to see its line" if is_folder else ", and no file or folder here"
+        folder = Path(data.source)
+        hint = "" if folder.is_dir() else ", and no file or folder here"
+        if any(folder.rglob("*.jsonl")):
+            hint = "; name one .jsonl file of the folder to see its line"
         loaded = "cannot be loaded as a Hugging Face dataset"
         raise UserError(f"data.source={data.source}: {loaded} ({reason}){hint}") from error
     place = f"{data.source}, split {data.split}"

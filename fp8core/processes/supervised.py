@@ -18,8 +18,6 @@ _SWEEPING_SECONDS = 20.0
 """A supervisor takes milliseconds, unless processes multiply faster than they can be killed."""
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """No limit of ours, and nothing that a user's code does by mistake, ends a process in this way."""
-CHANNEL_CLOSED = 0
-"""Exit code of a process that closed its channel, or that ended orderly because we closed it."""
 
 
 class Lines:
@@ -90,12 +88,12 @@ class SupervisedProcess:
             arguments = supervised(module, theirs.fileno())
             self._supervisor = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], variables)
 
-    def exit_code(self) -> int:
-        """Its exit code where it ended by itself, negative for a signal; CHANNEL_CLOSED if it only closed its end."""
+    def exit_code(self) -> int | None:
+        """Its exit code where it ended by itself, negative for a signal; None if it only closed its end."""
         try:
             return self._supervisor.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            return CHANNEL_CLOSED
+            return None
 
     def end(self) -> None:
         """Kill it and everything it has started; a second call does nothing."""
@@ -108,8 +106,8 @@ class SupervisedProcess:
             self._supervisor.wait()
 
 
-def described(code: int) -> str:
-    """The end of a process, in words."""
-    if code == CHANNEL_CLOSED:
+def described(code: int | None) -> str:
+    """The end of a process (`exit_code`), in words."""
+    if code is None:
         return "it closed its channel"
-    return f"its process ended ({f'exit code {code}' if code > 0 else signal.Signals(-code).name})"
+    return f"its process ended ({f'exit code {code}' if code >= 0 else signal.Signals(-code).name})"

@@ -224,7 +224,7 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
     [
         ("steps", "--set steps: expected key=value"),
         ("a..b=1", "--set a..b: the key has an empty part"),
-        ("steps=[1", "--set steps=[1: the value is not valid YAML"),
+        ("steps=[1", "--set steps:1:3: expected ',' or ']'"),
         ("training.lerning_rate=1", "training.lerning_rate: unknown key; did you mean learning_rate?"),
         ("zzz=1", "zzz: unknown key; known here: name, run, "),
         ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
@@ -242,7 +242,8 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("architecture.num_layers=1000000000", "architecture.num_layers: must be less than or equal to 200"),
         ("architecture={num_layers: 200, num_experts: 4096}", "architecture: num_experts=4096 makes 819200 in all"),
         ("model=x", "exactly one of `model`"),
-        (f"reward.options={{a: {'[' * 10_000}", "the value is not valid YAML"),
+        (f"reward.options={{a: {'[' * 10_000}", "nested too deep; at most 40 levels are read"),
+        ("reward.options={1: 2}", "--set reward.options:1:2: a key is not a string; quote it"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
         ("pipeline.inserts=[]", "pipeline.inserts: unknown key; did you mean insert?"),
         ("pipeline.insert=[{after: reward}]", "pipeline.insert: must list items"),
@@ -274,7 +275,7 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
         ("base: tiny\nname: a: b\n", "mine.yaml:2:8: a second `: ` in one value, or wrong indentation"),
         ("base: tiny\nname\nsteps: 3\n", "mine.yaml:3:1: a key without `: `"),
         ("base: tiny\nname: @x\n", "mine.yaml:2:7: a value cannot begin with this character; quote it"),
-        ("base: tiny\nname: 'x\n", "mine.yaml:3:1: the file ends within a quoted value"),
+        ("base: tiny\nname: 'x\n", "mine.yaml:3:1: it ends within a quoted value"),
         ("base: tiny\nname: *x\n", "mine.yaml:2:7: a value that begins with * names an anchor, and there is none"),
         ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given at"),
         ("base: tiny\n1: 2\n", "mine.yaml:2:1: a key is not a string"),
@@ -587,9 +588,12 @@ def test_text_that_a_file_spells_wrongly_names_its_line(tmp_path):
 
 def test_a_file_may_name_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/somebody")
-    (tmp_path / "c.yaml").write_text("base: tiny\nruns: ~/runs\nwarm_start: {demonstrations: ~/a.jsonl}\n")
+    (tmp_path / "c.yaml").write_text(
+        "base: tiny\nruns: ~/runs\nwarm_start: {demonstrations: ~/a.jsonl}\nreward: {verifier: ~/a.py:f}\n"
+    )
     config = load_config(str(tmp_path / "c.yaml"))
     assert (config.runs, config.warm_start.demonstrations) == (Path("/somebody/runs"), "/somebody/a.jsonl")
+    assert config.reward.verifier == "/somebody/a.py:f"
 
 
 @pytest.mark.parametrize("overrides", [["base=tiny"], {"base": "tiny"}])

@@ -177,11 +177,13 @@ def test_too_few_rows() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([1], "here: the row is list, not an object"),
+        ([1], "here: the row is a list, not an object"),
         ({"question": "q"}, r"here: no field 'answer' \(the row has: 'question'\)"),
         ({}, r"here: no field 'question' \(the row has: none\)"),
-        ({"question": "q", "answer": 7}, "here: field 'answer' is int, not text"),
-        ({"question": None, "answer": "7"}, "here: field 'question' is NoneType, not text"),
+        ({"question": "q", "answer": 7}, "here: field 'answer' is a number, not text"),
+        ({"question": None, "answer": "7"}, "here: field 'question' is null, not text"),
+        ({"question": True, "answer": "7"}, "here: field 'question' is true or false, not text"),
+        ({"question": {}, "answer": "7"}, "here: field 'question' is an object, not text"),
         ({"question": " \n", "answer": "7"}, "here: field 'question' is empty"),
         ({"question": "q", "answer": ""}, "here: field 'answer' is empty"),
         ({"question": "q\ud800", "answer": "7"}, "here: field 'question' holds half a surrogate pair"),
@@ -236,9 +238,9 @@ def test_field_names_are_the_callers(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"question": "x", ', "not JSON (Expecting property name"),
-        (b"[1, 2]", "the row is list, not an object"),
+        (b"[1, 2]", "the row is a list, not an object"),
         (b'{"question": "x"}', "no field 'answer'"),
-        (b'{"question": "x", "answer": 4}', "field 'answer' is int, not text"),
+        (b'{"question": "x", "answer": 4}', "field 'answer' is a number, not text"),
         (b'{"question": "", "answer": "4"}', "field 'question' is empty"),
         (b'{"question": "\xff", "answer": "4"}', "not UTF-8 (byte 15 of the line)"),
         (b'{"question": "\\ud800", "answer": "4"}', "field 'question' holds half a surrogate pair"),
@@ -339,10 +341,15 @@ def test_a_dataset_gives_the_rows_of_its_split(tmp_path: Path) -> None:
         ({"subset": "nosuch"}, "cannot be loaded as a Hugging Face dataset .*nosuch"),
         ({"answer_field": "nosuch"}, "split train, row 0: no field 'nosuch'"),
         ({"source": "no/such/folder"}, r"no/such/folder: cannot be loaded .*\), and no file or folder here$"),
-        ({"rows": '{"question": '}, "cannot be loaded .* while generating the dataset: .*JSON"),
+        ({"rows": '{"question": '}, r"cannot be loaded .* while generating the dataset: .*JSON.*\); name one .jsonl"),
+        ({"source": "empty"}, r"empty: cannot be loaded [^;]*\)$"),
     ],
 )
-def test_bad_requests_are_one_line(tmp_path: Path, changes: dict[str, str], message: str) -> None:
+def test_bad_requests_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
     changed = {**changes}
     data = folder(tmp_path, changed.pop("rows", ROWS)).model_copy(update=changed)
     with pytest.raises(UserError, match=message) as caught:

@@ -394,7 +394,7 @@ def test_transformers_and_we_read_the_same(transformers_checkpoint):
     ("content", "message"),
     [
         (b'{"a": 1,\n "b": }', "line 2, column 7: not JSON"),
-        (b"[1]", "expected a JSON object, found list"),
+        (b"[1]", "expected a JSON object, found a list"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         (b"", "line 1, column 1: not JSON"),
         (b"[" * 10**7, "not JSON: "),

@@ -264,6 +264,7 @@ def test_a_file_finds_its_neighbours_and_a_module_is_looked_for_where_python_loo
         ("1 / 0", "score", "cannot be imported: ZeroDivisionError: division by zero"),
         ("raise SystemExit('bye')", "score", "cannot be imported: SystemExit: bye"),
         ("import os; os._exit(7)", "score", "its process ended (exit code 7) before it was ready"),
+        ("import os; os._exit(0)", "score", "its process ended (exit code 0) before it was ready"),
         ("import os; [os.write(n, b'hm\\n') for n in range(3, 256) if "
          "'socket:' in os.path.realpath(f'/proc/self/fd/{n}')]", "score", "something else was written"),
         ("score = 3", "score", "has no function score"),
