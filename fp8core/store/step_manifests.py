@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fp8core.durable import read_stored
 from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
-from fp8core.store.json_text import canonical_json, parse_json, parse_model, value_differences
+from fp8core.store.json_text import canonical_json, parse_json, parse_model, shown, value_differences
 from fp8core.store.layout import LEDGER, manifest_place
 from fp8core.store.ledger import LedgerView, StepEntry
 from fp8core.store.manifest import StepManifest
@@ -104,4 +104,8 @@ def _where(stored: bytes | None, copy: bytes) -> str:
     except StoredFileError as error:
         return f": {error}"
     first = next(value_differences("manifest", named, copied), None)
-    return "" if first is None else f": {first}"
+    if first is None:
+        return ""
+    # One that is no manifest at all is against a whole one.
+    ours, theirs = (text if len(text) <= 80 else f"{text[:77]}..." for text in map(shown, (first.ours, first.theirs)))
+    return f": {first.path}: {ours} against {theirs}"

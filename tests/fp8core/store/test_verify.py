@@ -273,6 +273,14 @@ def test_a_removed_manifest_artifact_leaves_its_file_to_check_the_chain_with(run
 # --- manifests ---
 
 
+@pytest.mark.parametrize("content", ["[]", '"' + 9000 * "x" + '"'])
+def test_a_second_copy_that_is_no_manifest_is_told_in_a_short_line(run: Path, content: str) -> None:
+    (run / "manifests/00002.json").write_text(content)
+    (found,) = findings(run)
+    assert "differs from the manifest that the ledger names: manifest: {" in found.problem
+    assert len(found.problem) < 250
+
+
 def test_an_edited_manifest_is_named_with_the_field(run: Path) -> None:
     edit_json(run / "manifests/00002.json", set_in("record", "weights_digest"))
     (found,) = findings(run)
