@@ -86,11 +86,14 @@ def quiet_prefect() -> None:
 def reach_this_machine() -> None:
     """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start.
 
-    A proxy that the environment names (`http_proxy`) cannot reach them. Other names that it lists stay.
+    A proxy that the environment names (`http_proxy`) cannot reach them. Names that need no proxy already stay so.
     """
-    for name in ("no_proxy", "NO_PROXY"):
-        listed = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join([*listed, *(host for host in _THIS_MACHINE if host not in listed)])
+    # Libraries prefer the first, so both are one list.
+    listed = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).strip()
+    if listed != "*":
+        hosts = [host.strip() for host in listed.split(",") if host.strip()]
+        listed = ",".join([*hosts, *(host for host in _THIS_MACHINE if host not in hosts)])
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = listed
 
 
 def make_prefect_home() -> None:
@@ -225,6 +228,7 @@ def start_prefect(flow: str) -> str:
         UserError: as `refuse_malformed_settings`; the configured server does not answer, or the own one does not start.
     """
     refuse_malformed_settings()
+    reach_this_machine()
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
@@ -235,7 +239,6 @@ def start_prefect(flow: str) -> str:
             # No page of a browser sends its requests, and a client may be set to send no tokens.
             os.environ["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] = "false"
             os.environ.update(_guarded_server(_new_login(), origins=""))
-            reach_this_machine()
             server = PrefectServer()
             os.environ["PREFECT_API_URL"] = server.api
             refresh_global_settings_context()

@@ -130,6 +130,8 @@ def crash(client: SyncPrefectClient, flow_runs: Iterable[str], reason: str) -> N
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY)),
         )
         for run in client.read_flow_runs(flow_run_filter=shown):
+            if run.state_name == "Suspended":
+                continue  # By a bound, for somebody to resume it: its process ends by itself.
             client.set_flow_run_state(run.id, Crashed(message=reason))
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from fp8core.config.section import Section
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import rows_with_signal, turn_advantages_asked
+from fp8core.run.update_inputs import centred, rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -69,8 +69,12 @@ def keep_informative(
     """
     rows = rewards.to_pylist()
     keep = torch.tensor([row["keep"] for row in rows])
-    signal = (keep & rows_with_signal(rewards, turns, keep if judged else None)).tolist()
-    informative = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})
+    signal = keep & rows_with_signal(rewards, turns, keep if judged else None)
+    if turns is None and not judged:
+        # A kept row at the mean of rows that are not kept learns nothing.
+        values = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
+        signal &= centred(values, torch.tensor([row["group"] for row in rows]), torch.ones_like(keep)) != 0
+    informative = sorted({row["group"] for row, has_signal in zip(rows, signal.tolist(), strict=True) if has_signal})
     wanted = {*informative[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
     return pa.Table.from_pylist(chosen, schema=rewards.schema)

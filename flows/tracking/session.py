@@ -24,6 +24,7 @@ from flows.tracking.store import (
     Lost,
     Outage,
     Refusal,
+    is_server,
     prepare_store,
     refuse_strange_artifacts,
     resolve_tracking_uri,
@@ -95,7 +96,7 @@ class _Line:
         self._console = console
         self._work: Iterator[None] | None = None
         self._failures = 0
-        self._away_since = -math.inf
+        self._away_since, self._lost_since = -math.inf, math.inf
         self._said = set[type[Exception]]()
 
     def wake(self) -> None:
@@ -140,8 +141,11 @@ class _Line:
         self.due = now + RETRY_SECONDS[min(self._failures, len(RETRY_SECONDS) - 1)]
         self._failures += 1
         if closed_at is not None:
-            # A store that loses everything again answers in between. With its answers patience would begin anew.
-            since = closed_at if isinstance(error, Lost) else max(self._away_since, closed_at)
+            since = max(self._away_since, closed_at)
+            if isinstance(error, Lost):
+                # It answers in between, and with its answers patience would begin anew.
+                self._lost_since = min(self._lost_since, now)
+                since = self._lost_since
             self.over = isinstance(error, Refusal) or self.due > since + patience
 
     def _say_that_it_is_back(self) -> None:
@@ -336,6 +340,8 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
         tracker, record = Tracker(uri, known.experiment_id, known.run_id), known.running()
     else:
         tracker, record = opened(training)
+        if known is not None and is_server(uri):
+            news.append(f"MLflow was at {known.uri}: now it is run {tracker.run_id} of {without_passwords(uri)}")
     with suppress(Outage), store_errors(uri):  # During an outage the publisher does this when it is over.
         # MLflow would make the tables of a lost store itself, and a kill would leave half of them.
         prepare_store(uri, config.runs)

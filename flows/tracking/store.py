@@ -164,8 +164,15 @@ def _shown(uri: str) -> str:
 
 
 def _one_server(named: str, stored: str) -> bool:
-    """True if both are one address, or of this machine: `fp8-grpo up` may serve a store at another port today."""
-    return named == stored or all(is_server(uri) and urlsplit(uri).hostname in _LOOPBACK for uri in (named, stored))
+    """True if both are one address, or ports of this machine: `fp8-grpo up` may serve a store at another one today."""
+    if named == stored:
+        return True
+    try:
+        ours, theirs = (urlsplit(uri) for uri in (named, stored))
+        both_here = is_server(named) and ours.hostname in _LOOPBACK and theirs.hostname in _LOOPBACK
+        return both_here and (ours.scheme, ours.path) == (theirs.scheme, theirs.path)
+    except ValueError:
+        return False
 
 
 def _sqlite_file(uri: str) -> Path | None:

@@ -257,15 +257,21 @@ class _EpisodeProcess:
             assert self._environment is not None, "an action follows a turn"
             return self._environment.step(asked)
         finally:
-            if os.getpid() != self._own:
-                # A copy that the environment forked and let return; its reply would be taken for the next turn's.
-                os._exit(0)
+            self._end_copy()
+
+    def _end_copy(self) -> None:
+        """End a copy that the environment forked and let return; its reply would be taken for the next turn's."""
+        if os.getpid() != self._own:
+            os._exit(0)
 
     def _close(self) -> None:
         """Close the environment, unless it was closed or never made."""
         environment, self._environment = self._environment, None
         if environment is not None:
-            environment.close()
+            try:
+                environment.close()
+            finally:
+                self._end_copy()
 
     def _start_timer(self) -> None:
         """At the end of which the kernel ends this process, in a function of C too."""

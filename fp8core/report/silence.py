@@ -82,7 +82,7 @@ def silence(history: History, config: RunConfig | None) -> Silence | None:
         return None
     measured = [row for row in history if SIGNAL in row]
     signal = SPREAD if loss is not None and loss.advantage == "reinforce_plus_plus" else SIGNAL
-    silent = [row for row in measured if row[signal] == 0]
+    silent = [row for row in measured if row.get(signal, row[SIGNAL]) == 0]
     if not silent:
         return None
     return Silence(len(silent), len(measured), mean_shares(silent))

@@ -126,6 +126,7 @@ for headers in ({}, {"Host": "evil.example"}):
 # Of a user whose machine reaches others by a proxy, and who has a server of their own.
 ODD = {
     **dict.fromkeys(("http_proxy", "HTTP_PROXY"), "http://127.0.0.1:9"),
+    **dict.fromkeys(("no_proxy", "NO_PROXY"), ""),
     "PREFECT_SERVER_API_BASE_PATH": "/mine",
     "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",

@@ -97,9 +97,12 @@ def test_filter_keeps_groups_with_advantages_and_restores_no_row(baseline):
         rollouts, table, logprobs, None, load_config("tiny", {"correction.baseline": baseline}), None
     )
     assert found == ((batch.advantages != 0) & batch.keep).tolist() == [baseline == "all"] * 2 + [False] * 7
-    # A group without a kept row is none of the wanted ones.
-    later = rewards_table((0, 1.0, False), (0, 0.0, False), (1, 1.0, True), (1, 0.0, True))
-    assert kept(keep_informative(later, 1, judged=baseline == "kept")) == [False, False, True, True]
+    # A group without a kept row, or with one at the mean of others alone, is none of the wanted ones.
+    later = rewards_table(
+        *((0, 1.0, False), (0, 0.0, False), (1, 0.5, True), (1, 0.0, False), (1, 1.0, False)),
+        *((2, 1.0, True), (2, 0.0, True)),
+    )
+    assert kept(keep_informative(later, 1, judged=baseline == "kept")) == [False] * 5 + [True] * 2
 
 
 def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):

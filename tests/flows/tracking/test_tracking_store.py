@@ -17,6 +17,7 @@ from flows.tracking.store import (
     create_sqlite_store,
     default_tracking_uri,
     resolve_tracking_uri,
+    store_of_folder,
     ui_command,
 )
 from flows.tracking.tracker import Tracker
@@ -108,3 +109,22 @@ def test_the_ui_command_is_one_that_a_shell_can_run(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(beside_python.parent))
     assert ui_command(uri) == f"mlflow ui --backend-store-uri '{uri}'"
     assert ui_command("http://tracking:5000") is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        ("http://localhost:5000", True),
+        ("http://127.0.0.1:5000/other", False),
+        ("http://example.com:5001", False),
+        ("http://[x", False),
+    ],
+)
+def test_a_store_at_another_port_of_this_machine_is_the_one_that_the_user_names(stored, found, tmp_path) -> None:
+    """`fp8-grpo up` has it at another one today; nothing is sent to an address that the user does not name."""
+    ours = "http://127.0.0.1:5001"
+    if found:
+        assert store_of_folder(stored, tmp_path / "run", None, ours) == ours
+    else:
+        with pytest.raises(UserError, match="only the run's folder"):
+            store_of_folder(stored, tmp_path / "run", None, ours)
