@@ -104,11 +104,9 @@ def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
 
 def description_of(folder: Path) -> "RunDescription":
     """The run.json of a folder that `find_run` found."""
-    from fp8core.store.run_directory import read_description  # Imports torch.
+    from fp8core.store.run_directory import stored_description  # Imports torch.
 
-    described = read_description(folder)
-    assert described is not None, "find_run found it"
-    return described
+    return stored_description(folder)
 
 
 _OF_FILES = ("model", "source", "demonstrations", "signing_key")

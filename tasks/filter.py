@@ -62,19 +62,24 @@ def filter(
 def keep_informative(
     rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, *, judged: bool = False
 ) -> pa.Table:
-    """A table of kind `rewards` that keeps groups with a signal (`rows_with_signal`), the first `groups` of them.
+    """A table of kind `rewards` that keeps groups of which a kept row has a signal, the first `groups` of them.
+
+    By turn a signal is that of `rows_with_signal`.
 
     `judged`: rewards of kept rows alone are compared, as the baseline of advantages is of them
     (`correction.baseline: kept`). Else a kept row learns from a sibling that is not kept, too.
     """
     rows = rewards.to_pylist()
     keep = torch.tensor([row["keep"] for row in rows])
-    signal = keep & rows_with_signal(rewards, turns, keep if judged else None)
-    if turns is None and not judged:
-        # A kept row at the mean of rows that are not kept learns nothing.
+    compared = keep if judged else torch.ones_like(keep)
+    if turns is None:
+        # A row at the mean of those that are compared learns nothing.
         values = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
-        signal &= centred(values, torch.tensor([row["group"] for row in rows]), torch.ones_like(keep)) != 0
-    informative = sorted({row["group"] for row, has_signal in zip(rows, signal.tolist(), strict=True) if has_signal})
+        differs = centred(values, torch.tensor([row["group"] for row in rows]), compared) != 0
+    else:
+        differs = rows_with_signal(rewards, turns, compared)
+    signal = (keep & differs).tolist()
+    informative = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})
     wanted = {*informative[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
     return pa.Table.from_pylist(chosen, schema=rewards.schema)

@@ -33,7 +33,7 @@ from fp8core.store.deletion_log import read_deletions
 from fp8core.store.layout import LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest
-from fp8core.store.run_directory import RunDescription, RunDirectory, read_description
+from fp8core.store.run_directory import RunDescription, RunDirectory, stored_description
 from fp8core.store.run_view import RunView
 from fp8core.store.step_manifests import read_manifest, refuse_other_outputs
 from fp8core.training.trainer import UpdateError
@@ -54,10 +54,7 @@ class RunSnapshot:
     @classmethod
     def read(cls, folder: Path) -> "RunSnapshot":
         """Raises UserError: there is no run.json or ledger, or one is malformed."""
-        described = read_description(folder)
-        if described is None:
-            raise UserError(f"{folder}: no run (no run.json)")
-        return cls(folder, described, LedgerView.read(folder / LEDGER), ArtifactStore(folder))
+        return cls(folder, stored_description(folder), LedgerView.read(folder / LEDGER), ArtifactStore(folder))
 
     def manifest(self, step: int) -> StepManifest:
         """Of a committed step. Raises UserError: both copies are damaged."""

@@ -185,3 +185,10 @@ def read_description(folder: Path) -> RunDescription | None:
             return None
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
     return parse_model(data, RunDescription, f"{path}: not a description of a run")
+
+
+def stored_description(folder: Path) -> RunDescription:
+    """As `read_description`; raises UserError where there is none."""
+    if (described := read_description(folder)) is None:
+        raise UserError(f"{folder}: no run (no {DESCRIPTION})")
+    return described

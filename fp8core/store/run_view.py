@@ -34,7 +34,7 @@ from fp8core.store.ledger import (
     TaskEntry,
 )
 from fp8core.store.manifest import StepManifest, record_digest
-from fp8core.store.run_directory import RunDescription, read_description
+from fp8core.store.run_directory import RunDescription, stored_description
 from fp8core.store.step_manifests import read_second_copy
 
 _SHOWN_DIGITS = 12
@@ -107,9 +107,7 @@ class RunView:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read a run's folder. Raises UserError: there is no run.json, or it is malformed."""
-        description = read_description(folder)
-        if description is None:
-            raise UserError(f"{folder}: no run (no run.json)")
+        description = stored_description(folder)
         problems: list[Finding] = []
         # The run may go on meanwhile. Manifests and checkpoints come first: the ledger has the lines before them.
         # Artifacts come last, because each was stored before its line.

@@ -267,10 +267,7 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
     ("text", "message"),
     [
         ("base: tiny\nsteps: [1\n", "mine.yaml:3:1: expected ',' or ']'"),
-        (
-            "base: tiny\nloss:\n    policy: gspo\n  dual_clip: 3\n",
-            "mine.yaml:4:3: this line does not go on",
-        ),
+        ("base: tiny\nloss:\n    policy: gspo\n  dual_clip: 3\n", "mine.yaml:4:3: this line does not go on"),
         ("base: tiny\nloss:\n  - a\n  b: c\n", "mine.yaml:4:3: this line does not go on with the one above"),
         ("base: tiny\nname: a: b\n", "mine.yaml:2:8: a second `: ` in one value, or wrong indentation"),
         ("base: tiny\nname\nsteps: 3\n", "mine.yaml:3:1: a key without `: `"),
@@ -279,10 +276,7 @@ def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None
         ("base: tiny\nname: *x\n", "mine.yaml:2:7: a value that begins with * names an anchor, and there is none"),
         ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given at"),
         ("base: tiny\n1: 2\n", "mine.yaml:2:1: a key is not a string"),
-        (
-            "base: tiny\nsteps: !!python/name:os.system x\n",
-            "mine.yaml:2:8: could not determine a constructor",
-        ),
+        ("base: tiny\nsteps: !!python/name:os.system x\n", "mine.yaml:2:8: could not determine a constructor"),
         ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
         ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
         ("base: [a]\n", "mine.yaml:1: base: must be one file"),

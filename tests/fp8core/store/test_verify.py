@@ -293,10 +293,7 @@ def test_an_edited_manifest_is_named_with_the_field(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [
-        (Path.unlink, "the file is missing"),
-        (lambda path: path.write_text("{"), "the manifest: not JSON: EOF while"),
-    ],
+    [(Path.unlink, "the file is missing"), (lambda path: path.write_text("{"), "the manifest: not JSON: EOF while")],
     ids=["removed", "cut"],
 )
 def test_a_manifest_that_cannot_be_read_is_named(run: Path, damage: Callable[[Path], Any], problem: str) -> None:
