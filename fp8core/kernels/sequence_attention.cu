@@ -507,6 +507,13 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
             queue.wait_until_full();
             const int first = order.first_key(), second = order.has_second() ? first + APART : end;
             if (first >= end) {
+                // Values that stayed here would keep the warp that copies from going on, within STAGES images.
+                if (values >= 0) {
+                    wait_for_products<0>();
+                    settle(o);
+                    queue.leave(values);
+                    values = -1;
+                }
                 for (int half = 0; half < 2; ++half, queue.next()) {
                     queue.wait_until_full();
                     queue.leave(queue.stage);
@@ -546,10 +553,8 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
         }
         wait_for_products<0>();
         settle(o);
-        if (values >= 0) {
-            queue.leave(values);
-            end_strand(true);
-        }
+        if (values >= 0) queue.leave(values);
+        if (end > 0) end_strand(true);
         const float4* const result = of_partitions ? partitions.o : strands.o;
         float unit[2];
         u16* to[2];
