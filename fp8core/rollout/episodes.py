@@ -23,6 +23,8 @@ _LOOK_SECONDS = 1.0
 _OTHERWISE = (
     "it answered otherwise when it was asked the same again, as its process was needed by others (environment.at_once)"
 )
+_TOGETHER = 8
+"""Answers that enter the engine together: the first ones are computed while the next ones are put into tokens."""
 _Repeated = deque[tuple[Turn, Action | None]]
 """What an environment is to say again, and what it is asked then; the last one may be yet to be answered (None)."""
 
@@ -116,22 +118,23 @@ def run_episodes(
 
     try:
         open_.update((each.key, each) for each in _all_opened(groups, sampling.max_new_tokens, multi_turn))
-        asked = [episode for episode in open_.values() if episode.heard]
         for key in [key for key, episode in open_.items() if not episode.heard]:
             pool.begin(key, open_[key].task)
+        session.add(_requests([episode for episode in open_.values() if episode.heard]))
         while open_:
-            wait = not (asked or session.busy)
+            wait = not session.busy
             replies = pool.replies(wait, _LOOK_SECONDS)
             if wait and not replies:
                 yield []
-            for key, reply, seconds in _new_replies(pool, replies, repeated):
-                if (left := open_[key].hear(reply, seconds)) is None:
-                    asked.append(open_[key])
-                else:
-                    leave(left)
-            if asked:
+            new = [*_new_replies(pool, replies, repeated)]
+            for first in range(0, len(new), _TOGETHER):
+                asked = list[OpenEpisode]()
+                for key, reply, seconds in new[first : first + _TOGETHER]:
+                    if (left := open_[key].hear(reply, seconds)) is None:
+                        asked.append(open_[key])
+                    else:
+                        leave(left)
                 session.add(_requests(asked))
-            asked.clear()
             yield from _new(finished)
             for completion in session.step() if session.busy else []:
                 episode = open_[completion.group, completion.sample]
