@@ -29,7 +29,7 @@ def test_episodes_are_as_long_as_they_are_said_to_be(latest):
     trainer = ExactTrainer(arch, masters, training_formats(contract, 1), formats, TrainingConfig(), objective)
     engine = EmbeddedEngine(arch, formats, 64)
     engine.update(trainer.export(), scales, 0)
-    episodes = play(engine, plain_talk(40), 3, 8, 2 * TURN + OBSERVATION, TimedPool(latest), seed=1)
+    episodes, _ = play(engine, plain_talk(40), 3, 8, 2 * TURN + OBSERVATION, TimedPool(latest), seed=1)
     assert [len(episode.prompt) for episode in episodes] == [8] * 3
     assert [sum(episode.completion.written) for episode in episodes] == [2 * TURN] * 3
     assert differing(trainer, SimpleNamespace(scales=scales), episodes) == {"tokens": 6 * TURN, "differing": 0}
