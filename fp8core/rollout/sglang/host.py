@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fp8core.processes import end_with_parent
+from fp8core.rollout.sglang.settings import SPARE
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError, register, run_detokenizer, run_scheduler
 
 RESULT, ERROR, FINISHED = "result", "error", "finished"
@@ -98,6 +99,8 @@ class Host:
         self._mailbox = Mailbox(arguments["model_path"])
         (self._worker,) = arguments["custom_weight_loader"]
         self._seeded = bool(arguments.get("enable_custom_logit_processor"))
+        # Requests that SGLang has at once.
+        self._places = asyncio.Semaphore(arguments["max_running_requests"] - SPARE)
 
     def answer(self, method: str, *arguments: Any) -> bool:
         """Call a method and send what it returns or how it failed; false for CLOSE."""
@@ -203,17 +206,21 @@ class Host:
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs of one group: ids, log-probs, reason and, where asked for, experts of each request."""
-        outputs = await self._engine.async_generate(
-            input_ids=[request["tokens"] for request in requests],
-            sampling_params=[request["sampling"] for request in requests],
-            token_ids_logprob=[request["target"] for request in requests] if "target" in requests[0] else None,
-            custom_logit_processor=_processor() if self._seeded else None,
-            return_logprob=True,
-            return_routed_experts=requests[0].get("routes", False),
-            # Of the prompt none are wanted: they would be computed anew where it is cached.
-            logprob_start_len=-1,
-        )
-        return [_output(output) for output in outputs]
+        return list(await asyncio.gather(*map(self._one, requests)))
+
+    async def _one(self, request: dict[str, Any]) -> dict[str, Any]:
+        async with self._places:
+            output = await self._engine.async_generate(
+                input_ids=request["tokens"],
+                sampling_params=request["sampling"],
+                token_ids_logprob=request.get("target"),
+                custom_logit_processor=_processor() if self._seeded else None,
+                return_logprob=True,
+                return_routed_experts=request.get("routes", False),
+                # Of the prompt none are wanted: they would be computed anew where it is cached.
+                logprob_start_len=-1,
+            )
+        return _output(output)
 
 
 def _check_open(kind: str) -> None:

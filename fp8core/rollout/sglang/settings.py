@@ -71,6 +71,13 @@ def suggested_environment() -> dict[str, str]:
     return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": kept, "DG_JIT_CACHE_DIR": kept}
 
 
+SPARE = 1
+"""Places beside those of `max_batch`, which requests never take (`host`).
+
+SGLang's scheduler counts a prompt twice that it cuts in two: the last of a full batch would wait for the end of another.
+"""
+
+
 @dataclass(frozen=True)
 class Launch:
     """The arguments that one engine is started with.
@@ -106,7 +113,7 @@ def engine_arguments(
         **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler(options)),
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
         "context_length": launch.longest + BEYOND,
-        "max_running_requests": launch.max_batch,
+        "max_running_requests": launch.max_batch + SPARE,
         "max_total_tokens": cache_tokens(arch, contract, options),
         "mem_fraction_static": options.mem_fraction_static,
         "chunked_prefill_size": options.chunked_prefill_size,

@@ -23,7 +23,7 @@ from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP
 
 # Together more than the buffer of any pipe.
 GROUPS, TOKENS = 64, 20_000
-PLACES = {"model_path": "unused", "custom_weight_loader": ["unused"]}
+SETTINGS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_running_requests": 65}
 REQUEST = {"tokens": [1, 2], "sampling": {}}
 # Two layers, of whose four experts a token goes to two.
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
@@ -38,11 +38,11 @@ class Answering:
         self.tokenizer_manager = self
         self._endless, self._aborted = endless, asyncio.Event()
 
-    async def async_generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
+    async def async_generate(self, input_ids: list[int], **_: Any) -> dict[str, Any]:
         if self._endless:
             await self._aborted.wait()
         about = {"output_token_logprobs": [(-1.0, 7, None)] * TOKENS, "finish_reason": {"type": "length"}}
-        return [{"output_ids": [7] * TOKENS, "meta_info": about} for _ in input_ids]
+        return {"output_ids": [7] * TOKENS, "meta_info": about}
 
     def abort_request(self, abort_all: bool) -> None:
         assert abort_all
@@ -58,7 +58,7 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 class Late(Answering):
     """Requests reach it after a moment, and what was aborted until then does not concern them."""
 
-    async def async_generate(self, input_ids: list[list[int]], **settings: Any) -> list[dict[str, Any]]:
+    async def async_generate(self, input_ids: list[int], **settings: Any) -> dict[str, Any]:
         await asyncio.sleep(0.1)
         self._aborted.clear()
         return await super().async_generate(input_ids, **settings)
@@ -67,7 +67,7 @@ class Late(Answering):
 def hosted(engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[Any, "Future[list[bool]]"]:
     """The parent's end of a host's pipe, and the host's answers to so many generations, in a thread of its own."""
     ours, theirs = Pipe()
-    host = Host(theirs, engine, PLACES)
+    host = Host(theirs, engine, SETTINGS)
     wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
     def answers() -> list[bool]:
@@ -100,6 +100,37 @@ def test_stop_ends_a_generation(kind: type[Answering], thread: ThreadPoolExecuto
     assert answers.result(timeout=10) == [True]
 
 
+class Crowded(Answering):
+    """Remembers how many requests were in it at once."""
+
+    now = most = 0
+
+    async def async_generate(self, input_ids: list[int], **settings: Any) -> dict[str, Any]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= 1
+        return await super().async_generate(input_ids, **settings)
+
+
+def test_no_more_requests_run_than_the_batch_has_places(thread: ThreadPoolExecutor) -> None:
+    """SGLang has one place more: it counts a prompt that it cuts twice."""
+    ours, theirs = Pipe()
+    engine = Crowded(False)
+    answers = thread.submit(answer_all, Host(theirs, engine, {**SETTINGS, "max_running_requests": 9}), theirs)
+    pipe = HostPipe(ours)
+    session = session_of(pipe, Sampling(1.0, TOKENS, frozenset()))
+    session.add([group(number, 1) for number in range(12)])
+    found = []
+    while session.busy:
+        found += session.step()
+    session.close()
+    pipe.close(time.monotonic() + 20)
+    answers.result(timeout=10)
+    assert len(found) == 24
+    assert engine.most == 8
+
+
 def test_close_ends_a_generation_as_the_end_of_the_parent_does(thread: ThreadPoolExecutor) -> None:
     ours, answers = hosted(Answering(True), thread)
     ours.send((CLOSE,))
@@ -113,30 +144,27 @@ ENDLESS = 99
 class Counting(Answering):
     """Tokens count on from the length of what was read, one a millisecond; a prompt of ENDLESS never ends by itself."""
 
-    async def async_generate(
-        self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]], **_: Any
-    ) -> list[dict[str, Any]]:
-        ((read,), (sampling,)) = input_ids, sampling_params
-        if ENDLESS in read:
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        if ENDLESS in input_ids:
             await self._aborted.wait()
-        tokens = list(range(len(read), len(read) + sampling["max_new_tokens"]))
+        tokens = list(range(len(input_ids), len(input_ids) + sampling_params["max_new_tokens"]))
         await asyncio.sleep(len(tokens) / 1000)
         about = {"output_token_logprobs": [(-1.0, token, None) for token in tokens]}
-        return [{"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}]
+        return {"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}
 
 
 class Routed(Answering):
     """Each position of each layer goes to experts 3 and 1, by descending weight; only where it is asked."""
 
     async def async_generate(
-        self, input_ids: list[list[int]], return_routed_experts: bool = False, **_: Any
-    ) -> list[dict[str, Any]]:
+        self, input_ids: list[int], return_routed_experts: bool = False, **_: Any
+    ) -> dict[str, Any]:
         about: dict[str, Any] = {"output_token_logprobs": [(-1.0, 7, None)] * 2, "finish_reason": {"type": "length"}}
         if return_routed_experts:
-            positions = len(input_ids[0]) + 1
+            positions = len(input_ids) + 1
             chosen = struct.pack(f"{positions * 4}i", *[3, 1] * (positions * 2))
             about["routed_experts"] = base64.b64encode(chosen).decode()
-        return [{"output_ids": [7, 7], "meta_info": about} for _ in input_ids]
+        return {"output_ids": [7, 7], "meta_info": about}
 
 
 def session_of(pipe: HostPipe, sampling: Sampling) -> SglangSession:
@@ -158,7 +186,7 @@ def answer_all(host: Host, pipe: Any) -> None:
 def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
     """A session, and the pipe to its host, which takes a second one afterwards."""
     ours, theirs = Pipe()
-    host = Host(theirs, Counting(False), {"model_path": "unused", "custom_weight_loader": ["unused"]})
+    host = Host(theirs, Counting(False), SETTINGS)
 
     thread.submit(answer_all, host, theirs)
     pipe = HostPipe(ours)
@@ -205,7 +233,7 @@ def test_a_session_that_is_left_drops_what_runs(opened: tuple[HostPipe, Session]
 def test_a_session_takes_long_prompts_while_its_outputs_are_unread(thread: ThreadPoolExecutor) -> None:
     """Either end has more to send than a pipe holds."""
     ours, theirs = Pipe()
-    host = Host(theirs, Answering(False), {"model_path": "unused", "custom_weight_loader": ["unused"]})
+    host = Host(theirs, Answering(False), SETTINGS)
     with ours:
         ended = thread.submit(answer_all, host, theirs)
         pipe = HostPipe(ours)
@@ -241,7 +269,7 @@ def test_requests_of_a_host_that_has_ended_are_refused() -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 def test_experts_come_with_completions_that_ask_for_them(thread: ThreadPoolExecutor, wanted: bool) -> None:
     ours, theirs = Pipe()
-    thread.submit(answer_all, Host(theirs, Routed(endless=False), PLACES), theirs)
+    thread.submit(answer_all, Host(theirs, Routed(endless=False), SETTINGS), theirs)
     pipe = HostPipe(ours)
     session = session_of(pipe, Sampling(1.0, 3, frozenset(), report_experts=wanted))
     session.add([group(0, 5, 6, 8), replace(group(1, 5, 6), begun=((8,), (8,)))])
@@ -280,6 +308,6 @@ class Measuring(Answering):
 
 @pytest.mark.parametrize("asked", [None, 4096])
 def test_engines_that_found_other_free_memory_describe_the_same_settings(asked: int | None) -> None:
-    one, other = (Host(Pipe()[0], Measuring(asked, found), PLACES).resolved() for found in (635_648, 635_584))
+    one, other = (Host(Pipe()[0], Measuring(asked, found), SETTINGS).resolved() for found in (635_648, 635_584))
     assert one == other
     assert one["max_total_tokens"] == asked
