@@ -70,7 +70,8 @@ when the questions are drawn; to draw them took 0.05 s. It gave 0.90 and 0.90 wi
 
 SGLang's second single turn reads prompts that do not end where its steps end. Its scheduler counts one that it cuts
 twice, and lets the last of 256 requests in when another has ended, 740 steps later. Predicted with a place to spare:
-12.3 s, and 13.8 s for episodes, which are 0.89 at once and 0.87 with late answers.
+12.3 s, and 13.8 s for episodes, which are 0.89 at once and 0.87 with late answers. It gave 12.2 s, and 0.75 and 0.80:
+what holds up SGLang's episodes is not that.
 """
 
 import argparse

@@ -74,7 +74,8 @@ def suggested_environment() -> dict[str, str]:
 SPARE = 1
 """Places beside those of `max_batch`, which requests never take (`host`).
 
-SGLang's scheduler counts a prompt twice that it cuts in two: the last of a full batch would wait for the end of another.
+SGLang's scheduler counts a prompt twice that it cuts in two, so the last of a full batch would wait for the end of
+another.
 """
 
 
