@@ -10,11 +10,12 @@ from typing import Literal
 import pyarrow as pa
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp8core.config.section import Section
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import centred, rows_with_signal, turn_advantages_asked
+from fp8core.run.update_inputs import centred, counted_rows, rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -48,8 +49,9 @@ def filter(
         # Runs that began before this step read turns have it so, and go on.
         run.console.note(f"step {index}: the filter gets no turns, so it compares whole rewards")
     played = store.get_table(turns) if by_turn and turns is not None else None
-    judged = run.config.correction.baseline == "kept"
-    kept = keep_informative(store.get_table(rewards), options.groups, played, judged=judged)
+    table = store.get_table(rewards)
+    compared = None if run.config.correction.baseline == "kept" else counted_rows(table, run.config)
+    kept = keep_informative(table, options.groups, played, compared)
     found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
     if options.groups is not None and found < options.groups and options.shortfall == "error":
         raise UserError(
@@ -60,18 +62,18 @@ def filter(
 
 
 def keep_informative(
-    rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, *, judged: bool = False
+    rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, compared: Tensor | None = None
 ) -> pa.Table:
     """A table of kind `rewards` that keeps groups of which a kept row has a signal, the first `groups` of them.
 
     By turn a signal is that of `rows_with_signal`.
 
-    `judged`: rewards of kept rows alone are compared, as the baseline of advantages is of them
-    (`correction.baseline: kept`). Else a kept row learns from a sibling that is not kept, too.
+    `compared`: bool [rows], those that make the baseline of advantages; None: kept rows alone, as with
+    `correction.baseline: kept`. Else a kept row learns from a sibling that is not kept, too.
     """
     rows = rewards.to_pylist()
     keep = torch.tensor([row["keep"] for row in rows])
-    compared = keep if judged else torch.ones_like(keep)
+    compared = keep if compared is None else compared
     if turns is None:
         # A row at the mean of those that are compared learns nothing.
         values = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)

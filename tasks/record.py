@@ -94,7 +94,7 @@ def record(
     # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
     with torch_threads(1):
         metrics = {
-            **reward_metrics(rewarded, played if turn_advantages_asked(run.config) else None),
+            **reward_metrics(rewarded, run.config, played if turn_advantages_asked(run.config) else None),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared, cap).items()},
             **train_metrics(store.get_json(train_report)),

@@ -5,7 +5,7 @@ import pyarrow as pa
 from fp8core.config.steps import NoOptions
 from fp8core.rewards.scorer import check_reward
 from fp8core.run.context import RunContext
-from fp8core.run.verdicts import score, stored_endings, tell_failures
+from fp8core.run.verdicts import counts, score, stored_endings, tell_failures
 from fp8core.store.artifacts import Ref
 from fp8core.store.tables import COMPLETION_KEY, REWARDS, SCORE, keys_of
 from tasks.step import step
@@ -21,7 +21,8 @@ def reward(
 ) -> dict[str, Ref]:
     """One verdict a completion. Some may report a failure of the verifier; when all do, the step fails.
 
-    With `turns` it is the environment's, unless that leaves the last turn to the verifier.
+    With `turns` it is the environment's, unless that leaves the last turn to the verifier. Then failures are not kept
+    (`environment.failed`).
     """
     store = run.directory.store
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
@@ -49,7 +50,7 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
                 "reward": value,
                 "outcome": verdict.outcome,
                 "detail": verdict.record,
-                "keep": True,
+                "keep": counts(verdict.outcome, run.config),
                 **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),
             }
         )

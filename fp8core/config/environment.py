@@ -39,6 +39,11 @@ class EnvironmentConfig(Section):
         description="`turn`: a turn's tokens learn from the rewards of this turn and later ones, compared with the "
         "same turn of the prompt's other episodes.",
     )
+    failed: Literal["leave_out", "count"] = Field(
+        "leave_out",
+        description="Of episodes that end as timeout or crashed: leave them out of the loss and of the baseline of "
+        "their group, or count the reward that they have until then.",
+    )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(

@@ -21,7 +21,7 @@ from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.turns import episode_means
-from fp8core.run.update_inputs import learnt_tokens, rows_with_signal
+from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal
 from fp8core.store.tables import LOGPROBS, SCORE, key_of
 from fp8core.training.trainer import REPORTED
 
@@ -37,14 +37,14 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def reward_metrics(rewards: pa.Table, turns: pa.Table | None = None) -> dict[str, float]:
+def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None = None) -> dict[str, float]:
     """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
 
     `turns`: as of `rows_with_signal`.
     """
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
-    mixed = groups[rows_with_signal(rewards, turns)]
+    mixed = groups[rows_with_signal(rewards, turns, counted_rows(rewards, config))]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),

@@ -22,6 +22,7 @@ from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.correction import correct, log_ratio, row_error_metrics, row_errors
 from fp8core.rl.objective import named_correction
 from fp8core.run.scoring import SCORED_COLUMNS, policy_batch
+from fp8core.run.verdicts import counts
 from fp8core.store.tables import keys_of, row_numbers
 from fp8core.training.trainer import minibatches
 
@@ -72,7 +73,7 @@ def rollout_batch(
     scores = Scores(
         rewards=values,
         groups=groups,
-        keep=kept if config.correction.baseline == "kept" else torch.ones_like(batch.keep),
+        keep=kept if config.correction.baseline == "kept" else counted_rows(rewards, config),
         mask=counted,
         penalties=reward_penalties(batch, config),
     )
@@ -101,6 +102,11 @@ def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
     rows = row_numbers(rewards)
     parts = zip(*(turns[name].to_pylist() for name in ("turn", "begin", "end", "reward")), strict=True)
     return [TurnReward(rows[key], *part) for key, part in zip(keys_of(turns), parts, strict=True)]
+
+
+def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
+    """Bool [rows]: those that make the baseline of their group, whether a filter or a bound keeps them or not."""
+    return torch.tensor([counts(outcome, config) for outcome in rewards["outcome"].to_pylist()], dtype=torch.bool)
 
 
 def turn_advantages_asked(config: RunConfig) -> bool:

@@ -27,6 +27,15 @@ JUDGE = "judge"
 """The outcome of an episode whose last turn the verifier reads."""
 
 
+def counts(outcome: str, config: RunConfig) -> bool:
+    """True if a completion with this outcome counts in the loss and in the baseline of its group.
+
+    An environment that fails says nothing of the policy, and what it gave before is a part of a reward.
+    """
+    left_out = config.environment is not None and config.environment.failed == "leave_out"
+    return not (left_out and outcome in UNCHECKED_OUTCOMES)
+
+
 class Ending(NamedTuple):
     """The end of an episode: outcome and reward by the environment, and the text for a verifier."""
 

@@ -159,6 +159,17 @@ def test_episodes_without_a_turn_of_the_policy_end_the_run(loop_run, tmp_path):
         loop_run("mute", **settings)
 
 
+def test_episodes_whose_environment_fails_are_not_learnt_from(loop_run, tmp_path):
+    place = tmp_path / "weak.py"
+    fails = 'assert task.seed % 3, "a bug"\n        self._question = task.question'
+    place.write_text(DIGITS.replace("self._question = task.question", fails))
+    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path)}
+    run = loop_run("weak", **settings, steps=1)
+    rows = run.store.get_table(run.ledger.artifacts(1)["rewards"]).to_pylist()
+    assert {row["outcome"] == "crashed" for row in rows} == {False, True}
+    assert all(row["keep"] == (row["outcome"] != "crashed") for row in rows)
+
+
 def test_an_environment_whose_words_have_no_tokens_is_refused_before_a_step(loop_run, tmp_path):
     """The rules of the game have letters, and this tokenizer has none."""
     settings = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}

@@ -11,7 +11,8 @@ import torch
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.run.step_metrics import mismatch, reward_metrics, rollout_metrics
-from fp8core.run.update_inputs import centred, rollout_batch
+from fp8core.run.update_inputs import centred, counted_rows, rollout_batch
+from fp8core.run.verdicts import counts
 from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.shape import ShapeOptions, shaped
@@ -90,7 +91,8 @@ def test_filter_keeps_groups_with_advantages_and_restores_no_row(baseline):
         *((0, 1.0, True), (0, 1.0, True), (0, 0.0, False), (1, 1.0, False), (1, 0.0, False), (1, 0.0, False)),
         *((2, 1.0, True), (2, 1.0, True), (2, 1.0, False)),
     )
-    found = kept(keep_informative(table, None, judged=baseline == "kept"))
+    compared = [None if baseline == "kept" else torch.ones(rows, dtype=torch.bool) for rows in (9, 7)]
+    found = kept(keep_informative(table, None, compared=compared[0]))
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in range(9)))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
     batch, _ = rollout_batch(
@@ -102,7 +104,34 @@ def test_filter_keeps_groups_with_advantages_and_restores_no_row(baseline):
         *((0, 1.0, False), (0, 0.0, False), (1, 0.5, True), (1, 0.0, False), (1, 1.0, False)),
         *((2, 1.0, True), (2, 0.0, True)),
     )
-    assert kept(keep_informative(later, 1, judged=baseline == "kept")) == [False] * 5 + [True] * 2
+    assert kept(keep_informative(later, 1, compared=compared[1])) == [False] * 5 + [True] * 2
+
+
+@pytest.mark.parametrize("failed", ["leave_out", "count"])
+@pytest.mark.parametrize("baseline", ["all", "kept"])
+def test_an_episode_whose_environment_failed_moves_no_baseline(baseline, failed):
+    """Group 0 differs by a crash alone. In group 1 a crash would be the best of all: it had a penalty less."""
+    rows = [("wrong", 0, -1.75), ("wrong", 0, -1.75), ("crashed", 0, -0.25)]
+    rows += [("wrong", 1, -1.75), ("right", 1, -0.75), ("timeout", 1, -0.25)]
+    config = load_config(
+        "tiny", {"environment": {"name": "calculator", "failed": failed}, "correction.baseline": baseline}
+    )
+    table = pa.Table.from_pylist(
+        [
+            {**{"group": group, "sample": i, "reward": reward, "outcome": outcome, "detail": ""}}
+            | {"keep": counts(outcome, config)}
+            for i, (outcome, group, reward) in enumerate(rows)
+        ],
+        schema=REWARDS,
+    )
+    rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in rows))
+    logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in rows))
+    batch, _ = rollout_batch(rollouts, table, logprobs, None, config)
+    signs = (batch.advantages.sign() * batch.keep).tolist()
+    assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
+    assert reward_metrics(table, config)["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
+    compared = None if baseline == "kept" else counted_rows(table, config)
+    assert kept(keep_informative(table, None, compared=compared)) == [sign != 0 for sign in signs]
 
 
 def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
@@ -144,7 +173,7 @@ def test_with_advantages_by_turn_a_signal_is_one_of_a_turn():
     assert batch.advantages.any(dim=1).tolist() == [True, True, False, False, False, False]
     assert kept(keep_informative(rewards, None, turns)) == batch.advantages.any(dim=1).tolist()
     assert kept(keep_informative(rewards, None)) == [False, False, True, True, False, False]
-    assert reward_metrics(rewards, turns)["reward/groups_with_signal"] == 1 / 3
+    assert reward_metrics(rewards, config, turns)["reward/groups_with_signal"] == 1 / 3
 
 
 def test_a_filter_reads_the_turns_of_a_run_whose_advantages_are_by_turn(loop_run, tmp_path):
