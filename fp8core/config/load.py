@@ -185,7 +185,7 @@ def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides
 
 
 def refuse_contradiction(overrides: Overrides, flat: Mapping[str, Any]) -> None:
-    """Raises UserError: a setting of `flat`, dotted keys, has another value in the overrides, which null is none of."""
+    """Raises UserError: overrides give a setting of `flat`, dotted keys, another value; null gives none."""
     given = {key: (value, place) for layer in _override_layers(overrides) for key, value, place in _nodes(layer)}
     for key, other in flat.items():
         value, place = given.get(key, (other, ""))

@@ -2,10 +2,11 @@
 
 Every loss is minimised, computed in FP64 and differentiable in `current` alone. The mask is the only authority on
 what counts: a token it hides may hold NaN and has no gradient. The denominator counts the whole optimiser batch,
-after rejection or (`CorrectionRule.denominator`) with rejected tokens. Of a policy loss these are in the denominator
-alone: their terms are 0. No mean of ratios over a row, no selection and no gradient has them; a mean of terms over a
-row counts them. Reference penalty and entropy bonus cover all that the denominator counts, as in NeMo RL and in verl's
-bypass mode. So micro-batch losses and statistics add up to those of the batch, in every mode of correction.
+after rejection or (`CorrectionRule.denominator`) with rejected tokens. In a policy loss rejected tokens add to the
+denominator alone: their terms are 0. No mean of ratios over a row, no selection and no gradient has them; a mean of
+terms over a row counts them. Reference penalty and entropy bonus cover all that the denominator counts, as in NeMo RL
+and in verl's bypass mode. So micro-batch losses and statistics add up to those of the batch, in every mode of
+correction.
 
 Ratios are r = exp(clamp(current - old, -20, 20)), the weight w comes from `fp8core.rl.correction`, A is the
 advantage. In bypass mode pass the rollout's log-probs as `old`.

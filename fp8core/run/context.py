@@ -70,7 +70,7 @@ class RunContext:
     lost_checkpoints: set[int] = field(default_factory=set, repr=False)
     """Steps whose checkpoint could not be loaded: missing, damaged, or of a policy that was replaced."""
     followed: LedgerView | None = field(default=None, repr=False)
-    """Of the run that a replay makes again: what was decided there by the clock is not decided anew."""
+    """Ledger of the replayed run, from which choices that depended on timing are read; None in a training."""
     environment: EnvironmentPool | None = field(default=None, repr=False)
     """What answers episodes; None without `environment`, and in a replay that takes the recorded answers."""
     environment_description: Mapping[str, JsonValue] = field(default_factory=dict)

@@ -95,8 +95,8 @@ class Part:
 class SegmentWriter:
     """Generation by the run's engine; finished groups of segments are durable as they come.
 
-    After a kill, stored segments are returned before the engine is called. All are of one policy: from any token on,
-    the stored ones are those that the engine would write. Of an engine that goes on anew, only the newest count.
+    After a kill, stored segments are returned before the engine is called. All are of one policy, so the engine would
+    write the same tokens again. Of an engine that begins completions anew, only the newest segments count.
     """
 
     def __init__(self, run: RunContext, index: int) -> None:
@@ -176,7 +176,7 @@ class PlayedEpisode:
     Attributes:
         row: all of it as it was stored, or when it was over.
         ends: tokens that it had after each part that was played in this step.
-        episode: all of one that this process has played and that goes on; of `row` its place, prompt and seed count.
+        episode: the unfinished episode that this process plays; `row` then gives only its place, prompt and seed.
     """
 
     row: Row

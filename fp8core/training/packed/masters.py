@@ -141,7 +141,7 @@ class PackedMasters(ABC):
         """The part that the collector of a linear keeps of a gradient, after each pack."""
 
     def end_passes(self, passes: int) -> None:  # noqa: B027 - most exchange nothing before `collected`
-        """This rank makes no more passes, of which every rank makes at most so many; it may have failed in one."""
+        """This rank has finished its passes, or failed in one; `passes` is the largest number of any rank."""
 
     @abstractmethod
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
