@@ -80,7 +80,7 @@ def rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
             # Its task may need another version to make them again.
             scales = recompute_input_if_damaged(run, version + 1, "scales")
             rewind_from_newest_checkpoint(run, version)
-            if run.followed is None and is_replaced(run, version):
+            if run.replayed is None and is_replaced(run, version):
                 # The later ones follow from it: they are rebuilt too, to find which of them differ.
                 replaced.append(version)
                 continue

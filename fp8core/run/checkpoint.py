@@ -115,8 +115,8 @@ def _is_pruned(run: RunContext, entry: CheckpointEntry, later: int) -> bool:
 
     A replay's ledger, of which `later` is the count, ends early: that of the run which it makes again has them all.
     """
-    if run.followed is not None:
-        later = sum(other.step > entry.step for other in last_written(run.followed))
+    if run.replayed is not None:
+        later = sum(other.step > entry.step for other in last_written(run.replayed.ledger))
     return later > run.config.checkpoint.keep
 
 

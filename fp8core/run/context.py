@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from fp8core.run.policy import KeptPolicy
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """The run that a replay makes again.
+
+    Attributes:
+        ledger: choices that depended on timing are read in it.
+        environment: the description of its environment, whose recorded answers are taken; None: it runs again, or there
+            is none.
+    """
+
+    ledger: LedgerView
+    environment: Mapping[str, JsonValue] | None
+
+
 @dataclass
 class RunContext:
     """One training in this process.
@@ -69,8 +83,7 @@ class RunContext:
     """By version, those that wrote what a step may still learn from (`run.behaviour`)."""
     lost_checkpoints: set[int] = field(default_factory=set, repr=False)
     """Steps whose checkpoint could not be loaded: missing, damaged, or of a policy that was replaced."""
-    followed: LedgerView | None = field(default=None, repr=False)
-    """Ledger of the replayed run, from which choices that depended on timing are read; None in a training."""
+    replayed: "Replayed | None" = field(default=None, repr=False)
     environment: EnvironmentPool | None = field(default=None, repr=False)
     """What answers episodes; None without `environment`, and in a replay that takes the recorded answers."""
     environment_description: Mapping[str, JsonValue] = field(default_factory=dict)
@@ -85,7 +98,7 @@ class RunContext:
     @property
     def takes_recorded(self) -> bool:
         """True in a replay that takes the recorded answers of environments."""
-        return self.config.environment is not None and self.environment is None
+        return self.replayed is not None and self.replayed.environment is not None
 
     def new_kernels(self) -> int | None:
         """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""

@@ -3,11 +3,10 @@
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import torch
-from pydantic import JsonValue
 
 from fp8core.config.load import config_digest
 from fp8core.config.loss import SHIPPED_LOSSES
@@ -27,13 +26,13 @@ from fp8core.run.checks.continuation import other_code, refuse_other_data, refus
 from fp8core.run.checks.inputs import check_new, check_opened, try_environment
 from fp8core.run.checks.machine import check_memory
 from fp8core.run.checks.settings import uncorrected_lag
-from fp8core.run.context import RunContext, register, release
+from fp8core.run.context import Replayed, RunContext, register, release
 from fp8core.run.machine import members_node, wants_gpus
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import shards_of_steps
 from fp8core.store.ledger import SegmentEntry
 from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
-from fp8core.store.run_directory import RunDirectory, read_description
+from fp8core.store.run_directory import RunDirectory
 from fp8core.training.lora import frozen_line
 
 
@@ -93,12 +92,12 @@ def open_run(
     console: Console,
     key: SigningKey | None = None,
     kernels: KernelFolders | None = None,
-    recorded: Mapping[str, JsonValue] | None = None,
+    replayed: Replayed | None = None,
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
 
-    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. `recorded` is the
-    description of an environment whose recorded answers are used instead of the environment itself.
+    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. It says where prompts
+    differ, and its data and model were checked when the run began.
 
     Raises:
         UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
@@ -106,7 +105,7 @@ def open_run(
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     data = source.digest()
-    if read_description(directory.path) is not None:  # Without one it is a replay, which says where prompts differ.
+    if replayed is None:
         refuse_other_data(config, directory.ledger, data)
     check_memory(config, members_node(config), directory.ledger)
     with ExitStack() as parts:
@@ -119,18 +118,19 @@ def open_run(
             console.note(note)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         teacher = check_opened(config, base, source, verifier)
-        is_new = not directory.ledger.holds_work() and directory.description() is not None  # Without one: a replay.
+        is_new = replayed is None and not directory.ledger.holds_work()
         if is_new:
             check_new(config, base, source, teacher)
             failure = failed_answer(next(iter(source.to_check())), config, verifier)
             for remark in filter(None, (source.contradiction(), failure)):
                 console.note(remark)
-        environment = None
+        environment, described = None, {} if replayed is None else {**(replayed.environment or {})}
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)
-            if recorded is None:
+            if replayed is None or replayed.environment is None:
                 environment = parts.enter_context(closing(build_environment(config.environment)))
                 try_environment(environment, config, base, list(source.to_check()), console, is_new=is_new)
+                described = {**environment.description}
         version, pid, host = current_code(), os.getpid(), socket.gethostname()
         directory.ledger.append(
             SegmentEntry(pid=pid, host=host, code_version=version, started=time.time(), steps=config.steps, data=data)
@@ -154,7 +154,8 @@ def open_run(
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
             signing_key=key,
             environment=environment,
-            environment_description={**(recorded or {})} if environment is None else {**environment.description},
+            environment_description=described,
+            replayed=replayed,
             kernels=kernels,
             kept_kernels=0 if kernels is None else kernels.count(),
         )

@@ -44,10 +44,10 @@ def restore(run: RunContext) -> int:
     rewind_to(run, last)
     for artifact in run.graph.carries:
         recompute_input_if_damaged(run, last + 1, artifact)
-    if run.followed is None:
+    if run.replayed is None:
         restart_completions_of_lost_policies(run, last)
     version = _restore_open_step(run, last + 1)
-    if run.followed is None:
+    if run.replayed is None:
         restart_episodes_answered_otherwise(run, last + 1)
     if version > last and _generates(run, last + 1):
         # The old policy writes the tokens that are missing, although its update is over.

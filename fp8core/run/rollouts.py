@@ -170,10 +170,10 @@ def environment_of(run: RunContext, index: int, port: str) -> Iterator[Pool | No
     elif not run.takes_recorded:
         yield run.environment
     else:
-        assert run.followed is not None, "only a replay has no environment"
+        assert run.replayed is not None, "only a replay has no environment"
         # A pipeline may rename what its steps provide; the first evaluation is before them.
         recorded = port if index == START else run.graph.artifact_of(port)
-        yield RecordedPool(run.directory.store.get_table(run.followed.artifacts(index)[recorded]))
+        yield RecordedPool(run.directory.store.get_table(run.replayed.ledger.artifacts(index)[recorded]))
 
 
 def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -> Iterator[list[Episode]]:

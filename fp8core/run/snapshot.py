@@ -22,7 +22,7 @@ from fp8core.report.console import Console
 from fp8core.run.behaviour import versions_in_flight
 from fp8core.run.checkpoint import save_state
 from fp8core.run.checks.settings import graph_of
-from fp8core.run.context import RunContext
+from fp8core.run.context import Replayed, RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import begin
 from fp8core.run.open import open_run
@@ -158,8 +158,7 @@ def scratch_run(
         original: the run's folder.
         folder: of `scratch_folder`.
         console: takes notes.
-        recorded: as of `open_run`: the recorded answers of environments are used, which had this description
-            (`RunSnapshot.environment`); None runs the environments again.
+        recorded: `Replayed.environment` (`RunSnapshot.environment`); None runs the environments again.
 
     Raises:
         UserError: the configuration cannot be run, or model or data cannot be read.
@@ -168,10 +167,11 @@ def scratch_run(
     graph = graph_of(own)
     with (
         RunDirectory.create_or_open(folder, origin=original) as directory,
-        open_run(own, graph, directory, console, recorded=recorded) as run,
+        open_run(
+            own, graph, directory, console, replayed=Replayed(LedgerView.read(original / LEDGER), recorded)
+        ) as run,
     ):
         torch.set_num_threads(own.threads)
-        run.followed = LedgerView.read(original / LEDGER)
         yield run
 
 

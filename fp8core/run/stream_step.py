@@ -38,8 +38,8 @@ def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> I
         return itertools.repeat(None)
     if pipeline.ahead_tokens is not None:
         return chunks_of(pipeline.ahead_tokens, pipeline.chunk_tokens)
-    for ledger in (run.followed, run.directory.ledger):
-        stored = {} if ledger is None else {ref.kind: ref for ref in ledger.artifacts(index).values()}
+    for ledger in (*(() if run.replayed is None else (run.replayed.ledger,)), run.directory.ledger):
+        stored = {ref.kind: ref for ref in ledger.artifacts(index).values()}
         if "schedule" in stored:
             return _recorded(run, index, stored["schedule"])
     return _until_updated(run, index, has_more)

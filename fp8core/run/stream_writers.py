@@ -353,8 +353,8 @@ class EpisodeWriter:
 
     def _recorded(self) -> pa.Table:
         """The turns of the episodes in the step that a replay makes again, as kind `turns`."""
-        assert self._run.followed is not None, "only a replay has no environment"
-        store, artifacts = self._run.directory.store, self._run.followed.artifacts(self._index)
+        assert self._run.replayed is not None, "only a replay has no environment"
+        store, artifacts = self._run.directory.store, self._run.replayed.ledger.artifacts(self._index)
         finished = store.get_table(artifacts[self._run.graph.artifact_of("turns")]).to_pylist()
         rows = [{**row, "group": self._number((self._index, row["group"]))} for row in finished]
         for row in store.get_table(artifacts[self._run.graph.artifact_of("next_stream")]).to_pylist():
