@@ -42,7 +42,8 @@ class EnvironmentConfig(Section):
     failed: Literal["leave_out", "count"] = Field(
         "leave_out",
         description="Of episodes that end as timeout or crashed: leave them out of the loss and of the baseline of "
-        "their group, or count the reward that they have until then.",
+        "their group, or count the reward that they have until then. Count them where the policy shall learn to keep "
+        "the limits.",
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")

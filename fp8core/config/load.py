@@ -75,6 +75,10 @@ def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ())
 
     Raises UserError, as `load_config` does, for a mistake in the overrides; StoredFileError: in run.json itself.
     """
+    environment = described.get("environment")
+    if isinstance(environment, Mapping):
+        # Runs of earlier versions counted failed episodes.
+        described = {**described, "environment": {"failed": "count", **environment}}
     try:
         _validated(_stacked([_blocks(described, "run.json")]))
     except (UserError, KeyError, TypeError, AttributeError) as error:

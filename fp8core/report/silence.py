@@ -19,8 +19,8 @@ _MOST, _LEAST_SHOWN = 0.5, 0.005
 _EQUAL = "the rewards of every group were equal"
 _UNKNOWN = "choose problems that the policy solves now and then, or raise rollout.group_size"
 _ADVICE = {
-    "timeout": "repair the verifier, or raise its timeout_seconds",
-    "crashed": "repair the verifier",
+    "timeout": "repair the verifier or environment, or raise its timeout_seconds",
+    "crashed": "repair the verifier or environment",
     "cut off": "raise rollout.max_new_tokens",
     "unparsed": "state the answer's form in data.template",
     "wrong": "choose easier problems, or raise rollout.group_size",

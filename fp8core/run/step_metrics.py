@@ -40,15 +40,16 @@ def torch_threads(count: int) -> Iterator[None]:
 def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None = None) -> dict[str, float]:
     """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
 
-    `turns`: as of `rows_with_signal`.
+    Spread and signal are those of `counted_rows`. `turns`: as of `rows_with_signal`.
     """
     values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
-    mixed = groups[rows_with_signal(rewards, turns, counted_rows(rewards, config))]
+    counted = counted_rows(rewards, config)
+    mixed = groups[rows_with_signal(rewards, turns, counted)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
-        "reward/std": float(values.std(correction=0)),
+        "reward/std": float(values[counted].std(correction=0)),
         "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 import pyarrow as pa
 import pytest
@@ -129,7 +129,10 @@ def test_an_episode_whose_environment_failed_moves_no_baseline(baseline, failed)
     batch, _ = rollout_batch(rollouts, table, logprobs, None, config)
     signs = (batch.advantages.sign() * batch.keep).tolist()
     assert signs == ([0, 0, 0, -1, 1, 0] if failed == "leave_out" else [-1, -1, 1, -1, 1, 1])
-    assert reward_metrics(table, config)["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
+    metrics, counted = reward_metrics(table, config), [1, 1, 0, 1, 1, 0] if failed == "leave_out" else [1] * 6
+    assert metrics["reward/groups_with_signal"] == (0.5 if failed == "leave_out" else 1)
+    spread = pstdev(reward for (_, _, reward), one in zip(rows, counted, strict=True) if one)
+    assert metrics["reward/std"] == pytest.approx(spread)
     compared = None if baseline == "kept" else counted_rows(table, config)
     assert kept(keep_informative(table, None, compared=compared)) == [sign != 0 for sign in signs]
 

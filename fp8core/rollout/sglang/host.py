@@ -101,6 +101,7 @@ class Host:
         self._seeded = bool(arguments.get("enable_custom_logit_processor"))
         # Requests that SGLang has at once.
         self._places = asyncio.Semaphore(arguments["max_running_requests"] - SPARE)
+        self._aborting = False
 
     def answer(self, method: str, *arguments: Any) -> bool:
         """Call a method and send what it returns or how it failed; false for CLOSE."""
@@ -198,11 +199,12 @@ class Host:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 
     async def _abort(self, running: Running) -> None:
-        left = set(running)
+        self._aborting, left = True, set(running)
         while left:
             # Again and again: it ends what has reached SGLang's scheduler, and some may be on their way.
             self._engine.tokenizer_manager.abort_request(abort_all=True)
             _, left = await asyncio.wait(left, timeout=_POLL_SECONDS)
+        self._aborting = False
 
     async def _group(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Outputs of one group: ids, log-probs, reason and, where asked for, experts of each request."""
@@ -210,6 +212,8 @@ class Host:
 
     async def _one(self, request: dict[str, Any]) -> dict[str, Any]:
         async with self._places:
+            if self._aborting:
+                return {}  # No one reads it.
             output = await self._engine.async_generate(
                 input_ids=request["tokens"],
                 sampling_params=request["sampling"],

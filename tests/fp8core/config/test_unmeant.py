@@ -121,3 +121,11 @@ def test_a_run_that_has_settings_which_do_nothing_is_read(policy: str) -> None:
     stored["loss"] |= {"policy": policy, "dual_clip": 3.0, "reference_kl": 0.1, "reference_kl_estimate": "k1"}
     stored["training"] |= {"optimiser_state": "bf16", "activation_checkpointing": True, "beta1": 0.999}
     assert public_dump(reload_config(stored)) == stored
+
+
+def test_runs_of_before_count_their_failed_episodes() -> None:
+    described = public_dump(load_config("tiny", {"environment": {"name": "calculator"}}))
+    assert described["environment"].pop("failed") == "leave_out"
+    environment = reload_config(described).environment
+    assert environment is not None
+    assert environment.failed == "count"

@@ -29,7 +29,7 @@ def rows(*shares: dict[str, float], signal: float = 0.0) -> list[dict[str, float
         ({"unparsed": 1.0, "cut off": 0.1}, "data.template"),
         ({"wrong": 1.0, "cut off": 0.0}, "easier problems"),
         ({"right": 1.0, "cut off": 1.0}, "harder problems"),
-        ({"crashed": 0.9, "wrong": 0.1, "cut off": 1.0}, "repair the verifier"),
+        ({"crashed": 0.9, "wrong": 0.1, "cut off": 1.0}, "repair the verifier or environment"),
         ({"right": 0.4, "wrong": 0.3, "unparsed": 0.3}, "rollout.group_size"),
         ({}, "rollout.group_size"),
     ],

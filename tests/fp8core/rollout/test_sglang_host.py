@@ -36,9 +36,10 @@ class Answering:
     def __init__(self, endless: bool) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.tokenizer_manager = self
-        self._endless, self._aborted = endless, asyncio.Event()
+        self._endless, self._aborted, self.entered = endless, asyncio.Event(), 0
 
     async def async_generate(self, input_ids: list[int], **_: Any) -> dict[str, Any]:
+        self.entered += 1
         if self._endless:
             await self._aborted.wait()
         about = {"output_token_logprobs": [(-1.0, 7, None)] * TOKENS, "finish_reason": {"type": "length"}}
@@ -64,10 +65,12 @@ class Late(Answering):
         return await super().async_generate(input_ids, **settings)
 
 
-def hosted(engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1) -> tuple[Any, "Future[list[bool]]"]:
+def hosted(
+    engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1, places: int = 64
+) -> tuple[Any, "Future[list[bool]]"]:
     """The parent's end of a host's pipe, and the host's answers to so many generations, in a thread of its own."""
     ours, theirs = Pipe()
-    host = Host(theirs, engine, SETTINGS)
+    host = Host(theirs, engine, {**SETTINGS, "max_running_requests": places + 1})
     wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
     def answers() -> list[bool]:
@@ -93,11 +96,14 @@ def test_a_parent_that_reads_late_gets_everything(thread: ThreadPoolExecutor) ->
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", [Answering, Late])
 def test_stop_ends_a_generation(kind: type[Answering], thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(kind(True), thread)
+    engine = kind(True)
+    ours, answers = hosted(engine, thread, places=8)
     ours.send((STOP,))
     assert ours.poll(20)
     assert ours.recv() == (RESULT, None)
     assert answers.result(timeout=10) == [True]
+    # Those that waited for a place have not begun.
+    assert engine.entered <= 8
 
 
 class Crowded(Answering):
@@ -132,7 +138,7 @@ def test_no_more_requests_run_than_the_batch_has_places(thread: ThreadPoolExecut
 
 
 def test_close_ends_a_generation_as_the_end_of_the_parent_does(thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(Answering(True), thread)
+    ours, answers = hosted(Answering(True), thread, places=8)
     ours.send((CLOSE,))
     with pytest.raises(EOFError, match="closed while requests were running"):
         answers.result(timeout=10)
