@@ -281,6 +281,7 @@ class _EpisodeProcess:
 
 def _seed(seed: int) -> None:
     """All episodes are forked from one process: without this they would draw the same numbers."""
-    random.seed(seed)
+    # Seeds of earlier versions had a sign, which `random` ignores: older episodes are played again with their numbers.
+    random.seed(min(seed, 2**64 - seed))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)

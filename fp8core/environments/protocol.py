@@ -106,7 +106,8 @@ class Task:
         reference: what an answer is checked against; it never reaches the policy unless the environment tells it.
         before: messages before the question.
         columns: other columns of its row (`data.columns`).
-        seed: of this episode, for environments that draw; 64 bits, the same whenever the episode is begun again.
+        seed: of this episode, for environments that draw; unsigned, 64 bits, the same whenever the episode is begun
+            again.
     """
 
     question: str

@@ -184,7 +184,8 @@ class Guess:
         self._highest, self._most, self._made, self._number = highest, guesses, 0, 0
 
     def start(self, task: Task) -> Turn:
-        self._number = random.Random(task.seed).randint(1, self._highest)
+        # As the host's `_seed`: the numbers of older runs.
+        self._number = random.Random(min(task.seed, 2**64 - task.seed)).randint(1, self._highest)
         rules = f"I think of an integer from 1 to {self._highest}. You have {self._most} guesses; end each with it."
         return Turn((*task.before, Said("user", f"{task.question}\n{rules}" if task.question else rules)))
 

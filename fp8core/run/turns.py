@@ -24,10 +24,11 @@ MOST_OF_QUESTION = 80
 
 
 def task_of(row: Mapping[str, Any], seed: int) -> Task:
-    """The problem of a row of kind `prompts` as an environment gets it."""
+    """The problem of a row of kind `prompts` as an environment gets it; `seed` is the completion's, with a sign."""
     *before, (_, question) = json.loads(row["messages"])
     columns = json.loads(row.get("columns") or "{}")
-    return Task(question, row["reference"], seed, tuple(Said(*message) for message in before), columns)
+    # Generators refuse negative seeds, NumPy's among them.
+    return Task(question, row["reference"], seed % 2**64, tuple(Said(*message) for message in before), columns)
 
 
 def messages_of(problem: Problem, config: RunConfig) -> str:

@@ -71,11 +71,14 @@ def test_a_wait_that_is_bounded_ends_without_a_reply(pool: EnvironmentPool, tmp_
 
 
 def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> None:
-    for sample, seed in enumerate([7, 8, 7]):
+    seeds = [7, 8, 7, -12345 % 2**64]
+    for sample, seed in enumerate(seeds):
         pool.begin((0, sample), Task("draw", "", seed))
-    drawn = collect(pool, 3)
+    drawn = collect(pool, 4)
     assert drawn[0, 0] == drawn[0, 2] != drawn[0, 1]
-    for sample in range(3):
+    # As earlier versions drew, whose seeds had a sign.
+    assert drawn[0, 3] == said(str(random.Random(-12345).random()))
+    for sample in range(4):
         pool.end((0, sample))
 
 

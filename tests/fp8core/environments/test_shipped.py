@@ -154,6 +154,13 @@ def test_every_number_up_to_the_highest_is_drawn() -> None:
         assert any(game.step(Action(number)).outcome == "right" for game in games), number
 
 
+def test_a_seed_of_64_bits_draws_the_number_that_it_drew_with_a_sign() -> None:
+    for signed in (-1, -12345, -(2**63), 2**63 - 1):
+        number = random.Random(signed).randint(1, 100)
+        game = played(Guess(), Task("", "", signed % 2**64))
+        assert game.step(Action(f"{number}")) == Outcome("right", 1.0, info={"guesses": 1})
+
+
 def test_a_game_that_is_lost() -> None:
     game = played(Guess(guesses=3))
     for text in ("none", "9" * 5000):
