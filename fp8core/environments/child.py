@@ -218,12 +218,13 @@ class _EpisodeProcess:
             for name in ("start", "step", "close"):
                 if not callable(getattr(made, name, None)):
                     raise UserError(f"it makes {type(made).__name__}, which has no method {name}")
-            made.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the pool says what was raised
             said = str(error) if isinstance(error, UserError) else described_error(error, self._loaded.file)
             self.say({"failed": said})
         else:
             self.say({"constructed": True})
+            # It passed: whatever `close` raises here may be about what `start` makes.
+            made.close()
 
     def say(self, message: Mapping[str, Any]) -> None:
         self._lines.write(encode(message))

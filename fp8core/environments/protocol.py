@@ -129,7 +129,10 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the episode holds; called once, also after an Outcome."""
+        """Release what the episode holds; called once, also after an Outcome, or where `start` failed.
+
+        A run also makes an environment and closes it without `start`, to try its options; errors of that are ignored.
+        """
         ...
 
 

@@ -161,6 +161,34 @@ def test_an_environment_whose_close_fails_is_not_closed_again(pool: EnvironmentP
     assert (tmp_path / "closed").read_text() == "x"
 
 
+@pytest.mark.parametrize("close", ["self.opened.close()", "raise SystemExit(3)", "os._exit(3)"])
+def test_what_close_does_without_start_refuses_no_run(start_pool: StartPool, tmp_path: Path, close: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OPENS.format(close=close, closed=str(tmp_path / "closed")))
+    pool = start_pool(f"{path}:Opens")
+    assert (tmp_path / "closed").exists(), "what its constructor holds is released"
+    pool.begin((0, 0), Task("", "", 0))
+    assert collect(pool, 1) == {(0, 0): said("open")}
+    pool.end((0, 0))
+
+
+OPENS = """
+import os
+from fp8core.environments.protocol import Said, Turn
+
+class Opens:
+    def start(self, task):
+        self.opened = open(os.devnull)
+        return Turn((Said("user", "open"),))
+
+    def step(self, action): ...
+
+    def close(self):
+        open({closed!r}, "w").close()
+        {close}
+"""
+
+
 def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
     pool = start_pool(f"{hostile_file}:Hostile", at_once=1, limits=LIMITS._replace(timeout_seconds=2.0))
     pool.begin((0, 0), Task("at_close sleep", "", 0))
