@@ -80,7 +80,7 @@ class Outcome:
 
     Attributes:
         outcome: `judge` where the configured verifier is to read the policy's last turn, else as a verdict's.
-        reward: of the last action, beside what the verifier gives it.
+        reward: of the last action, beside what the verifier gives it; a `right` outcome adds nothing to it.
         failed: how many of the last action's calls failed.
         detail: for people, a line.
         info: as a turn's.

@@ -11,7 +11,7 @@ from statistics import fmean
 from fp8core.config.run import RunConfig
 from fp8core.report.chart import counted
 from fp8core.rewards.scorer import OUTCOMES
-from fp8core.store.metrics import CUT_OFF, OUTCOME, SIGNAL, SPREAD, History
+from fp8core.store.metrics import CUT_OFF, OUTCOME, REWARD, SIGNAL, SPREAD, History
 
 # The share of steps from which silence is what a reader has to know first.
 MANY = 1 / 3
@@ -27,15 +27,22 @@ _ADVICE = {
     "right": "choose harder problems",
 }
 """By cause, the first that holds for most completions."""
+_UNREWARDED = 'give each Outcome("right") of the environment its reward, which is 0 by default'
 
 
 @dataclass(frozen=True)
 class Silence:
-    """Steps without a signal, of all steps; `shares` of their completions by outcome, and of those cut off."""
+    """Steps without a signal, of all steps.
+
+    Attributes:
+        shares: of their completions by outcome, and of those cut off.
+        unrewarded: true where an environment gave nothing for right outcomes either.
+    """
 
     silent: int
     steps: int
     shares: Mapping[str, float]
+    unrewarded: bool = False
 
     @property
     def many(self) -> bool:
@@ -57,6 +64,8 @@ class Silence:
     @property
     def advice(self) -> str:
         """The one change that fits the cause."""
+        if self.unrewarded:
+            return _UNREWARDED
         cause = next((name for name in _ADVICE if self._most(name)), None)
         return _UNKNOWN if cause is None else _ADVICE[cause]
 
@@ -85,7 +94,10 @@ def silence(history: History, config: RunConfig | None) -> Silence | None:
     silent = [row for row in measured if row.get(signal, row[SIGNAL]) == 0]
     if not silent:
         return None
-    return Silence(len(silent), len(measured), mean_shares(silent))
+    shares = mean_shares(silent)
+    played = config is not None and config.environment is not None
+    unrewarded = played and shares.get("right", 0.0) > 0 and all(row.get(REWARD) == 0 for row in silent)
+    return Silence(len(silent), len(measured), shares, unrewarded)
 
 
 def mean_shares(history: History) -> dict[str, float]:

@@ -40,6 +40,17 @@ def test_the_advice_fits_the_cause(shares, advised) -> None:
     assert advised in found.advice
 
 
+@pytest.mark.parametrize(
+    ("environment", "reward", "advised"),
+    [("guess", 0.0, 'Outcome("right")'), ("guess", 0.5, "rollout.group_size"), (None, 0.0, "rollout.group_size")],
+)
+def test_right_outcomes_to_which_an_environment_gave_no_reward(environment, reward, advised) -> None:
+    silent = [{**row, "reward/mean": reward} for row in rows({"right": 0.4, "wrong": 0.4, "unparsed": 0.2})]
+    found = silence(silent, load_config("tiny", {"environment": environment and {"name": environment}}))
+    assert found is not None
+    assert advised in found.advice
+
+
 def test_the_shares_are_those_of_the_silent_steps() -> None:
     heard = rows({"right": 1.0}, signal=0.5)
     silent = rows({"unparsed": 1.0, "wrong": 0.0, "cut off": 0.97}, {"unparsed": 0.9, "wrong": 0.1, "cut off": 0.99})
