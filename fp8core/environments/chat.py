@@ -47,9 +47,11 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
         return config.format
     if not tokenizer.has_template:
         return "plain"
-    for mark, name in (("<tool_call>", "qwen"), ("<|python_tag|>", "llama3")):
-        if mark in tokenizer.template:
-            return name
+    # Qwen3-Coder writes XML between the same tags: <tool_call><function=NAME><parameter=NAME>VALUE ...
+    if "<tool_call>" in tokenizer.template and "<function=" not in tokenizer.template:
+        return "qwen"
+    if "<|python_tag|>" in tokenizer.template:
+        return "llama3"
     raise UserError(
         f"environment.format=auto: {tokenizer.where}: the chat template writes no tool calls that are known; set it to "
         "qwen, llama3 or plain, and the first message says how to call"

@@ -40,8 +40,22 @@ def test_a_call_of_the_template_is_read(with_template, template, name):
     assert (call._asdict(), malformed) == (CALL, "")
 
 
-def test_a_template_without_calls_needs_a_setting(with_template, tmp_path):
-    tokenizer = with_template(CHATML)
+XML = """
+{%- for call in messages[-1].tool_calls %}<tool_call>
+<function={{ call.function.name }}>
+{%- for name, value in call.function.arguments | items %}
+<parameter={{ name }}>
+{{ value }}
+</parameter>
+{%- endfor %}
+</function>
+</tool_call>{% endfor %}
+"""
+
+
+@pytest.mark.parametrize("more", ["", XML], ids=["none", "of XML"])
+def test_a_template_without_calls_that_are_known_needs_a_setting(with_template, tmp_path, more):
+    tokenizer = with_template(CHATML + more)
     with pytest.raises(UserError) as refused:
         tool_calls_of(AUTO, tokenizer)
     assert str(refused.value) == (
