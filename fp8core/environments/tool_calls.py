@@ -6,6 +6,7 @@ stored and sent: JSON of bounded depth and number, without NaN, infinities and l
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from fp8core.environments.protocol import Tool, ToolCall
 MOST_CALLS = 64
 """Of a turn; with more an environment gets none, and is told."""
 DEEPEST = 32
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+"""Around a call of `qwen`."""
+_THOUGHT = re.compile("(</?think>)")
 
 
 class Parsed(NamedTuple):
@@ -39,15 +43,13 @@ def _unread(error: _Malformed, tools: Sequence[Tool]) -> Parsed:
 
 
 def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, after what was thought."""
-    _thought, closed, rest = text.rpartition("</think>")
-    if not closed and "<think>" in text:
-        return Parsed()
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, outside of what was thought."""
+    rest = _without_thoughts(text)
     calls, end = list[ToolCall](), 0
     try:
-        while (start := rest.find("<tool_call>", end)) >= 0:
-            start += len("<tool_call>")
-            end = rest.find("</tool_call>", start)
+        while (start := rest.find(_CALL, end)) >= 0:
+            start += len(_CALL)
+            end = rest.find(_CALL_END, start)
             if end < 0:
                 raise _Malformed("<tool_call> is not closed")
             value, rest_at = _read_json(rest[start:end].strip(), 0)
@@ -58,6 +60,30 @@ def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
     except _Malformed as error:
         return _unread(error, tools)
     return Parsed(tuple(calls))
+
+
+def _without_thoughts(text: str) -> str:
+    """The text outside of thoughts, each from `<think>` to `</think>`; neither is a mark within the JSON of a call.
+
+    The template may have begun the first thought. One without an end lasts up to the end of the text.
+    """
+    kept, thinking, marked = list[str](), False, False
+    for number, piece in enumerate(text.split(_CALL)):
+        body, closed, after = piece.partition(_CALL_END)
+        given = body.strip()
+        whole = number > 0 and closed and given.startswith("{") and given.endswith("}")
+        if whole and not thinking:
+            kept.append(_CALL + body + _CALL_END)
+        free = after if whole else _CALL * (number > 0) + piece
+        for part in _THOUGHT.split(free):
+            if part == "</think>" and not marked:
+                kept.clear()
+            if part in ("<think>", "</think>"):
+                thinking, marked = part == "<think>", True
+            elif not thinking:
+                kept.append(part)
+    # Apart: what stood around a thought is no tag together.
+    return "\n".join(kept)
 
 
 def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:

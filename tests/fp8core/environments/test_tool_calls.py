@@ -12,6 +12,8 @@ EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}
 ONE = (Tool("calculate", "", EXPRESSION),)
 TWO = (*ONE, Tool("guess", "", {"properties": {"number": {}}}), Tool("add", "", {"properties": {"a": {}, "b": {}}}))
 QWEN = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "3*4"}}\n</tool_call>'
+MARKS = ("calculate", {"expression": "</think> and <think>"})
+SAYS_MARKS = QWEN.replace("3*4", MARKS[1]["expression"])
 LLAMA = '{"name": "calculate", "parameters": {"expression": "3*4"}}'
 CALL = ("calculate", {"expression": "3*4"})
 SURROGATE = r'{"name": "\ud800", "arguments": {}, "parameters": {}}'
@@ -35,6 +37,15 @@ def parse(form, text, tools=ONE):
         ("qwen", f"<think>\nI wonder\n</think>\n\n{QWEN}", [CALL]),
         ("qwen", f"<think>\n{QWEN}", []),
         ("qwen", f"thoughts begun by the template</think>{QWEN}", [CALL]),
+        ("qwen", f"thoughts begun by the template, as {QWEN}</think>The answer is 12.", []),
+        ("qwen", f"thoughts of a <tool_call> tag</think>{QWEN}", [CALL]),
+        ("qwen", SAYS_MARKS, [MARKS]),
+        ("qwen", f"<think>\nI wonder\n</think>\n\n{SAYS_MARKS}", [MARKS]),
+        ("qwen", f"<think>\n{SAYS_MARKS}</think>The answer is 12.", []),
+        ("qwen", f"<think>\n{SAYS_MARKS}", []),
+        ("qwen", f"thoughts</think>{QWEN}</think>", [CALL]),
+        ("qwen", f"<think>a</think>{QWEN}<think>or {QWEN}</think>{SAYS_MARKS}", [CALL, MARKS]),
+        ("qwen", "<tool<think>a</think>_call>{}", []),
         ("qwen", "The answer is 12.", []),
         ("qwen", '<tool_call>{"name": "é☃", "arguments": {"a": [1, null, {"b": 2.5}]}}</tool_call>', None),
         ("llama3", LLAMA, [CALL]),
@@ -145,6 +156,7 @@ HOSTILE = [
     "<tool_call>{" * N,
     "<think>" * N,
     "</think>" * N,
+    "<tool_call>{</think>}</tool_call><think>" * N,
     "[" * N,
     "]" * N,
     "[" * N + "]" * N,
