@@ -143,6 +143,20 @@ _WRITTEN = {
 }
 
 
+def uncallable(tool_calls: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
+    """The first tool of which a format has no valid call, and why; None: there is none.
+
+    `tool_calls`: a key of `TOOL_CALLS`. In formats of JSON every tool has one.
+    """
+    if TOOL_CALLS[tool_calls] is not parse_plain:
+        return None
+    for tool in tools:
+        _, malformed = parse_plain("[1]" if len(tools) == 1 else f"[{tool.name}:1]", tools)
+        if malformed:
+            return tool.name, malformed
+    return None
+
+
 def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
     """The tools that there are and how a call is written, for a model whose chat template leaves them out.
 

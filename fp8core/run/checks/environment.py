@@ -7,7 +7,8 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import ADDED_TOKENS, Problem, encode_prompt, longest_prompt, prompt_text, refuse_length
 from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
 from fp8core.environments.protocol import Action, Outcome, Turn
-from fp8core.errors import InvalidReply, UserError
+from fp8core.environments.tool_calls import uncallable
+from fp8core.errors import InvalidReply, UserError, printable
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rollout.engine import sample_seed
 from fp8core.rollout.episodes import Pool
@@ -98,6 +99,18 @@ def refuse_invalid(replies: Trial, config: RunConfig) -> None:
     if isinstance(reply, Outcome) and (invalid := InvalidReply.read(reply.detail)) is not None:
         asked = "start" if len(replies) == 1 else "step, with an empty answer"
         raise UserError(f"environment.name={config.environment.name}: {asked}: {invalid}")
+
+
+def refuse_uncallable(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError: a tool that an environment told in its `trial` has no valid call in the format of calls."""
+    assert config.environment is not None, "a trial is of an environment"
+    first, tool_calls = replies[0], tool_calls_of(config.environment, tokenizer)
+    if isinstance(first, Turn) and (found := uncallable(tool_calls, first.tools)) is not None:
+        tool, why = (printable(text) for text in found)
+        raise UserError(
+            f"environment.name={config.environment.name}: environment.format={config.environment.format}: no call of "
+            f"the tool {tool} can be valid in the format {tool_calls}: {why}"
+        )
 
 
 def check_observation(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -> None:

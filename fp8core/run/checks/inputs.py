@@ -21,7 +21,14 @@ from fp8core.rl.objective import refuse_unmeant_loss
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
-from fp8core.run.checks.environment import check_observation, check_openings, failed_trial, refuse_invalid, trial
+from fp8core.run.checks.environment import (
+    check_observation,
+    check_openings,
+    failed_trial,
+    refuse_invalid,
+    refuse_uncallable,
+    trial,
+)
 from fp8core.store.ledger import START
 
 
@@ -31,8 +38,8 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         UserError: as `build_base` (but for broken values of weights), `find_teacher`, `own_demonstrations`,
             `build_source`, `build_verifier`, `refuse_other_data`, `check_opened`, `check_new`,
-            `StoredCheckpoint.check_head`, `tool_calls_of`, `build_environment`, `check_openings` and
-            `check_observation` have it.
+            `StoredCheckpoint.check_head`, `tool_calls_of`, `build_environment`, `check_openings`, `refuse_uncallable`
+            and `check_observation` have it.
     """
     source = build_source(config.data, config.evaluation)
     if (ledger := stored_ledger(config)) is not None:
@@ -55,8 +62,10 @@ def check_inputs(config: RunConfig) -> None:
         with closing(build_environment(config.environment)) as pool:
             problems = list(source.to_check())
             check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), pool, config.seed)
-            if is_new and base.tokenizer.has_template:
-                check_observation(trial(problems[0], config, pool), config, base.tokenizer)
+            if is_new:
+                replies = trial(problems[0], config, pool)
+                refuse_uncallable(replies, config, base.tokenizer)
+                check_observation(replies, config, base.tokenizer)
 
 
 def check_opened(
@@ -135,12 +144,14 @@ def try_environment(
     """Begin an episode of each of these problems, and play one.
 
     Raises:
-        UserError: as `check_openings`; of a new run also as `refuse_invalid` and `check_observation`.
+        UserError: as `check_openings`; of a new run also as `refuse_invalid`, `refuse_uncallable` and
+            `check_observation`.
     """
     check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
     replies = trial(problems[0], config, environment)
     if is_new:
         refuse_invalid(replies, config)
+        refuse_uncallable(replies, config, base.tokenizer)
     if (failure := failed_trial(replies, config)) is not None:
         console.note(failure)
     if is_new:

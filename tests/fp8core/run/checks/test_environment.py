@@ -153,6 +153,30 @@ def test_a_first_message_that_has_no_tokens_is_refused():
         check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
 
 
+TELLS = "Turn((Said('user', task.question),), tools=[Tool(name, '', parameters) for name, parameters in {}])"
+ONE, TWO, NONE = ({"properties": dict.fromkeys(names, {})} for names in ("x", "xy", ""))
+
+
+@pytest.mark.parametrize(
+    ("tools", "form", "error"),
+    [
+        ([("mul", TWO)], "plain", "no call of the tool mul can be valid in the format plain: mul takes 2 arguments"),
+        ([("add", ONE), ("now", NONE)], "plain", "no call of the tool now can be valid .*: now takes 0 arguments"),
+        ([("add", ONE), ("a:b", ONE)], "plain", "no call of the tool a:b can be valid .*: no tool is called 'a'"),
+        ([("add", ONE), ("neg", ONE)], "plain", None),
+        ([("a:b", ONE)], "plain", None),
+        ([("mul", TWO)], "qwen", None),
+    ],
+)
+def test_a_tool_that_the_format_cannot_call_is_refused(checked, tmp_path, tools, form, error):
+    place = tmp_path / "own.py"
+    told = place.read_text().replace('Turn((Said("system", rules), Said("user", task.question)))', TELLS.format(tools))
+    place.write_text(told)
+    refused = nullcontext() if error is None else pytest.raises(UserError, match=rf"^environment\.name=.*: {error}")
+    with refused:
+        checked(SHORT, settings={"environment.format": form})
+
+
 def tried(tmp_path, line):
     """The configuration of an environment whose `step` is this line, and what it replies to a trial."""
     place = tmp_path / "own.py"
