@@ -96,8 +96,8 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
 
-    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. It says where prompts
-    differ, and its data and model were checked when the run began.
+    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. Data and model of a
+    replay were checked when its run began, and the comparison shows prompts that differ.
 
     Raises:
         UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data

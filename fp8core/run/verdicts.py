@@ -30,7 +30,7 @@ JUDGE = "judge"
 def counts(outcome: str, config: RunConfig) -> bool:
     """True if a completion with this outcome counts in the loss and in the baseline of its group.
 
-    What an episode earned before its environment failed is a part of its reward, and compares with no other.
+    An episode whose environment fails has a part of its reward, which cannot be compared with other rewards.
     """
     left_out = config.environment is not None and config.environment.failed == "leave_out"
     return not (left_out and outcome in UNCHECKED_OUTCOMES)
