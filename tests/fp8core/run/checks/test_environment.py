@@ -154,7 +154,7 @@ def test_a_first_message_that_has_no_tokens_is_refused():
 
 
 TELLS = "Turn((Said('user', task.question),), tools=[Tool(name, '', parameters) for name, parameters in {}])"
-ONE, TWO, NONE = ({"properties": dict.fromkeys(names, {})} for names in ("x", "xy", ""))
+ONE, TWO, NONE = ({"properties": {name: {} for name in names}} for names in ("x", "xy", ""))
 
 
 @pytest.mark.parametrize(
