@@ -218,7 +218,7 @@ class _EpisodeProcess:
             for name in ("start", "step", "close"):
                 if not callable(getattr(made, name, None)):
                     raise UserError(f"it makes {type(made).__name__}, which has no method {name}")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the pool says what was raised
+        except BaseException as error:  # noqa: BLE001 - the pool says what was raised
             said = str(error) if isinstance(error, UserError) else described_error(error, self._loaded.file)
             self.say({"failed": said})
         else:
@@ -243,7 +243,7 @@ class _EpisodeProcess:
                 raise ValueError(f"a reply of {size:,} bytes; at most {self._limits.reply_bytes:,}")
             if isinstance(reply, Outcome):
                 self._close()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the outcome says what was raised
+        except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
             reply = Outcome("crashed", detail=described_error(error, self._loaded.file)[:DETAIL_CHARACTERS])
             message = reply_message(reply)
         signal.setitimer(signal.ITIMER_PROF, 0)

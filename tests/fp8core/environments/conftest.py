@@ -84,6 +84,9 @@ class Hostile:
     def do_interrupt(self, text):
         raise KeyboardInterrupt
 
+    def do_leave(self, text):
+        raise GeneratorExit("early")
+
     def do_abort(self, text):
         os.abort()
 
