@@ -89,7 +89,8 @@ def failed_trial(replies: Trial, config: RunConfig) -> str | None:
     if isinstance(reply, Turn) or reply.outcome not in UNCHECKED_OUTCOMES:
         return None
     how = ended_as(reply.outcome, reply.detail)
-    return f"environment.name={config.environment.name}: an episode whose first answer is empty ends as {how}"
+    when = "at its start" if len(replies) == 1 else "after an empty answer"
+    return f"environment.name={config.environment.name}: an episode ends {when} as {how}"
 
 
 def refuse_invalid(replies: Trial, config: RunConfig) -> None:

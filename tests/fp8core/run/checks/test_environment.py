@@ -9,6 +9,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
+from fp8core.environments.protocol import Outcome
 from fp8core.errors import UserError
 from fp8core.run.build import build_base, build_environment
 from fp8core.run.checks.environment import failed_trial, refuse_invalid, trial
@@ -193,7 +194,7 @@ def tried(tmp_path, line):
     [
         (
             "return nothing",
-            r"environment\.name=.*own\.py:Own: .* is empty ends as crashed: NameError: .* \(own\.py:20\)$",
+            r"environment\.name=.*own\.py:Own: .* after an empty answer as crashed: NameError: .* \(own\.py:20\)$",
         ),
         ('return Outcome("wrong")', None),
     ],
@@ -202,6 +203,14 @@ def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
     config, replies = tried(tmp_path, line)
     found = failed_trial(replies, config)
     assert found is None if said is None else re.match(said, found)
+
+
+def test_an_environment_that_fails_at_its_start_heard_no_answer():
+    config = load_config("tiny", {"environment": {"name": "guess"}})
+    found = failed_trial([Outcome("crashed", detail="ServerError: /reset answered 500")], config)
+    assert found == (
+        "environment.name=guess: an episode ends at its start as crashed: ServerError: /reset answered 500"
+    )
 
 
 @pytest.mark.parametrize(
