@@ -1,11 +1,16 @@
 """A completion ends with the token that completes a stop string, and is until there what it was without."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
+from fp8core.config.reward import RewardConfig
+from fp8core.rewards.verifier import build_verifier
 from fp8core.rollout.engine import Completion
 from fp8core.run.player import cut_at
 from fp8core.run.turns import text_until
+from fp8core.run.verdicts import answer_to
 
 SAID = "12 and 5 give the answer.\n#### 17 apples </a> and more </a>"
 
@@ -34,6 +39,19 @@ def test_the_first_complete_string_ends_it(bpe_tokenizer, strings, text):
         assert not any(string in bpe_tokenizer.decode(found.tokens[:-1]) for string in strings)
     else:
         assert found == written
+
+
+def test_the_string_that_is_complete_first_ends_a_text_whatever_their_order():
+    assert text_until("a#b$c", ["$", "#"]) == text_until("a#b$c", ["#", "$"]) == "a#"
+
+
+def test_to_a_verifier_a_stop_string_is_an_end_and_a_cut_is_none():
+    """The reward for a format is for completions that have ended."""
+    asked = {"text": "1+2=", "reference": "3"}
+    given = [answer_to(asked, "<a>1+2</a>#3", finish) for finish in ("stop_string", "stop", "length")]
+    assert [answer.finish for answer in given] == ["stop", "stop", "length"]
+    with closing(build_verifier(RewardConfig.model_validate({"format": {"tags": ["<a>", "</a>"]}}))) as verifier:
+        assert [verdict.added[0].score for verdict in verifier.verify(given)] == [1, 1, 0]
 
 
 def test_a_run_trains_on_what_is_left(whole_run, loop_run):
