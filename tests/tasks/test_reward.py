@@ -4,13 +4,16 @@ import shutil
 import zlib
 from collections import Counter
 
+import pyarrow as pa
 import pytest
 
+from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.rewards.verifier import ChainVerifier, InProcess
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried, finished_steps
 from fp8core.run.loop import train
+from fp8core.run.step_metrics import reward_metrics
 from tasks.reward import reward_table
 
 # An answer of the untrained policy is noise; a hash decides.
@@ -137,3 +140,11 @@ def test_finished_groups_are_handed_to_the_verifier_before_the_reward_step(run_c
         train(run)
     assert begun
     assert sorted(answer for group in begun for answer in group) == sorted(verified[0])
+
+
+def test_the_spread_of_rewards_is_that_of_the_rewards_themselves():
+    """And is no estimate for a population: of 0 and 1 it is a half."""
+    row = {"group": 0, "outcome": "right", "keep": True}
+    rewards = pa.Table.from_pylist([{**row, "sample": sample, "reward": float(sample)} for sample in (0, 1)])
+    metrics = reward_metrics(rewards, load_config("tiny"))
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
