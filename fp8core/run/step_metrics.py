@@ -85,8 +85,11 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
     """
     table = turns.to_pylist()
     episodes = [list(group) for _, group in groupby(table, key_of)]
+    # An episode that never began has a token in place of all that, which the environment did not write.
     observed = [
-        rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of) for rows_of in episodes
+        rows_of[-1]["observation_end"] - sum(row["end"] - row["begin"] for row in rows_of)
+        for rows_of in episodes
+        if rows_of[-1]["turn"]
     ]
     told: dict[str, list[float]] = {}
     for row in table:
