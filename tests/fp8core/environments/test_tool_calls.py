@@ -57,6 +57,9 @@ def parse(form, text, tools=ONE):
         ("plain", "so [3*4] and [3*4]", [CALL, CALL]),
         ("plain", "#12", []),
         ("plain", "]", []),
+        ("qwen", QWEN * MOST_CALLS, [CALL] * MOST_CALLS),
+        ("llama3", ";".join([LLAMA] * MOST_CALLS), [CALL] * MOST_CALLS),
+        ("plain", "[3*4]" * MOST_CALLS, [CALL] * MOST_CALLS),
     ],
 )
 def test_calls(form, text, calls):

@@ -9,7 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
-from fp8core.rewards.scorer import Answer
+from fp8core.rewards.scorer import RIGHT, Added, Answer, Verdict
 from fp8core.rewards.verifier import build_verifier
 from fp8core.run.verdicts import failures
 
@@ -71,6 +71,14 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
         verdicts({"others": failing[1:]}, "#3", "a#3")
     config = load_config("tiny", {"reward.others": [other]})
     assert own_code(config) == {"reward.others.vowels": other["verifier"]}
+
+
+def test_failures_of_the_main_verifier_hide_none_of_the_others():
+    added = (Added("mine", 0.0, 1.0, "crashed"),)
+    remark = failures("chain", [RIGHT, Verdict(0.0, "timeout", "too slow", "mine: a bug", added), RIGHT])
+    assert remark is not None
+    assert remark.startswith("1 of 3 answers could not be checked (1 timed out): too slow")
+    assert "; not checked: 1 of 3 by reward.others.mine: " in remark
 
 
 @pytest.mark.parametrize("name", ["mean", "outcome_right", "verdict", "Polite"])
