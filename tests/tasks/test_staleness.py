@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from statistics import fmean, pstdev
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from fp8core.rl.losses import ClipRange
 from fp8core.rl.staleness import lag_metrics
 from fp8core.run.checks.settings import uncorrected_lag
 from fp8core.run.commit import stored_metrics
+from fp8core.run.step_metrics import age_metrics
 from fp8core.store.diff import compare
 from fp8core.store.run_view import RunView
 
@@ -102,6 +104,22 @@ def test_the_sample_size_by_age_is_of_weights_with_the_cap_of_the_correction(cap
     capped = [min(math.exp(each), cap) for each in d[0].tolist()]
     expected = fmean(capped) ** 2 / fmean(v * v for v in capped)
     assert [found["ess"], found["ess_age_0"]] == pytest.approx([expected, expected], rel=1e-6)
+
+
+def test_dropped_completions_have_no_part_in_what_a_correction_does():
+    rollouts = {"written": [[True, True], [True]], "versions": [[1, 2], [0]], "logprobs": [[-1.0, -1.0], [-1.0]]}
+    scored, rewards = {"logprobs": [[-1.5, -1.0], [-9.0]]}, {"keep": [True, False]}
+    config = load_config("tiny", SETTINGS)
+
+    def measured(count):
+        tables = ({name: rows[:count] for name, rows in each.items()} for each in (rollouts, rewards, scored))
+        return age_metrics(*(pa.table(each) for each in tables), 2, config)
+
+    both, kept = measured(2), measured(1)
+    assert both["rollout/staleness_max"] == 2
+    assert {n: v for n, v in both.items() if n.startswith("correction/")} == {
+        n: v for n, v in kept.items() if n.startswith("correction/")
+    }
 
 
 def test_the_stream_is_counted(lagging):
