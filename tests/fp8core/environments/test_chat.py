@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, QWEN3
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from fp8core.environments.chat import LongTextError, ObservationError, Talk
 from fp8core.environments.protocol import Said, Tool, Turn
@@ -17,8 +17,8 @@ TOOL = Tool("calculate", "Calculates <b>anything</b>.", PARAMETERS)
 QUESTION = Said("user", " What is 3*4? ")
 
 
-def build(template, eos, normalizer=None, normalized=False):
-    """A byte for a token, and the control tokens of both families."""
+def build(template, eos, normalizer=None, normalized=False, first=None):
+    """A byte for a token, and the control tokens of both families; `first`: one that begins each sequence."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -27,6 +27,10 @@ def build(template, eos, normalizer=None, normalized=False):
     backend.normalizer = normalizer
     backend.add_special_tokens([AddedToken(text, special=True, normalized=normalized) for text in CONTROLS])
     backend.add_tokens([AddedToken(text, special=False, normalized=normalized) for text in NAMED])
+    if first is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, backend.token_to_id(first))]
+        )
     ends = frozenset(backend.token_to_id(text) for text in ("<|eot_id|>", "<|eom_id|>", "<|im_end|>"))
     config = {"eos_token": eos, "bos_token": "<|begin_of_text|>"}
     return Tokenizer(backend, config, ends, template, "a folder")
@@ -118,6 +122,16 @@ def test_the_end_of_a_turn_is_written_once():
         conversation = Talk(LLAMA, "llama3").open(Turn((QUESTION,)))
         ended = None if last is None else LLAMA.encode(last)[0]
         assert shown(LLAMA, conversation.observe([Said("user", "x")], ended)).startswith(first)
+
+
+def test_where_a_template_ends_turns_with_text_all_of_it_is_observed():
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    )
+    tokenizer = build(template, "<|im_end|>")
+    conversation = Talk(tokenizer, "plain").open(Turn((QUESTION,)))
+    observed = conversation.observe([Said("user", "x")], tokenizer.end_id)
+    assert shown(tokenizer, observed) == "\n[user]x\n[assistant]"
 
 
 def test_thoughts_of_earlier_turns_stay():
@@ -225,6 +239,13 @@ def test_without_a_template():
     for said in ("é", "$"):
         with pytest.raises(ObservationError):
             conversation.observe([Said("tool", said)], tokenizer.end_id)
+
+
+def test_without_a_template_the_tokenizer_begins_a_sequence_once():
+    tokenizer = build(None, "<|im_end|>", first="<|begin_of_text|>")
+    conversation = Talk(tokenizer, "plain").open(Turn((Said("user", "3*4="),)))
+    assert shown(tokenizer, conversation.prompt) == "<|begin_of_text|>3*4="
+    assert shown(tokenizer, conversation.observe([Said("tool", "12")], tokenizer.end_id)) == "=12"
 
 
 def test_megabytes_are_cut_in_time():
