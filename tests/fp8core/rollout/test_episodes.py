@@ -1,5 +1,6 @@
 """Episodes of several turns: exact, the same in any order of replies, and ended by their budgets."""
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -192,6 +193,22 @@ def test_the_order_of_replies_changes_nothing(pair, in_turn):
     assert play(pair.engine, ScriptedPool(talkative, order=2), build_tasks(3, 4)) == in_turn
 
 
+class LatePool(ScriptedPool):
+    """The opening of the first sample comes with the answer to the first turn of the second."""
+
+    def replies(self, wait, most_seconds=math.inf):
+        late = [reply for reply in self._replies if reply[0] == (0, 0) and not self.acted[0, 1]]
+        self._replies = [reply for reply in self._replies if reply not in late]
+        found = super().replies(wait, most_seconds)
+        self._replies += late
+        return found
+
+
+def test_a_late_opening_changes_nothing_for_those_that_have_begun(pair, in_turn):
+    tasks = {key: task for key, task in build_tasks(3, 4).items() if key in ((0, 0), (0, 1))}
+    assert play(pair.engine, LatePool(talkative), tasks) == in_turn[:2]
+
+
 @pytest.mark.parametrize("max_batch", [1, 64])
 def test_the_batch_changes_nothing(shape, pair_of, in_turn, max_batch):
     engine = pair_of(FP8, shape, max_batch=max_batch).engine
@@ -350,6 +367,20 @@ def test_episodes_that_never_begin(pair, opening, finish, outcome, detail):
     assert (done.finish, episode.outcome, episode.turns) == (finish, outcome, ())
     assert detail in episode.detail
     assert (episode.prompt, done.tokens, done.logprobs, done.written) == ((9,), [TOKENIZER.end_id], [0.0], [False])
+
+
+@pytest.mark.parametrize(("length", "begins"), [(30, True), (31, False)])
+def test_first_messages_may_be_as_long_as_a_prompt(pair, length, begins):
+    pool = ScriptedPool(lambda *_: Outcome("right"), opening=Turn((Said("user", "1" * length),)))
+    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
+    assert (episode.outcome, len(episode.turns)) == (("right", 1) if begins else ("unparsed", 0))
+
+
+def test_what_an_environment_gives_for_its_opening_is_a_part_of_the_reward(pair):
+    pool = ScriptedPool(talkative, opening=Turn((Said("user", "1="),), reward=0.125))
+    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)})
+    assert episode.reward == 0.125 + sum(turn.reward for turn in episode.turns)
+    assert len(episode.turns) == TURNS
 
 
 @pytest.mark.parametrize("said", ["é", "1$2", "\ud800"])
