@@ -300,7 +300,7 @@ def test_a_resumed_run_begins_no_finished_episode_again(loop_run, settings, mode
     (tmp_path / "uneven.py").write_text(UNEVEN)
     # The stream's second batch is played beside the first update.
     step, batch = (1, 2) if mode == "one_step_off" else (1, 1)
-    seeds = {(group, sample): sample_seed(0, batch, group, sample) for group in range(2) for sample in range(4)}
+    seeds = {(group, sample): sample_seed(0, batch, group, sample) % 2**64 for group in range(2) for sample in range(4)}
     options = {"folder": str(tmp_path), "long": [seeds[0, 0], seeds[1, 2]]}
     environment = {"name": f"{tmp_path / 'uneven.py'}:Uneven", "options": options, "max_turns": 12, "turn_tokens": 2}
     whole = loop_run("whole", **settings | {"environment": environment, "pipeline.mode": mode, "steps": step})

@@ -214,7 +214,7 @@ def test_a_problem_that_its_environment_makes_too_long_is_refused(run, ask, spea
 
 def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, capfd):
     """All of them are no measurement. The problems fit as the first sample of each begins."""
-    seeds = [sample_seed(0, 0, group, 0) for group in range(2)]
+    seeds = [sample_seed(0, 0, group, 0) % 2**64 for group in range(2)]
     overrides = speaking(f"if task.seed not in {seeds}: {LONG}\n        self._question = task.question")
     state = ask(run.folder, prompts=2, samples=4, overrides=overrides)
     assert state.is_completed(), state.message

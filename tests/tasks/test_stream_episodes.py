@@ -300,7 +300,7 @@ def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, s
 
 def test_a_prompt_whose_episodes_all_fail_does_not_stand_for_its_step(loop_run, settings, tmp_path):
     """It is over beside the update, before another prompt of its step has entered."""
-    place, seeds = tmp_path / "fails.py", [sample_seed(0, 2, 0, sample) for sample in range(4)]
+    place, seeds = tmp_path / "fails.py", [sample_seed(0, 2, 0, sample) % 2**64 for sample in range(4)]
     begins, answers = "self._question = task.question", "said, self._next ="
     text = DIGITS.replace(begins, f"self._seed = task.seed\n        {begins}")
     place.write_text(text.replace(answers, f"assert self._seed not in {seeds}\n        {answers}", 1))
