@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import zlib
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -231,6 +232,27 @@ def test_episodes_have_seeds_of_their_own_when_held_out(loop_run, tmp_path):
     turns = run.store.get_table(run.ledger.artifacts(0)["heldout_turns"]).to_pylist()
     drawn = [row["info"] for row in turns if not row["turn"]]
     assert len({*drawn}) > len(drawn) // 2
+
+
+def test_held_out_episodes_are_judged_by_their_last_turn(loop_run, tmp_path):
+    """By a verifier that tells one text from any other."""
+    place = tmp_path / "three.py"
+    place.write_text(DIGITS.replace("len(action.text) % 3", "1"))
+    (tmp_path / "own.py").write_text(
+        "import zlib\n"
+        "def score(prompt, completion, reference, finish):\n"
+        "    return zlib.crc32(completion.encode()) / 2**32\n"
+    )
+    settings = {"environment": {"name": f"{place}:Digits", "turn_tokens": 3}, "rollout.max_new_tokens": 32, "steps": 1}
+    run = loop_run("judged", **settings, **{"reward.verifier": f"{tmp_path / 'own.py'}:score", "reward.workers": 1})
+    artifacts = run.ledger.artifacts(1)
+    turns = run.store.get_table(artifacts["heldout_turns"]).to_pylist()
+    last = {row["group"]: row for row in turns}
+    first = {row["group"]: row for row in turns if row["turn"] == 1}
+    assert {row["outcome"] for row in last.values()} == {"judge"}
+    found = [*run.store.get_json(artifacts["evaluation"])["scores"].values()]
+    scores = [[zlib.crc32(row["text"].encode()) / 2**32 for row in rows.values()] for rows in (last, first)]
+    assert sorted(found) == sorted(scores[0]) != sorted(scores[1])
 
 
 def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_path):
