@@ -25,10 +25,10 @@ class HostedEngine:
         self.tokenizer_manager = self
         self._scheduler = started_scheduler()
 
-    async def async_generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
-        """Outputs of all requests."""
+    async def async_generate(self, input_ids: list[int], **_: Any) -> dict[str, Any]:
+        """Output of a request."""
         about = {"output_token_logprobs": [(-1.0, 7, None)] * TOKENS, "finish_reason": {"type": "length"}}
-        return [{"output_ids": [7] * TOKENS, "meta_info": about} for _ in input_ids]
+        return {"output_ids": [7] * TOKENS, "meta_info": about}
 
     def abort_request(self, abort_all: bool) -> None:
         """Nothing runs on."""

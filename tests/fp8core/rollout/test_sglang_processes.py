@@ -16,7 +16,7 @@ from fp8core.rollout.sglang.host import ADD, serve
 # Python and torch start twice as slowly beside other tests.
 STARTED = 120.0
 StartHost = Callable[[Callable[..., Any]], tuple[HostPipe, Any]]
-ARGUMENTS = {"model_path": "unused", "custom_weight_loader": ["unused"]}
+ARGUMENTS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_running_requests": 9}
 pytestmark = pytest.mark.timeout(300)
 
 
