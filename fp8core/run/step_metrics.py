@@ -49,7 +49,8 @@ def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None 
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
-        "reward/std": float(values[counted].std(correction=0)),
+        # A replay may find that all episodes failed.
+        "reward/std": float(values[counted].std(correction=0)) if counted.any() else 0.0,
         "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},
