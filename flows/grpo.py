@@ -147,12 +147,13 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
     if config.cluster.address is not None or platform != HOPPER:
         return None
     folders = kernel_folders()
-    if config.cluster.used:
-        compiled = compile_kernels(config, platform, folders, console.compiling)
-    else:
-        # The engine starts in this process, which waits for others now.
-        libraries = engine_entry(config).import_libraries
-        compiled = compile_kernels(config, platform, folders, console.compiling, libraries)
+    with console.part("compiling kernels") as progress:
+        if config.cluster.used:
+            compiled = compile_kernels(config, platform, folders, progress)
+        else:
+            # The engine starts in this process, which waits for others now.
+            libraries = engine_entry(config).import_libraries
+            compiled = compile_kernels(config, platform, folders, progress, libraries)
     if compiled.done:
         console.note(str(compiled))
     return folders if compiled.jobs else None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from fp8core.config.steps import NoOptions
+from fp8core.progress import tell_progress
 from fp8core.rollout.episode import Episode
 from fp8core.run.context import RunContext
 from fp8core.run.player import EpisodePlayer
@@ -98,7 +99,10 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
     with environment_of(run, index, "turns") as pool:
         played = player.play(run.ready_engine(), open_groups, rows, sampling, pool)
+        finished_now = 0
         for batch in while_going(run, played):
+            finished_now += len(batch)
+            tell_progress(finished_now, sum(len(group.samples) for group in open_groups))
             table = table_of(batch)
             shards.append(table)
             tables.append(table)

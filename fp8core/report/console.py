@@ -4,7 +4,6 @@ Tables and numbers stay within the width; paths and commands are printed whole, 
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8core.errors import printable
+from fp8core.progress import Part, clock
 from fp8core.report.chart import counted, short
 from fp8core.report.silence import Silence
 from fp8core.report.summary import CURVES, MISSING, REPORT, Summary
@@ -29,7 +29,6 @@ BRACKETS_LEGEND = "held-out in brackets: of an earlier step, as this one was not
 SILENT = "!"
 SILENT_LEGEND = f"{SILENT}: the rewards of every group were equal, so no completion had an advantage"
 HEADER_EVERY = 20
-WARM_START_LINES = 10
 _LEAST_SHARE_SHOWN = 0.01
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 # The column of a run that generates ahead.
@@ -62,8 +61,6 @@ class Console:
         self._bracketed = False
         self._silent = False
         self._seconds = list[float]()
-        self._warm_start: float | None = None
-        self._compiling: float | None = None
         roomy = self._console.width >= _ROOMY
         shown = [name for name in _COLUMNS if name != "tokens/s" or roomy]
         self._gap = "  " if roomy else " "
@@ -78,27 +75,9 @@ class Console:
         """A line of plain text."""
         self._whole_line(Text(printable(text)))
 
-    def warm_start(self, step: int, steps: int, loss: float) -> None:
-        """Progress of the warm start; called at every step, it prints a tenth of them and the last."""
-        if self._warm_start is None:
-            self._warm_start = time.perf_counter()
-        if step == steps or step % max(1, steps // WARM_START_LINES) == 0:
-            width = len(str(steps))
-            line = f"warm start  step {step:>{width}}/{steps}  loss {loss:.4f}"
-            # The time of the first step is not known.
-            if step > 1:
-                rate = (step - 1) / (time.perf_counter() - self._warm_start)
-                left = f"  {_clock((steps - step) / rate)} left" if step < steps else ""
-                line += f"  {rate:.3g} steps/s{left}"
-            self._console.print(line)
-
-    def compiling(self, done: int, jobs: int) -> None:
-        """Progress of compilation; called before and after every job, it prints a tenth of them."""
-        if self._compiling is None:
-            self._compiling = time.perf_counter()
-        if done == jobs or done % max(1, jobs // WARM_START_LINES) == 0:
-            seconds = time.perf_counter() - self._compiling
-            self._console.print(f"compiling  {done:>{len(str(jobs))}}/{jobs} jobs  {seconds:.0f} s")
+    def part(self, name: str) -> Part:
+        """A part of the work, with lines of progress where it takes long."""
+        return Part(name, self.note)
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
         """Accuracy of each demonstration style; those below their target are warned of."""
@@ -161,7 +140,7 @@ class Console:
             "differ": _number(metrics, TOKENS_DIFFERING, ".0f"),
             "seconds": f"{seconds:.2f}",
             "tokens/s": f"{metrics[TOKENS] / seconds:,.0f}" if TOKENS in metrics else MISSING,
-            "left": _clock(sum(newest) / len(newest) * (self._steps - step)),
+            "left": clock(sum(newest) / len(newest) * (self._steps - step)),
             "age": _number(metrics, STALENESS, ".2f"),
         }
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
@@ -271,13 +250,6 @@ def _end_of(text: Text, width: int) -> Text:
     backwards = Text(text.plain[::-1])
     backwards.truncate(width, overflow="ellipsis")
     return Text(backwards.plain[::-1])
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds, without what is zero in front."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _number(metrics: Mapping[str, float], key: str, form: str) -> str:

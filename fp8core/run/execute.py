@@ -114,7 +114,8 @@ def run_task(
 def _execute(run: RunContext, index: int, name: str, key: str, body: Callable[[], dict[str, Ref]]) -> TaskResult:
     began, stored = time.perf_counter(), io_seconds()
     started = time.time()
-    outputs = attempt(f"step {index}, task {name}", body)
+    with run.console.part(f"step {index}, {name}"):
+        outputs = attempt(f"step {index}, task {name}", body)
     entry = TaskEntry(
         step=index,
         task=name,

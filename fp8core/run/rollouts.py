@@ -14,6 +14,7 @@ from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, encode_prompt
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
+from fp8core.progress import tell_progress
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rl.batch import routes_column
 from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, sample_seed
@@ -219,7 +220,10 @@ def heldout_accuracy(
     asked, groups = prompts.to_pylist(), prompt_groups(run, START, prompts, 1)
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
     played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
-    found = [one for batch in while_going(run, played) for one in batch]
+    found = list[Episode]()
+    for batch in while_going(run, played):
+        found += batch
+        tell_progress(len(found), len(groups))
     episodes = sorted(found, key=lambda one: one.completion.group)
     endings = [ending_of(one, run.config, run.tokenizer) for one in episodes]
     turns = None if run.config.environment is None else turns_table(episodes, run.tokenizer)

@@ -31,6 +31,7 @@ from fp8core.models.architecture import parameter_shapes
 from fp8core.models.safetensors_stream import FileTensors
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
+from fp8core.progress import tell_progress
 from fp8core.report.console import StyleAccuracy
 from fp8core.rl.batch import TokenBatch
 from fp8core.run.build import build_engine, build_sft_trainer
@@ -244,7 +245,9 @@ def _train(
         demonstrations = own_batches(run.config, config, rows)
 
     def progress(step: int, loss: float) -> None:
-        run.console.warm_start(step + 1, config.steps, loss)
+        tell_progress(step + 1, config.steps)
+        if step + 1 == config.steps:
+            run.console.note(f"warm start: loss {loss:.4f} after {config.steps} steps")
 
     trainer = build_sft_trainer(run.config, run.arch, run.base, run.cluster)
     with closing(trainer or ReferenceSftTrainer(run.arch, run.base)) as learning:

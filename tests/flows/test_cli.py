@@ -454,7 +454,7 @@ def test_a_run_shows_progress_and_says_where_things_are(first, workplace):
     assert first.stderr == ""
     out = first.stdout
     assert out.startswith("starting Prefect and MLflow\nfp8-grpo run first\n")
-    assert re.search(r"^warm start  step 3/3  loss \d", out, re.MULTILINE)
+    assert re.search(r"^warm start: loss \d\.\d{4} after 3 steps$", out, re.MULTILINE)
     assert re.search(r"^ *step_by_step +\d\.\d{3} +0\.900 *$", out, re.MULTILINE)
     assert re.search(r"^step +reward +held-out +length +tmpe +differ +seconds +left +slowest task$", out, re.MULTILINE)
     for step in ("1/2", "2/2"):

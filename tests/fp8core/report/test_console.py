@@ -175,23 +175,10 @@ def test_step_lines_never_wrap(total: int, ahead: dict[str, float]) -> None:
 def everything(file: io.StringIO) -> str:
     console = Console(file, 80)
     console.header("tiny-1", {"runs": "/a/" + "long/" * 30 + "[bold]path", "MLflow": "sqlite:////x"})
-    for step in range(1, 601):
-        console.warm_start(step, 600, 1 / step)
-    for done in range(96):
-        console.compiling(done, 95)
     console.styles([StyleAccuracy("step by step", 0.93, 0.9), StyleAccuracy("bare answer", 0.05, 0.1)])
     console.step(METRICS, 1.0, {"rollout": 1.0})
     console.summary(SUMMARY, Path("/runs/tiny-1/curves.png"), "mlflow ui " + "x" * 120, "http://127.0.0.1:5000/#/r")
     return file.getvalue()
-
-
-def test_a_tenth_of_the_jobs_of_a_compilation_is_shown_and_the_last() -> None:
-    out = io.StringIO()
-    console = Console(out, 80)
-    for done in range(96):
-        console.compiling(done, 95)
-    lines = out.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [f"{done}/95" for done in (*range(0, 95, 9), 95)]
 
 
 def test_a_log_file_has_no_control_characters_and_the_same_words_as_a_terminal() -> None:

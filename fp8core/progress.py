@@ -1,0 +1,76 @@
+"""Lines of progress: a part that takes longer than five seconds says what it is, how far it is and what is left."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import Self
+
+Progress = Callable[[int, int], None]
+"""Hears how many are done, of how many."""
+# To the first line, and at most between two. Lines come when a part took twice as long as at the last one.
+_FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 60.0
+
+
+class Part:
+    """A part of the work while the block lasts; it is called as `Progress`, from any thread.
+
+    Its lines come without calls too. A part within it speaks in its place.
+    """
+
+    def __init__(self, name: str, say: Callable[[str], None], first: float = _FIRST_SECONDS) -> None:
+        """`say` prints a line, in a thread of the part's own; `first`: seconds until the first one."""
+        self._name, self._say, self._first = name, say, first
+        self._began = time.monotonic()
+        self._done = self._total = 0
+        self._over, self._inner = threading.Event(), 0
+        self._thread = threading.Thread(target=copy_context().run, args=[self._follow], name="progress", daemon=True)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+    def __enter__(self) -> Self:
+        self._outer = _open.get()
+        if self._outer is not None:
+            self._outer._inner += 1
+        self._token = _open.set(self)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        _open.reset(self._token)
+        if self._outer is not None:
+            self._outer._inner -= 1
+
+    def _follow(self) -> None:
+        seconds = self._first
+        while not self._over.wait(max(0.0, self._began + seconds - time.monotonic())):
+            if not self._inner:
+                self._say(f"{self._name}: {self._reached(time.monotonic() - self._began)}")
+            seconds += min(seconds, _LONGEST_SECONDS)
+
+    def _reached(self, seconds: float) -> str:
+        done, total = self._done, self._total
+        if not total:
+            return f"{clock(seconds)} so far"
+        left = f", {clock(seconds / done * (total - done))} left" if done else ""
+        return f"{done:,}/{total:,} after {clock(seconds)}{left}"
+
+
+_open = ContextVar[Part | None]("part", default=None)
+
+
+def tell_progress(done: int, total: int) -> None:
+    """Tell the innermost part that this thread is in, if it is in one: `done` of `total` are done."""
+    part = _open.get()
+    if part is not None:
+        part(done, total)
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds, without what is zero in front."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
