@@ -36,9 +36,10 @@ from fp8core.kernels.quantise import (
     store_columns,
     to_bf16,
 )
-from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, finite_check
+from fp8core.numerics.e4m3 import AMAX_FLOOR, TILE, Codes, FiniteFlag, ScaleRule, finite_check
 
 _ROWS, _COLUMNS = 64, 32
+_AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def _add_norm_row_codes_kernel(
     tl.store(inverses + 2 * tl.num_programs(0) + row, low)
     normed = normalise(values, high, low, tl.load(weight + column, mask=inside, other=0.0)).to(tl.float32)
     amax = tl.reduce(tl.abs(normed), 1, larger)
-    scale, inverse = scale_and_inverse(amax, pow2)
+    scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
     tl.store(codes + at, codes_of(normed, scale[:, None], inverse[:, None], pow2), mask=inside)
     tl.store(scales + left.to(tl.int64) * scale_pitch + row, scale, mask=left * group < columns)
     report(not_finite, amax)

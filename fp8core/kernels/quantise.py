@@ -4,12 +4,12 @@ What makes the bytes those of the torch reference in `numerics.e4m3`:
 
 - amax keeps NaN (`max.NaN`), and a group whose amax is not finite sets the caller's flag instead of raising.
 - `pow2`: the scale is amax with its exponent changed, in integers. x / 2^k is the product with 2^-k, a normal number
-  for every scale (2^-42 to 2^120).
+  for every scale (2^-126 to 2^120).
 - `fp32`: `div.rn` for every quotient would need more instructions than the memory leaves time for. Instead 1 / scale is
   rounded correctly once per group, and a product with it is corrected twice by its FMA residual. The result is the
   correctly rounded quotient (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-  1990). amax / 448 is made in the same way. The residual underflows for |x| < 2^-101 only, where the code is a zero of
-  x's sign under any scale.
+  1990). amax / 448 is made in the same way. The residual underflows for |x| < 2^-101: below a scale of 2^-60 both are
+  multiplied by 2^64 first. So where it underflows the code is a zero of x's sign.
 - E4M3 comes from `cvt.rn.satfinite`, to nearest even; a quotient exceeds 448 by one unit of FP32 at most. Triton's
   interpreter, in which the kernels are tested on a CPU, truncates where a GPU rounds; for it the rounding is written
   out. The choice between the two is made when the module is imported.
@@ -30,7 +30,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import AMAX_FLOOR, E4M3_MAX, TILE, Codes, FiniteFlag, ScaleRule, finite_check, round_up
+from fp8core.numerics.e4m3 import (
+    AMAX_FLOOR,
+    E4M3_MAX,
+    GRADIENT_FLOOR,
+    TILE,
+    Codes,
+    FiniteFlag,
+    ScaleRule,
+    finite_check,
+    round_up,
+)
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -61,6 +71,9 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _E4M3_MAX_INVERSE = tl.constexpr((1 / torch.tensor(E4M3_MAX)).item())
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
+_GRADIENT_FLOOR = tl.constexpr(GRADIENT_FLOOR)
+# Divisions of smaller values are made of their products with 2^64.
+_SMALL, _UP, _DOWN = tl.constexpr(2.0**-60), tl.constexpr(2.0**64), tl.constexpr(2.0**-64)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 # Both the row pitch of column codes and that of scales: what a tensor map needs.
@@ -83,23 +96,26 @@ def _quotient(x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor
 
 
 @triton.jit
-def scale_and_inverse(amax: tl.tensor, pow2: tl.constexpr) -> tl.tuple:
+def scale_and_inverse(amax: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr) -> tl.tuple:
     """Scales for groups of the given largest magnitudes, and their reciprocals."""
-    floored = tl.maximum(amax, _AMAX_FLOOR)
+    floored = tl.maximum(amax, floor)
     if pow2:
         # 448 is 1.75 * 2^8: the exponent of amax less 8, and one more where its mantissa exceeds 1.75.
         bits = ((floored.to(tl.int32, bitcast=True) + 0x001FFFFF) & 0x7F800000) - 0x04000000
         # The exponent fields of 2^k and 2^-k add up to 254.
         return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    scale = _quotient(floored, _E4M3_MAX, _E4M3_MAX_INVERSE)
+    small = floored < _SMALL
+    scale = _quotient(floored * tl.where(small, _UP, 1.0), _E4M3_MAX, _E4M3_MAX_INVERSE) * tl.where(small, _DOWN, 1.0)
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def codes_of(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
     """E4M3 codes of FP32 values under a scale and its reciprocal."""
-    quotient = x * inverse if pow2 else _quotient(x, scale, inverse)
-    return to_e4m3(quotient)
+    if pow2:
+        return to_e4m3(x * inverse)
+    up, down = tl.where(scale < _SMALL, _UP, 1.0), tl.where(scale < _SMALL, _DOWN, 1.0)
+    return to_e4m3(_quotient(x * up, scale * up, inverse * down))
 
 
 @triton.jit
@@ -122,10 +138,10 @@ def store_row_groups(
     scale_pitch: tl.tensor,
     pow2: tl.constexpr,
 ) -> None:
-    """Quantise one 1 x 128 group a row: values FP32 [rows of the program, 128]; `group` counts from the left."""
+    """Quantise a 1 x 128 group a row, with a forward's floor: values FP32 [rows, 128]; `group` counts from the left."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     amax = tl.reduce(tl.abs(values), 1, larger)
-    scale, inverse = scale_and_inverse(amax, pow2)
+    scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
     quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
     tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
     tl.store(scales + group.to(tl.int64) * scale_pitch + row, scale, mask=row < rows)
@@ -140,10 +156,11 @@ def _store_quarter(
     column: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
+    floor: tl.constexpr,
     pow2: tl.constexpr,
 ) -> tl.tensor:
     amax = tl.reduce(tl.abs(values), 1, larger)
-    scale, inverse = scale_and_inverse(amax, pow2)
+    scale, inverse = scale_and_inverse(amax, floor, pow2)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
     tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
@@ -181,7 +198,7 @@ def store_columns(
     """Quantise the quarters a, b, c, d of a tile (FP32 [tile / 4, tile], finite, zero outside) by columns."""
     column, _row = quarters_of_tile(across, down, tile)
     largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
-    scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), pow2)
+    scale, inverse = scale_and_inverse(tl.reduce(largest, 0, larger), _GRADIENT_FLOOR, pow2)
     tl.store(column_scales + down.to(tl.int64) * column_scale_pitch + column, scale, mask=column < columns)
     scale, inverse = scale[None, :], inverse[None, :]
     low = _byte(a, scale, inverse, pow2) | (_byte(b, scale, inverse, pow2) << 8)
@@ -210,18 +227,19 @@ def store_tile(
     row_scale_pitch: tl.tensor,
     column_word_pitch: tl.tensor,
     column_scale_pitch: tl.tensor,
+    floor: tl.constexpr,
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Quantise the quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows and by columns."""
+    """Quantise quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows (with `floor`) and by columns."""
     column, row = quarters_of_tile(across, down, tile)
-    amax_a = _store_quarter(row_codes, a, row, column, rows, columns, pow2)
-    amax_b = _store_quarter(row_codes, b, row + 1, column, rows, columns, pow2)
-    amax_c = _store_quarter(row_codes, c, row + 2, column, rows, columns, pow2)
-    amax_d = _store_quarter(row_codes, d, row + 3, column, rows, columns, pow2)
+    amax_a = _store_quarter(row_codes, a, row, column, rows, columns, floor, pow2)
+    amax_b = _store_quarter(row_codes, b, row + 1, column, rows, columns, floor, pow2)
+    amax_c = _store_quarter(row_codes, c, row + 2, column, rows, columns, floor, pow2)
+    amax_d = _store_quarter(row_codes, d, row + 3, column, rows, columns, floor, pow2)
     # In the order of the rows: a join makes a new last dimension.
     amax = tl.reshape(tl.join(tl.join(amax_a, amax_c), tl.join(amax_b, amax_d)), [tile])
-    scale, _inverse = scale_and_inverse(amax, pow2)
+    scale, _inverse = scale_and_inverse(amax, floor, pow2)
     every_row = down.to(tl.int64) * tile + tl.arange(0, tile)
     tl.store(row_scales + across.to(tl.int64) * row_scale_pitch + every_row, scale, mask=every_row < rows)
     report(not_finite, amax)
@@ -342,7 +360,7 @@ def _tiles_kernel(
     at = row[:, None] * columns + column[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.reduce(tl.abs(values), 1, larger), 0, larger)
-    scale, inverse = scale_and_inverse(amax, pow2)
+    scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
     tl.store(codes + at, codes_of(values, scale, inverse, pow2), mask=inside)
     tl.store(scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
     tl.store(not_finite, 1, mask=~(amax <= _FLOAT32_MAX))
@@ -367,6 +385,7 @@ def _rows_and_columns_kernel(
     row_scale_pitch: tl.tensor,
     column_word_pitch: tl.tensor,
     column_scale_pitch: tl.tensor,
+    floor: tl.constexpr,
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
@@ -379,7 +398,7 @@ def _rows_and_columns_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
     )
     # fmt: on
 
@@ -395,13 +414,15 @@ def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Cod
     return out.result()
 
 
-def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+def row_and_column_codes(
+    x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None, floor: float = AMAX_FLOOR
+) -> tuple[Codes, Codes]:
     x = _checked(x)
     rows, columns = x.shape
     out = TileCodes.empty(rows, columns, x.device)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _rows_and_columns_kernel[out.tiles](
-            x, *out.arguments(not_finite), rule == "pow2", TILE, num_warps=8, maxnreg=_REGISTERS
+            x, *out.arguments(not_finite), floor, rule == "pow2", TILE, num_warps=8, maxnreg=_REGISTERS
         )
     return out.result()
 

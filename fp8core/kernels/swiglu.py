@@ -29,7 +29,16 @@ from fp8core.kernels.quantise import (
     store_tile,
     to_bf16,
 )
-from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, finite_check, row_and_column_codes
+from fp8core.numerics.e4m3 import (
+    AMAX_FLOOR,
+    GRADIENT_FLOOR,
+    TILE,
+    Codes,
+    FiniteFlag,
+    ScaleRule,
+    finite_check,
+    row_and_column_codes,
+)
 
 _ROWS_PER_PROGRAM = 32
 _BACKWARD_ROWS_PER_PROGRAM = 16
@@ -132,6 +141,7 @@ def _codes_kernel(
     row_scale_pitch: tl.tensor,
     column_word_pitch: tl.tensor,
     column_scale_pitch: tl.tensor,
+    floor: tl.constexpr,
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
@@ -144,7 +154,7 @@ def _codes_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
     )
     # fmt: on
 
@@ -202,6 +212,7 @@ def _backward_codes_kernel(
     row_scale_pitch: tl.tensor,
     column_word_pitch: tl.tensor,
     column_scale_pitch: tl.tensor,
+    floor: tl.constexpr,
     pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
@@ -216,7 +227,7 @@ def _backward_codes_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
     )
     # fmt: on
 
@@ -248,7 +259,7 @@ def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = Non
     gate_up, rows, columns = _halves(gate_up)
     out = TileCodes.empty(rows, columns, gate_up.device)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
-        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), rule == "pow2", TILE, **_TILE_OPTIONS)
+        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), AMAX_FLOOR, rule == "pow2", TILE, **_TILE_OPTIONS)
     return out.result()
 
 
@@ -271,11 +282,17 @@ def swiglu_backward_codes(
     gate_up, rows, columns = _halves(gate_up)
     # Where gate and up share a group of columns, one tile has both gradients: not worth a kernel.
     if columns % TILE:
-        return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag)
+        return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
     out = TileCodes.empty(rows, 2 * columns, gate_up.device)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _backward_codes_kernel[out.tiles](
-            grad.contiguous(), gate_up, *out.arguments(not_finite), rule == "pow2", TILE, **_TILE_OPTIONS
+            grad.contiguous(),
+            gate_up,
+            *out.arguments(not_finite),
+            GRADIENT_FLOOR,
+            rule == "pow2",
+            TILE,
+            **_TILE_OPTIONS,
         )
     return out.result()
 

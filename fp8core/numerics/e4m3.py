@@ -4,13 +4,16 @@ E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finit
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
 A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
-back: `x ~ grid * scale`. A scale is amax / 448 of its group, with amax floored at 1e-10:
+back: `x ~ grid * scale`. A scale is amax / 448 of its group, with a floor of amax:
 
     pow2    2^ceil(log2(amax / 448)), the only rule whose bytes are equal in torch, vLLM and Transformer Engine
     fp32    amax / 448
 
 A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
 that it has: zeros that fill it up change nothing.
+
+The floor of what a forward multiplies is 1e-10, as in vLLM's quantisers. A gradient may be as small in every element:
+groups that the backward alone reads have the floor whose scale is FP32's smallest normal number (`GRADIENT_FLOOR`).
 
 An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
 would become the scale), so they are refused: `GroupNotFinite`.
@@ -31,6 +34,7 @@ from fp8core.numerics.dispatch import with_kernel
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10
+GRADIENT_FLOOR = E4M3_MAX * 2.0**-126
 TILE = 128
 
 ScaleRule = Literal["pow2", "fp32"]
@@ -72,12 +76,13 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     return (clamped + magic).sub_(magic).copysign_(x)
 
 
-def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
+def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) -> Tensor:
     """Scale (the factor that multiplies codes back) for groups of the given largest magnitudes.
 
     Args:
         amax: FP32, non-negative, any shape.
         rule: `pow2` or `fp32`.
+        floor: what a smaller amax counts as, at least `GRADIENT_FLOOR`.
 
     Returns:
         FP32 scales of the same shape, positive and finite.
@@ -88,7 +93,7 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
     if not bool(torch.isfinite(amax).all()):
         raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
     # On a GPU torch turns a division by a number into a multiplication by its reciprocal; one by a tensor it divides.
-    scale = amax.clamp(min=AMAX_FLOOR) / amax.new_full((), E4M3_MAX)
+    scale = amax.clamp(min=floor) / amax.new_full((), E4M3_MAX)
     if rule == "fp32":
         return scale
     # Rounding the bit pattern up to the next pure exponent is ceil(log2) without a logarithm.
@@ -96,13 +101,14 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule) -> Tensor:
     return (bits & _EXPONENT_BITS).view(torch.float32)
 
 
-def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
+def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE, floor: float = AMAX_FLOOR) -> tuple[Tensor, Tensor]:
     """Quantise in 1 x `group` groups along the last dimension (activations and output gradients).
 
     Args:
         x: FP32 [rows, columns]; the last group of a row may be shorter than `group`.
         rule: scale rule.
         group: columns that share a scale.
+        floor: of amax; `GRADIENT_FLOOR` for gradients.
 
     Returns:
         grid: FP32 [rows, columns] on the E4M3 grid.
@@ -111,15 +117,15 @@ def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor
     rows, columns = x.shape
     if columns % group == 0:
         grouped = x.view(rows, columns // group, group) if x.is_contiguous() else x.reshape(rows, -1, group)
-        scales = scale_from_amax(grouped.abs().amax(-1), rule)
+        scales = scale_from_amax(grouped.abs().amax(-1), rule, floor)
         return round_to_e4m3(grouped / scales.unsqueeze(-1)).view(rows, columns), scales
     padded = torch.nn.functional.pad(x, (0, -columns % group))
-    grid, scales = quantise_rows(padded, rule, group)
+    grid, scales = quantise_rows(padded, rule, group, floor)
     return grid[:, :columns].contiguous(), scales
 
 
 def quantise_columns(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
-    """Quantise in `group` x 1 groups along the first dimension (both operands of wgrad).
+    """Quantise in `group` x 1 groups along the first dimension (both operands of wgrad), with the floor of gradients.
 
     Args:
         x: FP32 [rows, columns]; the last group of a column may be shorter than `group`.
@@ -130,7 +136,7 @@ def quantise_columns(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Ten
         grid: FP32 [columns, rows], transposed so that the contraction runs along the last dimension.
         scales: FP32 [columns, ceil(rows / group)].
     """
-    return quantise_rows(x.t().contiguous(), rule, group)
+    return quantise_rows(x.t().contiguous(), rule, group, GRADIENT_FLOOR)
 
 
 def quantise_tiles(x: Tensor, rule: ScaleRule, tile: int = TILE) -> tuple[Tensor, Tensor]:
@@ -200,17 +206,20 @@ def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Cod
 
 
 @with_kernel("quantise")
-def row_and_column_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+def row_and_column_codes(
+    x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None, floor: float = AMAX_FLOOR
+) -> tuple[Codes, Codes]:
     """Quantise in 1 x 128 groups for the tensor's own use and in 128 x 1 groups for that of its transpose.
 
     Args:
         x, rule, flag: as for `row_codes`.
+        floor: of the rows' amax; columns have that of gradients, as only a backward reads them.
 
     Returns:
-        rows: as `row_codes`.
+        rows: as `row_codes` but for the floor.
         columns: codes [columns, rows] and scales [columns, ceil(rows / 128)], transposed.
     """
-    return _encoded(quantise_rows(x.float(), rule)), _encoded(quantise_columns(x.float(), rule))
+    return _encoded(quantise_rows(x.float(), rule, floor=floor)), _encoded(quantise_columns(x.float(), rule))
 
 
 @with_kernel("quantise")

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from fp8core.numerics import elementwise
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import E4M3_MAX, Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes
+from fp8core.numerics.e4m3 import (
+    E4M3_MAX,
+    GRADIENT_FLOOR,
+    Codes,
+    FiniteFlag,
+    ScaleRule,
+    row_and_column_codes,
+    row_codes,
+)
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.kv_scales import LayerScales
 
@@ -178,9 +186,9 @@ def swiglu_backward_codes(
         rule, flag: as for `e4m3.row_codes`.
 
     Returns:
-        rows, columns: as `e4m3.row_and_column_codes` of `swiglu_backward`.
+        rows, columns: as `e4m3.row_and_column_codes` of `swiglu_backward`, with the floor of gradients.
     """
-    return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag)
+    return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

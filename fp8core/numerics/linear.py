@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, quantise_columns, quantise_rows
+from fp8core.numerics.e4m3 import GRADIENT_FLOOR, TILE, ScaleRule, decode, quantise_columns, quantise_rows
 from fp8core.numerics.gemm import block_gemm, row_peak, row_spans, scaled_gemm, sliced_gemm, spanned_gemm
 
 
@@ -137,7 +137,7 @@ def fprop(x: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
 
 def dgrad(grad: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
     """dX = dY W with dY in 1x128 groups along `out`; FP32 [tokens, in]."""
-    grid, scales = quantise_rows(grad, rule)
+    grid, scales = quantise_rows(grad, rule, floor=GRADIENT_FLOOR)
     values, transposed = dequantise_rows(grid, scales, rule), weight.dequantised.t()
     if rule == "pow2":
         return spanned_gemm(values, transposed, row_spans(grid, scales), weight.transposed_peak).float()

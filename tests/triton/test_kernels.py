@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
-from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.e4m3 import (
+    GRADIENT_FLOOR,
+    GroupNotFinite,
+    round_to_e4m3,
+    row_and_column_codes,
+    row_codes,
+    tile_codes,
+)
 from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -76,6 +84,13 @@ def quantise_cases() -> Iterator[Case]:
         for rule in RULES:
             for shape in ((130, 5), (37, 200)):
                 yield Case(operation, f"{shape}-{rule}", lambda s=shape, r=rule: (drawn(*s, seed=1), r))
+    # The smallest scales are normal numbers, values may be subnormal.
+    for rule, exponent in product(RULES, (-40, -70, -100, -118, -124)):
+
+        def small(rule: str = rule, exponent: int = exponent) -> tuple[Any, ...]:
+            return drawn(130, 200, seed=2).float() * 2.0**exponent, rule, None, GRADIENT_FLOOR
+
+        yield Case(row_and_column_codes, f"2^{exponent}-{rule}", small)
 
 
 def norm_cases() -> Iterator[Case]:

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_and_column_codes, row_codes, tile_codes
+from fp8core.numerics.e4m3 import (
+    GRADIENT_FLOOR,
+    TILE,
+    Codes,
+    FiniteFlag,
+    ScaleRule,
+    row_and_column_codes,
+    row_codes,
+    tile_codes,
+)
 from fp8core.numerics.fused import (
     add_norm,
     add_norm_backward,
@@ -209,7 +218,7 @@ class Fp8Blocks:
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self._products(row_and_column_codes(grad, *self._quantiser), kept, weight, total)
+        return self._products(row_and_column_codes(grad, *self._quantiser, GRADIENT_FLOOR), kept, weight, total)
 
     def inner_gradients(
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None

@@ -13,15 +13,15 @@ RandomGrid = Callable[[int, int, int], Tensor]
 
 @pytest.fixture(scope="session")
 def slow_quantise() -> SlowQuantise:
-    """(x, rule, height, width) to E4M3 values and scales, block by block; blocks at the edges may be smaller."""
+    """(x, rule, height, width, floor of amax) to E4M3 values and scales, by block; those at the edge may be smaller."""
 
-    def quantise(x: Tensor, rule: str, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def quantise(x: Tensor, rule: str, height: int, width: int, floor: float = 1e-10) -> tuple[Tensor, Tensor]:
         rows, columns = range(0, x.shape[0], height), range(0, x.shape[1], width)
         grid, scales = torch.empty_like(x), torch.empty(len(rows), len(columns))
         for i, top in enumerate(rows):
             for j, left in enumerate(columns):
                 block = (slice(top, top + height), slice(left, left + width))
-                scales[i, j] = _scale(float(x[block].abs().max()), rule)
+                scales[i, j] = _scale(max(float(x[block].abs().max()), float(np.float32(floor))), rule)
                 codes = (x[block] / scales[i, j]).clamp(-448, 448).to(torch.float8_e4m3fn)
                 grid[block] = codes.float()
         return grid, scales
@@ -30,10 +30,9 @@ def slow_quantise() -> SlowQuantise:
 
 
 def _scale(amax: float, rule: str) -> float:
-    amax = max(amax, float(np.float32(1e-10)))
     if rule == "fp32":
         return float(np.float32(amax) / np.float32(448))
-    return next(2.0**k for k in range(-42, 121) if 448 * 2.0**k >= amax)
+    return next(2.0**k for k in range(-126, 121) if 448 * 2.0**k >= amax)
 
 
 @pytest.fixture(scope="session")

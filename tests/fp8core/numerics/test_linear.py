@@ -142,6 +142,17 @@ def test_a_token_does_not_depend_on_its_batch(rule: str) -> None:
     assert torch.equal(fprop(x.t().contiguous().t(), weight, rule), whole)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("exponent", [30, 60, 90])
+def test_a_small_gradient_is_as_exact_as_a_large_one(exponent: int, rule: str) -> None:
+    """A loss that is a power of two smaller has gradients that are, and no digit fewer."""
+    weight, x, grad = load_weight([stored_fp8(random(96, 200, 8), rule)]), random(140, 200, 9), random(140, 96, 10)
+    factor = 2.0**exponent
+    assert torch.equal(dgrad(grad / factor, weight, rule) * factor, dgrad(grad, weight, rule))
+    for small in ((grad / factor, x), (grad, x / factor)):
+        assert torch.equal(wgrad(*small, rule) * factor, wgrad(grad, x, rule))
+
+
 def test_nan_in_an_activation_is_refused() -> None:
     weight = load_weight([stored_fp8(random(8, 128, 1), "pow2")])
     x = random(2, 128, 2)

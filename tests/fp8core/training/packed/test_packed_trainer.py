@@ -117,6 +117,20 @@ def test_the_gradient_of_a_weight_between_zeros_is_added_to_that_of_the_packs_be
     assert torch.equal(total, before + alone)
 
 
+@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+def test_a_small_gradient_is_as_exact_as_a_large_one(draw, rule) -> None:
+    blocks, factor = Fp8Blocks(rule, FiniteFlag(CPU)), 2.0**60
+    weight = blocks.ready(blocks.made(draw(256, 128, seed=0).float(), [256]), None)
+    kept, inner, grad = blocks.kept_operand(draw(40, 128, seed=1))[1], draw(40, 256, seed=2), draw(40, 256, seed=3)
+    for gradients, upstream in (
+        (lambda each: blocks.gradients(each, kept, weight, None), grad),
+        (lambda each: blocks.inner_gradients(each, inner, kept, weight, None), grad[:, :128]),
+    ):
+        for small, large in zip(gradients(upstream / factor), gradients(upstream), strict=True):
+            assert large.any()
+            assert torch.equal(small * factor, large)
+
+
 @pytest.mark.parametrize("policy", ["clipped", "kl_cov", "clip_cov"])
 def test_bonus_and_choice_are_those_of_the_exact_trainer(
     policy, architecture, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
