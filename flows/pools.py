@@ -46,9 +46,12 @@ _POOLS = {
     GPU: "Runs on GPUs, one at a time. `fp8-grpo up` starts a worker where there is a GPU; without one a run waits.",
 }
 SILENT = "fp8-grpo: a flow run that falls silent has crashed"
+SILENT_ELSEWHERE = "fp8-grpo: a flow run that no worker started, and that falls silent for longer, has crashed"
 UNBEGUN = "fp8-grpo: a flow run that does not begin has crashed"
 # From the moment a worker takes a flow run until its process has imported everything. On a busy machine, minutes.
 _BEGIN_SECONDS = 900
+# Without a worker, heartbeats come as Prefect's own setting says: one in 180 s. One may be late.
+_ELSEWHERE_SECONDS = 400
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _JOB = {
     # No place for a command, a folder or variables of a run's own: a worker ignores what the server did not check.
@@ -73,7 +76,7 @@ async def prepare(client: PrefectClient) -> None:
             name=name, description=words, type=ProcessWorker.type, base_job_template=_JOB, concurrency_limit=1
         )
         await client.create_work_pool(pool, overwrite=True)
-    for rule in lost_run_rules(4 * HEARTBEAT_SECONDS, _BEGIN_SECONDS):
+    for rule in lost_run_rules(4 * HEARTBEAT_SECONDS, _ELSEWHERE_SECONDS, _BEGIN_SECONDS):
         known = await client.read_automations_by_name(rule.name)
         if not known:
             await client.create_automation(rule)
@@ -82,30 +85,31 @@ async def prepare(client: PrefectClient) -> None:
             await client.update_automation(known[0].id, rule)
 
 
-def lost_run_rules(silent: int, unbegun: int) -> list[AutomationCore]:
+def lost_run_rules(silent: int, elsewhere: int, unbegun: int) -> list[AutomationCore]:
     """Two kinds of flow run have crashed.
 
-    One sent heartbeats, and then for `silent` seconds neither one nor a final state. Of the other a worker said that it
-    begins, and it did not within `unbegun` seconds. That is one of a deployment: a step of a training is announced long
-    before it begins.
+    One sent heartbeats, and then neither one nor a final state: for `silent` seconds where a worker started it, else
+    for `elsewhere`. Of the other a worker said that it begins, and it did not within `unbegun` seconds. No worker
+    starts a step of a training, which is announced long before it begins.
     """
-    heard, taken = f"No heartbeat for {silent} s", f"Not begun within {unbegun} s"
     begins, of_deployment = "prefect.flow-run.Pending", {"prefect.resource.role": "deployment"}
+    heard = "No heartbeat for {} s"
     return [
-        _rule(SILENT, heard, _HEARTBEAT, {_HEARTBEAT}, silent),
-        _rule(UNBEGUN, taken, begins, {"prefect.flow-run.Running"}, unbegun, of_deployment),
+        _rule(SILENT, heard.format(silent), _HEARTBEAT, {_HEARTBEAT}, silent, of_deployment),
+        _rule(SILENT_ELSEWHERE, heard.format(elsewhere), _HEARTBEAT, {_HEARTBEAT}, elsewhere, {}),
+        _rule(UNBEGUN, f"Not begun within {unbegun} s", begins, {"prefect.flow-run.Running"}, unbegun, of_deployment),
     ]
 
 
 def _rule(
-    name: str, reason: str, after: str, expected: set[str], seconds: int, related: dict[str, str] | None = None
+    name: str, reason: str, after: str, expected: set[str], seconds: int, related: dict[str, str]
 ) -> AutomationCore:
     return AutomationCore(
         name=name,
         description=f"{reason}. A retry continues the training from its folder.",
         trigger=EventTrigger(
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-            match_related=ResourceSpecification(related or {}),
+            match_related=ResourceSpecification(related),
             for_each={"prefect.resource.id"},
             after={after},
             expect={*expected, *(f"prefect.flow-run.{end}" for end in _ENDS)},
