@@ -191,7 +191,9 @@ def _write(
 ) -> None:
     tokens: dict[str, Any] = {"bos_id": tokenizer.bos_id, "eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
     _write_json(folder / "config.json", architecture_to_hf(arch, **tokens, dtype=str(dtype).removeprefix("torch.")))
+    # Sampling defaults too: else an evaluation would sample another way from the export than from its base.
     generation = {
+        **tokenizer.sampling,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": one_or_list(tokenizer.eos_ids),
         "pad_token_id": tokenizer.pad_id,

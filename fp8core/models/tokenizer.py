@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -54,6 +55,7 @@ class Tokenizer:
         pad_id: Token that fills a batch; the smallest end-of-sequence id when the checkpoint names none.
         bos_id: Token that begins a sequence, if any.
         vocab_size: One more than the largest id.
+        sampling: What generation_config.json says besides token ids, such as temperature and top_p.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Tokenizer:
         eos_ids: frozenset[int],
         template: str | None,
         where: str,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Wrap a backend; `Tokenizer.load` and `character_tokenizer` are the usual ways in.
 
@@ -72,6 +75,7 @@ class Tokenizer:
             eos_ids: Tokens that end a completion, besides `eos_token` of the configuration.
             template: Chat template (jinja), if any.
             where: Where it came from, for messages.
+            sampling: Sampling defaults that a saved checkpoint gets again.
 
         Raises:
             UserError: no token ends a sequence, a special token is not in the vocabulary, or the template is malformed.
@@ -79,6 +83,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self._config, self._where = backend, dict(config), where
+        self.sampling = dict(sampling)
         self._special = {key: text for key in config if key.endswith("_token") and (text := _token_text(config[key]))}
         eos_id, pad_id = self._special_id("eos_token"), self._special_id("pad_token")
         self.bos_id = self._special_id("bos_token")
@@ -115,7 +120,8 @@ class Tokenizer:
         config_path = folder / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.is_file() else {}
         config |= _mapped_tokens(folder / "special_tokens_map.json", config)
-        return cls(backend, config, _configured_eos(folder), _template_of(folder, config), str(folder))
+        ends, sampling = _configured_eos(folder), _sampling_defaults(folder / "generation_config.json")
+        return cls(backend, config, ends, _template_of(folder, config), str(folder), sampling)
 
     def difference(self, other: "Tokenizer") -> str | None:
         """The first token that has another id in `other`, or is in one of them alone; None for one vocabulary."""
@@ -365,6 +371,12 @@ def _configured_eos(folder: Path) -> frozenset[int]:
             raise UserError(f"{path}: eos_token_id: found {json.dumps(found)}, expected a token id or a list of them")
         return frozenset(ids)
     return frozenset()
+
+
+def _sampling_defaults(path: Path) -> dict[str, Any]:
+    """The content of a generation_config.json without the token ids, which the tokenizer names."""
+    content = read_json_object(path) if path.is_file() else {}
+    return {key: value for key, value in content.items() if key not in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _mapped_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import ArchitectureConfig
@@ -103,6 +103,18 @@ def test_saving_what_was_loaded_gives_equal_bytes(small_checkpoint, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_sampling_defaults_of_the_base_are_saved(small_checkpoint, tmp_path):
+    defaults = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    shutil.copytree(small_checkpoint, tmp_path / "base")
+    path = tmp_path / "base" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | defaults))
+    checkpoint = load_checkpoint(tmp_path / "base")
+    save_checkpoint(tmp_path / "saved", checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer)
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert {name: getattr(saved, name) for name in defaults} == defaults
+    assert saved.eos_token_id == GenerationConfig.from_pretrained(tmp_path / "base").eos_token_id
 
 
 def test_views_of_one_flat_buffer_are_saved(small_checkpoint, tmp_path):
