@@ -73,7 +73,7 @@ _KINDS = {
 
 def json_kind(value: object) -> str:
     """Name of a value's type in JSON; of another type, as a dataset of the hub may have, its name in Python."""
-    return _KINDS.get(type(value), type(value).__name__)
+    return next((_KINDS[kind] for kind in type(value).__mro__ if kind in _KINDS), type(value).__name__)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -52,14 +52,19 @@ class DataConfig(Section):
     source: UserSource = Field(
         "chain",
         min_length=1,
-        description="`chain` (generated), a .jsonl or .jsonl.gz file, or a Hugging Face dataset name.",
+        description="`chain` (generated), a .jsonl, .jsonl.gz or .parquet file, or a Hugging Face dataset name.",
     )
     chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset.")
     revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
     question_field: str = Field("question", min_length=1, description="Field of a row that holds the question.")
-    answer_field: str = Field("answer", min_length=1, description="Field of a row that holds the reference answer.")
+    answer_field: str = Field(
+        "answer",
+        min_length=1,
+        description="Field of a row that holds the reference answer, text or a number. `reward_model.ground_truth` is "
+        "a field within another; the other settings of fields take such names, too.",
+    )
     messages_field: str | None = Field(
         None,
         min_length=1,

@@ -10,7 +10,7 @@ import torch
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.chain import ChainSource, Demonstration, running_values, tool_call
 from fp8core.data.prompt import PromptSource, encode_prompt
-from fp8core.data.source import in_epochs, read_jsonl
+from fp8core.data.source import in_epochs, read_file
 from fp8core.environments.chat import OBSERVATION
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def own_demonstrations(
         UserError: the file cannot be read, or a row (`file:line`) is no demonstration or longer than the model takes.
     """
     assert warm.demonstrations is not None, "a file was chosen"
-    rows = read_jsonl(Path(warm.demonstrations), config.data.model_copy(update={"answer_field": warm.completion_field}))
+    rows = read_file(Path(warm.demonstrations), config.data.model_copy(update={"answer_field": warm.completion_field}))
     found = []
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)

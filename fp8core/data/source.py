@@ -1,15 +1,23 @@
-"""Sources of problems: rows of a .jsonl file or of a Hugging Face dataset, or the generated chain task.
+"""Sources of problems: rows of a .jsonl or .parquet file or of a Hugging Face dataset, or the generated chain task.
 
 `check_problems` finds mistakes in the data before the first step, not when a step draws the row.
 """
 
 import gzip
 import json
+import math
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from decimal import Decimal
+from io import BufferedReader
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from fp8core.config.data import DataConfig
 from fp8core.config.run import EvaluationConfig, RunConfig
@@ -43,7 +51,7 @@ def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
         question = _text_field(row, data.question_field, place)
     else:
         *before, (_, question) = _messages(row, data.messages_field, place)
-    reference = _text_field(row, data.answer_field, place)
+    reference = _answer(row, data.answer_field, place)
     return problem(question, reference, place, tuple(before), _columns(row, data.columns, place))
 
 
@@ -166,9 +174,42 @@ LONGEST_LINE = 4 * 2**20
 
 
 def _field(row: dict[str, object], field: str, place: str) -> object:
-    if field not in row:
-        raise UserError(f"{place}: no field {field!r} (the row has: {', '.join(map(repr, row)) or 'none'})")
-    return row[field]
+    """The value of a field, or of one within another: `reward_model.ground_truth`."""
+    value: object = row
+    names = [field] if field in row else field.split(".")
+    for depth, name in enumerate(names):
+        within = f"field {'.'.join(names[:depth])!r}" if depth else "the row"
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: no field {field!r} ({within} is {json_kind(value)})")
+        if name not in value:
+            raise UserError(f"{place}: no field {field!r} ({within} has: {', '.join(map(repr, value)) or 'none'})")
+        value = value[name]
+    return value
+
+
+class JsonNumber(float):
+    """A number with a fraction or an exponent in a JSON text. `written`: its characters there, as 3.10."""
+
+    written: str
+
+    def __new__(cls, written: str) -> Self:
+        number = super().__new__(cls, written)
+        number.written = written
+        return number
+
+
+def _answer(row: dict[str, object], field: str, place: str) -> str:
+    """A reference; a number is the text of it, without an exponent where no JSON text says how it is written."""
+    value = _field(row, field, place)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return _text_field(row, field, place)
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        raise UserError(f"{place}: field {field!r} is {value}, which is no number to compare with")
+    if isinstance(value, JsonNumber):
+        return value.written
+    return np.format_float_positional(value, trim="0") if isinstance(value, float) else f"{value:f}"
 
 
 def _text_field(row: dict[str, object], field: str, place: str) -> str:
@@ -188,7 +229,42 @@ def _text_field(row: dict[str, object], field: str, place: str) -> str:
     return value
 
 
-SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def read_file(path: Path, data: DataConfig) -> list[Problem]:
+    """Every row of a file of one of the SUFFIXES, in order. Raises UserError, with the place of a bad row."""
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"{path}: only .jsonl, .jsonl.gz and .parquet files are read")
+    return read_parquet(path, data) if path.suffix == ".parquet" else read_jsonl(path, data)
+
+
+def read_parquet(path: Path, data: DataConfig) -> list[Problem]:
+    """Every row in file order, counted from 0. Raises UserError on a bad row, and where there is none."""
+    rows: list[Problem] = []
+    try:
+        with _opened(path) as file:
+            for batch in pq.ParquetFile(file).iter_batches():
+                found = enumerate(batch.to_pylist(), start=len(rows))
+                rows += [problem_from_row(row, data, f"{path}, row {number}") for number, row in found]
+    except (pa.ArrowException, ValueError) as error:
+        raise UserError(f"{path}: damaged parquet data ({first_line(error)})") from error
+    if not rows:
+        raise UserError(f"{path}: the file has no rows")
+    return rows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    try:
+        with open_input(path) as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except gzip.BadGzipFile as error:
+        raise UserError(f"{path}: damaged gzip data ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
 def read_jsonl(path: Path, data: DataConfig) -> list[Problem]:
@@ -204,19 +280,13 @@ def read_jsonl(path: Path, data: DataConfig) -> list[Problem]:
 
 def _lines(path: Path) -> list[tuple[str, bytes]]:
     """Place and content of every line that is not blank; all, so that a checksum is verified before any is parsed."""
-    if not path.name.endswith(SUFFIXES):
-        raise UserError(f"{path}: only {' and '.join(SUFFIXES)} files are read")
     try:
-        with open_input(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
+        with _opened(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
             # Ends at line feeds alone: JSON text may hold other line separators.
             reads = iter(lambda: content.readline(LONGEST_LINE + 1), b"")
             return [(place, line) for place, line in _bounded(path, reads) if line.strip()]
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip data ({error})") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -230,7 +300,7 @@ def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
 
 def _parse(line: bytes, place: str) -> object:
     try:
-        row: object = json.loads(line.decode("utf-8"))
+        row: object = json.loads(line.decode("utf-8"), parse_float=JsonNumber)
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)") from error
     except json.JSONDecodeError as error:
@@ -250,7 +320,7 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
         import huggingface_hub
     except ImportError as error:
         raise UserError(
-            f"data.source={data.source} is neither `chain` nor a .jsonl file, so it is taken for "
+            f"data.source={data.source} is neither `chain` nor a .jsonl or .parquet file, so it is taken for "
             "a Hugging Face dataset, which needs: pip install 'fp8-grpo[datasets]'"
         ) from error
     # Its bars and lines would stand between ours.
@@ -287,7 +357,7 @@ def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource
     source: PromptSource
     if data.source != "chain":
         heldout = evaluation.source
-        source = RowSource(read_rows(data), data.source, read_jsonl(Path(heldout), data) if heldout else None)
+        source = RowSource(read_rows(data), data.source, read_file(Path(heldout), data) if heldout else None)
     elif evaluation.source is not None:
         raise UserError(f"evaluation.source={evaluation.source}: the chain task holds out prompts of its own; unset it")
     else:
@@ -300,7 +370,7 @@ def read_rows(data: DataConfig) -> list[Problem]:
     # The reader of files refuses whatever exists and is of another kind, with the kinds that it reads.
     path = Path(data.source)
     if data.source.endswith(SUFFIXES) or (path.exists() and not path.is_dir()):
-        return read_jsonl(path, data)
+        return read_file(path, data)
     if data.source.startswith((".", "/", "~")) and not path.exists():
         raise UserError(f"{path}: no such file")
     return read_hub_dataset(data)

@@ -127,16 +127,15 @@ class IntegerVerifier:
 
 
 def reference_integer(reference: str, prompt: str) -> int:
-    """The integer after the last `####` of a reference. Raises UserError, naming the prompt, when it has none."""
+    """The integer after the last `####` of a reference, or the whole of one without: a mistake is a UserError."""
+    _, marker, answer = reference.rpartition(MARKER)
     try:
-        _, marker, answer = reference.rpartition(MARKER)
-        if not marker:
-            raise Unreadable(f"no {MARKER}")
-        whole, decimals = read_number(answer.strip().partition("\n")[0])
+        whole, decimals = read_number(answer.strip().partition("\n")[0] if marker else answer.strip())
         if decimals:
             raise Unreadable("no integer")
     except Unreadable as reason:
-        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r} ({reason})") from reason
+        why = reason if marker else f"no {MARKER}, and {reason}"
+        raise UserError(f"the reference of {prompt[:60]!r} ends in {reference[-40:]!r} ({why})") from reason
     return int(whole)
 
 

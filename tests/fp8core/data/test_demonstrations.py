@@ -52,7 +52,7 @@ def test_batches_go_through_all_rows_in_an_order_of_each_epoch(write, bpe_tokeni
 @pytest.mark.parametrize(
     ("answer", "more", "fault"),
     [("word " * 600, {}, r":1: prompt and completion have \d+ and \d+ tokens, and the model 512 positions"),
-     ("so", {"worked": 7}, r":1: field 'worked' is a number, not text")],
+     ("so", {"worked": [7]}, r":1: field 'worked' is a list, not text")],
 )  # fmt: skip
 def test_a_row_that_is_no_demonstration_is_refused_with_its_line(write, bpe_tokenizer, answer, more, fault):
     config = of(write(answer, **more))

@@ -27,6 +27,7 @@ from fp8core.data.source import (
     check_problems,
     failed_answer,
     problem_from_row,
+    read_file,
     read_hub_dataset,
     read_jsonl,
     read_rows,
@@ -78,7 +79,7 @@ def test_too_few_heldout_rows_are_refused_at_once(tmp_path: Path, bpe_tokenizer:
 def test_a_file_of_another_kind_is_no_dataset_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("question,answer\n")
-    with pytest.raises(UserError, match=r"rows\.csv: only \.jsonl and \.jsonl\.gz files are read"):
+    with pytest.raises(UserError, match=r"rows\.csv: only \.jsonl, \.jsonl\.gz and \.parquet files are read"):
         build_source(DataConfig(source=str(path)), EvaluationConfig())
 
 
@@ -180,7 +181,9 @@ def test_too_few_rows() -> None:
         ([1], "here: the row is a list, not an object"),
         ({"question": "q"}, r"here: no field 'answer' \(the row has: 'question'\)"),
         ({}, r"here: no field 'question' \(the row has: none\)"),
-        ({"question": "q", "answer": 7}, "here: field 'answer' is a number, not text"),
+        ({"question": 1.5, "answer": "7"}, "here: field 'question' is a number, not text"),
+        ({"question": "q", "answer": True}, "here: field 'answer' is true or false, not text"),
+        ({"question": "q", "answer": float("nan")}, "here: field 'answer' is nan, which is no number"),
         ({"question": None, "answer": "7"}, "here: field 'question' is null, not text"),
         ({"question": True, "answer": "7"}, "here: field 'question' is true or false, not text"),
         ({"question": {}, "answer": "7"}, "here: field 'question' is an object, not text"),
@@ -240,7 +243,6 @@ def test_field_names_are_the_callers(tmp_path: Path) -> None:
         (b'{"question": "x", ', "not JSON (Expecting property name"),
         (b"[1, 2]", "the row is a list, not an object"),
         (b'{"question": "x"}', "no field 'answer'"),
-        (b'{"question": "x", "answer": 4}', "field 'answer' is a number, not text"),
         (b'{"question": "", "answer": "4"}', "field 'question' is empty"),
         (b'{"question": "\xff", "answer": "4"}', "not UTF-8 (byte 15 of the line)"),
         (b'{"question": "\\ud800", "answer": "4"}', "field 'question' holds half a surrogate pair"),
@@ -265,7 +267,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "is a folder"), ("x.csv", "only .jsonl")]:
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
-            read_jsonl(tmp_path / name, DataConfig())
+            read_file(tmp_path / name, DataConfig())
 
 
 @pytest.mark.parametrize("size", [LONGEST_LINE, LONGEST_LINE + 1])
@@ -288,7 +290,7 @@ def test_a_path_is_no_name_of_a_dataset(name: str) -> None:
         read_rows(DataConfig(source=name))
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
 def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name
@@ -296,7 +298,7 @@ def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> No
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=f"{name}: (is {kind}; only regular files are read|only .jsonl and)"):
+    with pytest.raises(UserError, match=f"{name}: (is {kind}; only regular files are read|only .jsonl,)"):
         read_rows(DataConfig(source=str(path)))
 
 

@@ -161,7 +161,10 @@ def test_no_completion_is_an_error(text: str, finish: str) -> None:
     assert answer.score == (answer.outcome == "right")
 
 
-@pytest.mark.parametrize("reference", ["", "18", "####", "#### eighteen", "#### 1 or 2", "#### 7.5", "#### 1,23"])
+@pytest.mark.parametrize(
+    "reference",
+    ["", "eighteen", "18 or 20", "so it is\n18", "####", "#### eighteen", "#### 1 or 2", "#### 7.5", "#### 1,23"],
+)
 def test_a_malformed_reference_is_the_datas_mistake(reference: str) -> None:
     with pytest.raises(UserError, match=r"the reference of 'How many\?' ends in") as caught:
         VERIFIER.score("How many?", "#### 18", reference, "stop")
