@@ -4,6 +4,7 @@ A run's folder may be somebody else's. Its configuration names code by import pa
 run that the user trusts.
 """
 
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
+from fp8core.config.load import Overrides, load_config, override_value, reload_config, shipped_names
 from fp8core.config.run import CLUSTER, RunConfig, own_code, public_dump
 from fp8core.errors import UserError, meant, not_unicode, printable
 
@@ -127,10 +128,13 @@ def enter_origin(folder: Path, overrides: Sequence[str]) -> list[str]:
 
 def _named_from(here: Path, override: str) -> str:
     """`key=value`, the value as an absolute path where it names something in a folder."""
-    key, _, value = (part.strip() for part in override.partition("="))
+    key, value = override_value(override)
+    if not isinstance(value, str):
+        return override
     code = re.fullmatch(r"(.+\.py):\w+", value)
     names_a_file = code is not None or key.rpartition(".")[2] in _OF_FILES
-    return f"{key}={here / value}" if names_a_file and (here / (code[1] if code else value)).exists() else override
+    exists = names_a_file and (here / (code[1] if code else value)).exists()
+    return f"{key}={json.dumps(str(here / value))}" if exists else override
 
 
 def admit_code(

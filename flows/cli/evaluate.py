@@ -86,11 +86,11 @@ def evaluate_target(options: argparse.Namespace) -> int:
 def _enter_origin(folder: Path, options: argparse.Namespace) -> None:
     """Go where the run was begun; target, overrides and data are named from there afterwards."""
     here = Path.cwd()
-    data = [] if options.data is None else [f"data.source={options.data}"]
-    named = enter_origin(folder, [*options.overrides, *data])
+    options.overrides = enter_origin(folder, options.overrides)
     if Path.cwd() != here:
-        options.target, options.overrides = str(folder), named[: len(options.overrides)]
-        options.data = named[-1].partition("=")[2] if data else None
+        options.target = str(folder)
+        if options.data is not None and (here / options.data).exists():
+            options.data = str(here / options.data)
 
 
 def _run(parameters: dict[str, Any]) -> int:

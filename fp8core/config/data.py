@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8core.config.section import Section, UserSource
+from fp8core.config.section import Section, UserSource, Word
 
 # A word in braces is a field in Python's formats; but not in two pairs of them.
 _PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(?!\})")
@@ -57,7 +57,7 @@ class DataConfig(Section):
     chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset.")
-    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
+    revision: Word | None = Field(None, description="Commit of a Hugging Face dataset.")
     question_field: str = Field("question", min_length=1, description="Field of a row that holds the question.")
     answer_field: str = Field(
         "answer",

@@ -23,9 +23,10 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.run import RunConfig, public_dump, unmeant
+from fp8core.config.schema import Place, whole_file
 from fp8core.config.section import refusal, step_name, suggestion
 from fp8core.config.shipped_steps import FILTER, RECORD
-from fp8core.config.yaml_text import SETTING, Block, parse_yaml
+from fp8core.config.yaml_text import SETTING, Block, parse_value, parse_yaml
 from fp8core.errors import StoredFileError, UserError, meant, nearest, not_unicode, printable, without_passwords
 from fp8core.user_files import read_input
 
@@ -46,8 +47,9 @@ NON_NUMERIC_KEYS = (
 def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     """The configuration of a shipped name (`tiny`) or a YAML file, with overrides.
 
-    `overrides` are `key.path=value` strings with YAML values, or a mapping from (dotted) keys to values. Raises
-    UserError, one line with the key and the file and line, for every mistake in them.
+    `overrides` are `key.path=value` strings, or a mapping from (dotted) keys to values. In a string, the value of a
+    text is that text, and any other is YAML. Raises UserError, one line with the key and the file and line, for every
+    mistake in them.
     """
     tree = _tree(name_or_path, overrides)
     if tree.get("model") is None and tree.get("architecture") is None:
@@ -313,7 +315,7 @@ def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
         content = read_input(path, _LARGEST_FILE).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{shown}: cannot be read: {error}") from error
-    block = parse_yaml(content, shown)
+    block = parse_yaml(content, shown, whole_file())
     if not isinstance(block, Block):
         raise UserError(f"{shown}: must hold a mapping of keys, not {_shape(block)}")
     for key, place in block.places.items():
@@ -363,12 +365,21 @@ def _override_layers(overrides: Overrides) -> list[Block]:
 
 
 def _parse_override(text: str) -> Block:
+    return _nested(*override_value(text), "--set")
+
+
+def override_value(text: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`. Raises UserError."""
     key, equals, value = text.partition("=")
-    if not (equals and key.strip() and value.strip()):
+    key = key.strip()
+    if not (equals and key and value.strip()):
         raise UserError(f"--set {text}: expected key=value (null for no value)")
     if (at := not_unicode(value)) is not None:
-        raise UserError(f"{printable(key.strip())}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
-    return _nested(key.strip(), parse_yaml(value, f"--set {printable(key.strip())}"), "--set")
+        raise UserError(f"{printable(key)}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
+    place: Place | None = whole_file()
+    for part in key.split("."):
+        place = None if place is None else place.at(part)
+    return key, parse_value(value, f"--set {printable(key)}", place)
 
 
 def _nested(dotted: str, value: Any, place: str) -> Block:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from fp8core.config.section import Section
+from fp8core.config.section import Section, Word
 
 
 class StepConfig(Section):
@@ -20,10 +20,10 @@ class StepConfig(Section):
     uses: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path of the step: `tasks.rollout:rollout`."
     )
-    needs: dict[str, str] | list[str] = Field(
+    needs: dict[str, Word] | list[Word] = Field(
         default_factory=list, description="Input ports: a list of artifact names, or port -> artifact."
     )
-    provides: dict[str, str] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
+    provides: dict[str, Word] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
 
     def inputs(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class PipelineConfig(Section):
         "weights of the version that wrote each token.",
     )
     steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
-    carries: dict[str, str] = Field(
+    carries: dict[str, Word] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
         description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
     )

@@ -20,7 +20,7 @@ from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
-from fp8core.config.section import Section, UserPath, UserSource
+from fp8core.config.section import Section, UserPath, UserSource, Word
 from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS
 from fp8core.config.shipped_steps import FILTER, TEACHER, is_shipped, with_episodes, with_mode, with_source
 from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
@@ -230,7 +230,7 @@ class CheckpointConfig(Section):
 class BestConfig(Section):
     """Steps that were best by a metric."""
 
-    metric: str = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
+    metric: Word = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
     count: int = Field(1, ge=1, le=1_000_000, description="Steps that are kept.")
     mode: Literal["max", "min"] = Field("max", description="Whether the largest values are the best.")
 
@@ -328,7 +328,7 @@ class RunConfig(Section):
     model: str | None = Field(
         None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
     )
-    revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
+    revision: Word | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
     data: DataConfig = Field(default_factory=DataConfig)
     warm_start: WarmStartConfig | None = None

@@ -5,10 +5,12 @@ each other, are left to loading.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from fp8core.config.run import RunConfig
+from fp8core.config.section import WORD
 
 _NULL = {"type": "null"}
 _WORDS = ("title", "description", "default", "format")
@@ -27,7 +29,10 @@ _EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
     "rewire": {
         "description": "Name of a step -> port -> the artifact it reads; null disconnects the port.",
         "type": "object",
-        "additionalProperties": {"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+        "additionalProperties": {
+            "type": "object",
+            "additionalProperties": {"anyOf": [{"type": "string", "pattern": WORD}, _NULL]},
+        },
     },
 }
 _INSERTION = {
@@ -58,8 +63,61 @@ def file_schema() -> dict[str, Any]:
     definitions |= {"ChangedStep": {**changed, "title": "ChangedStep"}, "Insertion": _INSERTION}
     for layered in (schema, pipeline):
         del layered["required"]
-    schema["properties"] = {"base": {"description": _BASE, "type": "string"}, **schema["properties"]}
+    schema["properties"] = {
+        "base": {"description": _BASE, "type": "string", "pattern": "^[^#]*$"},
+        **schema["properties"],
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fp8-grpo run"}
+
+
+class Place:
+    """The values that a file may have at a place, by its schema."""
+
+    def __init__(self, schemas: Iterable[Mapping[str, Any]], definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._options = [option for schema in schemas for option in _alternatives(schema, definitions)]
+        texts = [option for option in self._options if option.get("type") == "string" and "enum" not in option]
+        self._patterns = [option.get("pattern", "") for option in texts]
+        self.is_open = {} in self._options
+        self.is_text = bool(texts) and not self.is_open
+        self.is_nullable = _NULL in self._options
+
+    def at(self, key: str) -> "Place | None":
+        """The place of a key; of an item with that name, in a list; None: there is none."""
+        return self._below(
+            option.get("properties", {}).get(key, option.get("items", option.get("additionalProperties")))
+            for option in self._options
+        )
+
+    def item(self) -> "Place | None":
+        """The place of an item of a list."""
+        return self._below(option.get("items") for option in self._options)
+
+    def fits(self, text: str) -> bool:
+        """True if the pattern of a text allows this one."""
+        return self.is_open or any(re.search(pattern, text) for pattern in self._patterns)
+
+    def _below(self, found: Iterable[Any]) -> "Place | None":
+        schemas = [
+            {} if schema is True else schema for schema in found if isinstance(schema, Mapping) or schema is True
+        ]
+        return self if self.is_open else Place(schemas, self._definitions) if schemas else None
+
+
+@cache
+def whole_file() -> Place:
+    """The place of a whole configuration."""
+    schema = file_schema()
+    return Place([schema], schema["$defs"])
+
+
+def _alternatives(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    schema = _resolved(schema, definitions)
+    if "anyOf" in schema:
+        for option in schema["anyOf"]:
+            yield from _alternatives(option, definitions)
+    else:
+        yield {key: value for key, value in schema.items() if key not in _WORDS}
 
 
 def override_schema() -> dict[str, Any]:

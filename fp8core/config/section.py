@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError, meant, nearest
@@ -16,6 +16,9 @@ SAME_SPEED: Final = "same speed"
 """Metadata of an engine's setting that does not change the time of a step."""
 
 
+WORD: Final = r"^\S+$"
+Word = Annotated[str, Field(json_schema_extra={"pattern": WORD})]
+"""A name that is looked up, and has no spaces: a comment may stand behind it in a file."""
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path of this machine; `~/` is the user's home folder, as in a shell."""
 UserSource = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -82,10 +85,7 @@ def refusal(
     origin = (places or {}).get(key)
     reason = _reason(first, model)
     if first["type"] == "string_type":
-        # A shell takes one pair of quotes for itself. The text of a mapping or a list is not known.
-        text = "..." if isinstance(first["input"], dict | list) else _shown(first["input"])
-        quoted = f"write --set '{place}=\"{text}\"'" if origin == "--set" else "quote it"
-        reason += f"; {quoted} to make it a string"
+        reason += "; quote it to make it a string"
     if first["type"] == "missing" and place == "pipeline":
         reason += "; a configuration has it from its base, as in `base: tiny`"
     line = (f"{place}: " if place else "") + reason

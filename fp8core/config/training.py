@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8core.config.section import Section
+from fp8core.config.section import Section, Word
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -190,7 +190,7 @@ class WeightingConfig(Section):
 class FilterConfig(Section):
     """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
 
-    name: str = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
+    name: Word = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
     low: float = Field(0.0, ge=0, le=1e6, description="Of k1: least rho.")
     high: float = Field(gt=0, le=1e6, description="Of k1: largest rho; of k2 and k3: largest divergence.")
     clamp: Literal["token", "row"] = Field(
@@ -205,7 +205,7 @@ class CorrectionConfig(Section):
         "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
     )
     cap: float = Field(2.0, ge=1, le=1000, description="Of token_tis.")
-    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
+    preset: Word | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
     weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
     filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")

@@ -1,10 +1,16 @@
-"""YAML of configurations: YAML 1.2's scalars, no key twice, bounded in size, and where each key was written."""
+"""YAML of configurations: YAML 1.2's scalars, no key twice, bounded in size, and where each key was written.
+
+Where a setting holds text, `3.10`, `010` and `true` are these characters. Where it may be unset, `null` and `~` are no
+value. Numbers are decimal: `80`, `1_000`, `-2`, `.5`, `1e-4`.
+"""
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import yaml
 
+from fp8core.config.schema import Place
 from fp8core.errors import UserError
 
 
@@ -45,6 +51,14 @@ class _Loader(yaml.SafeLoader):
             raise yaml.scanner.ScannerError(None, None, TOO_DEEP, self.get_mark())
 
 
+class _ValueLoader(_Loader):
+    """Of a value that is given alone, in which no `#` begins a comment: the scanner sees another character there."""
+
+    def peek(self, index: int = 0) -> str:
+        character = str(super().peek(index))
+        return "." if character == "#" else character
+
+
 _LARGEST_TREE = 20_000
 _DEEPEST = 40
 """Values and levels of a file: many times those of the largest one shipped, and read within a second."""
@@ -53,12 +67,13 @@ TOO_DEEP = f"nested too deep; at most {_DEEPEST} levels are read"
 # Another key may be the line of a file that is no configuration, as `root:...:` is.
 SETTING = re.compile(r"[\w.-]{1,60}")
 _YAML = "tag:yaml.org,2002:"
+_NULL, _TEXT = f"{_YAML}null", f"{_YAML}str"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?(?:0|[1-9][0-9_]{0,30})", list("-+0123456789")),
+    "int": (r"[-+]?(?:0|[1-9](?:_?[0-9]){0,30})", list("-+0123456789")),
     "float": (
-        r"[-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan",
+        r"[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan",
         list("-+.0123456789"),
     ),
 }
@@ -96,27 +111,52 @@ def _construct_text(loader: _Loader, node: yaml.ScalarNode) -> str:
 
 
 _Loader.add_constructor(f"{_YAML}map", _construct_block)
-_Loader.add_constructor(f"{_YAML}str", _construct_text)
+_Loader.add_constructor(_TEXT, _construct_text)
 
 
-def parse_yaml(text: str, source: str) -> Any:
-    """The content of a file, mappings with the place of each key.
+def parse_yaml(text: str, source: str, place: Place | None = None) -> Any:
+    """The content of a file, mappings with the place of each key; `place`: what it may hold.
 
     Raises:
         UserError: with `source`, the line and the column. Nothing of the text is in the message: a parameter of a
             deployment may name any file, and messages go to logs and databases.
     """
+    return _parsed(_Loader, text, source, place)
+
+
+def parse_value(text: str, source: str, place: Place | None) -> Any:
+    """A value that is given alone, for a place or for an unknown one (None); it has no comments.
+
+    Where text is wanted it is the text as typed, unless quotes enclose the whole. Raises UserError, as `parse_yaml`.
+    """
+    if place is not None and not place.is_text:
+        return _parsed(_ValueLoader, text, source, place)
+    typed = text.strip()
+    if place is not None and place.is_nullable and re.fullmatch(_SCALARS["null"][0], typed):
+        return None
+    # Line breaks between quotes are kept, where YAML makes spaces of them.
+    if re.fullmatch(r"'(?:[^']|'')*'", typed, re.DOTALL):
+        return typed[1:-1].replace("''", "'")
+    if re.fullmatch(r'"(?:[^"\\]|\\.)*"', typed, re.DOTALL):
+        with suppress(yaml.YAMLError):
+            return _content_of(_Loader, typed.replace("\n", "\\n"), source, None)
+    return text
+
+
+def _parsed(kind: type[_Loader], text: str, source: str, place: Place | None) -> Any:
     try:
-        return _content_of(text, source)
+        return _content_of(kind, text, source, place)
     except RecursionError as error:  # Aliases of aliases.
         raise UserError(f"{source}: {TOO_DEEP}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        if kind is _Loader and mark and (cut := [*_OPEN_LIST.finditer(text, 0, mark.index)]):
+            raise UserError(f"{source}:{text.count(chr(10), 0, cut[-1].start()) + 1}: {_CUT}") from None
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         # PyYAML calls it a character.
         tab = mark is not None and text[mark.index : mark.index + 1] == "\t"
         problem = "a tab; YAML is indented by spaces" if tab else _unquoted(error.problem or "not valid YAML")
-        raise UserError(f"{place}: {problem}") from None
+        raise UserError(f"{where}: {problem}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{source}: {' '.join(str(error).split())}") from None
 
@@ -144,9 +184,9 @@ def _unquoted(problem: str) -> str:
     return re.sub(r"(alias|anchor|character|handle|tag) (['\"]).*\2", r"\1", problem)
 
 
-def _content_of(text: str, source: str) -> Any:
+def _content_of(kind: type[_Loader], text: str, source: str, place: Place | None) -> Any:
     """The content of one document. Raises yaml.YAMLError, and RecursionError where it is nested too deep."""
-    loader = _Loader(text)
+    loader = kind(text)
     loader.name = source
     node = loader.get_single_node()
     if node is None:
@@ -157,7 +197,72 @@ def _content_of(text: str, source: str) -> Any:
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     if height > _DEEPEST:
         raise yaml.constructor.ConstructorError(None, None, TOO_DEEP, node.start_mark)
-    return loader.construct_document(node)
+    return loader.construct_document(_placed(node, place, text if kind is _Loader else None, None))
+
+
+_CUT = "a `#` begins a comment and cuts this text; quote the text, or give the comment a line of its own"
+_BEHIND = re.compile(r"(?:[ \t]+|(?:[ \t]*\r?\n)+(?P<indent> *))(?P<comment>#.*)")
+_INSTEAD = re.compile(r"[ \t]*(?P<comment>#\S.*)")
+_CUT_ITEM = re.compile(r"[\[,][ \t]*#\S")
+_OPEN_LIST = re.compile(r"\[([^\]\n\"'#]*,)?[ \t]*#\S")
+"""Instead of a value; one that begins with a space stands behind none, and is a comment."""
+
+
+def _placed(node: yaml.Node, place: Place | None, text: str | None, column: int | None) -> yaml.Node:
+    """A node with plain scalars as the characters that they are, where text is wanted.
+
+    Args:
+        node: of the content of a place.
+        place: None: an unknown one.
+        text: of the whole file; None has no comments.
+        column: of the key or item in front of it; None: between brackets.
+
+    Raises:
+        yaml.constructor.ConstructorError: a comment cuts text.
+    """
+    if place is None:
+        return node
+    if isinstance(node, yaml.MappingNode):
+        node.value = [
+            (key, _placed(value, place.at(str(key.value)), text, None if node.flow_style else key.start_mark.column))
+            for key, value in node.value
+        ]
+        return node
+    if isinstance(node, yaml.SequenceNode):
+        item = place.item()
+        if text is not None and item is not None and item.is_text and node.flow_style:
+            _refuse_cut_items(node, text)
+        node.value = [
+            _placed(each, item, text, None if node.flow_style else each.start_mark.column) for each in node.value
+        ]
+        return node
+    if not isinstance(node, yaml.ScalarNode) or node.style is not None or not (place.is_text or place.is_open):
+        return node
+    unset = node.tag == _NULL and (place.is_nullable or not node.value)
+    if text is not None and (node.tag == _TEXT or (place.is_text and not (unset and node.value))):
+        _refuse_cut(node, place, text, column)
+    if place.is_open or unset:
+        return node
+    return yaml.ScalarNode(_TEXT, node.value, node.start_mark, node.end_mark)
+
+
+def _refuse_cut(node: yaml.ScalarNode, place: Place, text: str, column: int | None) -> None:
+    """A comment cuts plain text, unless the pattern of the setting does not allow the whole as text."""
+    found = (_BEHIND if node.value else _INSTEAD).match(text, node.end_mark.index)
+    if found is None or not place.fits(f"{node.value} {found['comment']}".lstrip()):
+        return
+    indent = found.groupdict().get("indent")  # Of a comment on a line of its own; a text that goes on is indented.
+    if indent is None or (column is not None and len(indent) > column):
+        raise yaml.constructor.ConstructorError(None, None, _CUT, node.end_mark)
+
+
+def _refuse_cut_items(node: yaml.SequenceNode, text: str) -> None:
+    """Likewise for `[#x]` and `[a, #x]`; one that begins with a space is a comment."""
+    end = node.start_mark.index
+    for start, mark in [*((item.start_mark.index, item) for item in node.value), (node.end_mark.index, node)]:
+        if _CUT_ITEM.search(text, end, start):
+            raise yaml.constructor.ConstructorError(None, None, _CUT, node.start_mark)
+        end = mark.end_mark.index
 
 
 def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[int, int]:

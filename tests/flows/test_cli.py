@@ -380,10 +380,11 @@ def test_graph_draws_an_iteration_whose_model_is_open(capsys):
     assert "flowchart LR" in capsys.readouterr().out
 
 
-def test_a_string_for_the_shell_is_shown_as_the_shell_wants_it(refused, capsys):
-    assert refused("run", "small.yaml", *flags("run=7")).endswith("write --set 'run=\"7\"' to make it a string (--set)")
-    assert cli.main(["config", "tiny", *flags('run="7"')]) == 0
-    assert 'run = "7"  # --set' in capsys.readouterr().out
+def test_a_text_of_the_command_line_is_shown_as_it_was_typed(capsys):
+    assert cli.main(["config", "tiny", *flags("run=7"), *flags("data.template=Q {question} #### N")]) == 0
+    out = capsys.readouterr().out
+    assert 'run = "7"  # --set' in out
+    assert 'data.template = "Q {question} #### N"  # --set' in out
 
 
 def test_json_is_refused_before_the_training(refused, tmp_path):

@@ -150,9 +150,151 @@ def test_numbers_are_read_as_people_write_them(text: str, value: float) -> None:
     assert load_config("tiny", [f"training.learning_rate={text}"]).training.learning_rate == value
 
 
-@pytest.mark.parametrize("text", ["no", "2024-01-01", "1:30"])
-def test_words_stay_words(text: str) -> None:
-    assert load_config("tiny", [f"data.split={text}"]).data.split == text
+TEXTS = (
+    *("Q {question} #### N", "{question} # x", "#### {question}", "- {question}", "* {question}", "&a {question}"),
+    *("!x {question}", "% {question}", "@{question}", "`{question}`", "[x {question}", "{question}", "Q: {question}"),
+    *(
+        "{question}  ",
+        " {question}",
+        "{question}\n#### N\n",
+        "'{question}' or \"N\"",
+        '"{question}" # x',
+        "'{question}",
+    ),
+    *(
+        "? {question}",
+        "| {question}",
+        ">{question}",
+        "--- {question}",
+        "{question}: ",
+        '"\\q{question}"',
+        "\t{question}",
+    ),
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_on_the_command_line_is_that_text(text: str) -> None:
+    assert load_config("tiny", [f"data.template={text}"]).data.template == text
+    for layered in (merged_overrides([], {"data.template": text}), {"data": {"template": text}}):
+        assert load_config("tiny", layered).data.template == text
+
+
+LIKE_OTHERS = ("3.10", "010", "1_000", "1e5", "true", "no", "~", "2024-01-01", "1:30", "0x10", "null", ".inf", "-1")
+
+
+@pytest.mark.parametrize("text", LIKE_OTHERS)
+def test_text_that_looks_like_another_type_is_the_same_text_in_a_file(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "mine.yaml", f"base: tiny\ndata: {{split: {text}}}\nrollout: {{stop_strings: [{text}]}}\n")
+    for config in (
+        load_config(str(path)),
+        load_config("tiny", [f"data.split={text}", f"rollout.stop_strings=[{text}]"]),
+        load_config("tiny", [f"data={{split: {text}}}", f"rollout={{stop_strings: [{text}]}}"]),
+    ):
+        assert (config.data.split, config.rollout.stop_strings) == (text, [text])
+    with pytest.raises(UserError, match=r"^data.split: must be a valid string, got 3.1; quote it .* \(overrides\)$"):
+        load_config("tiny", {"data.split": 3.1})
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.subset=null", None),
+        ("data.subset=~", None),
+        ("rollout.top_k=null", None),
+        ("artifacts.keep={last: 10}", {"last": 10, "every": None, "best": None}),
+        ("training.deterministic=false", False),
+        ("steps=1_000", 1000),
+        ("training.learning_rate=1e-4", 1e-4),
+        ("data.split='it''s # 1'", "it's # 1"),
+        ('data.split="a\\n# 1"', "a\n# 1"),
+        ('data.split="a\n# 1"', "a\n# 1"),
+        ("runs=/tmp/a #1", "/tmp/a #1"),
+        ("rollout.stop_strings=[#x, a #b, '#']", ["#x", "a #b", "#"]),
+        ("rollout.stop_strings=['a', \"b\"]", ["a", "b"]),
+        ("pipeline.steps.rollout.with={a: 1, b: x #y}", {"a": 1, "b": "x #y"}),
+        ("pipeline.steps.rollout.with.a=x #y", "x #y"),
+        ("pipeline.steps.rollout.with.a=0x10", "0x10"),
+        ("pipeline.steps.rollout.with.a=[1, 2.5, true]", [1, 2.5, True]),
+        ("pipeline.steps.rollout.with.x=010", "010"),
+        ("pipeline.steps.rollout.needs.a=1", "1"),
+    ],
+)
+def test_a_value_on_the_command_line_has_the_type_of_its_setting(override: str, value: object) -> None:
+    dump = public_dump(load_config("tiny", [override]))
+    assert _value(dump, override.partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [
+        ("data:\n  template: Q {question} #### N\n", 3),
+        ("data:\n  template: Q {question}\n    #### N\n", 3),
+        ("data:\n  template: Q\n    {question} #### N\n", 4),
+        ("data: {split: a #b\n  }\n", 2),
+        ("data:\n  subset: #main\n", 3),
+        ("data:\n  split: 3.10 # x\n", 3),
+        ("runs: /tmp/a #1\n", 2),
+        ("model: /models/a #1\n", 2),
+        ("tracking: {experiment: a #1\n  }\n", 2),
+        ("rollout:\n  stop_strings: [#x]\n", 3),
+        ("rollout:\n  stop_strings: [#x]\nsteps: 3\n", 3),
+        ("rollout:\n  stop_strings: [#x]\n  max_new_tokens: 3\n", 3),
+        ("rollout:\n  stop_strings: [a, #x\n    b]\n", 3),
+        ("rollout:\n  stop_strings:\n  - a\n  - b #x\n", 5),
+        ("rollout:\n  stop_strings:\n  - #x\n", 4),
+        ("reward: {format: {tags: [<a>, <b> #c\n  ]}}\n", 2),
+        ("loss:\n  options:\n    prompt: Judge #1\n", 4),
+        ("loss:\n  options: {prompts: [a, [b #1\n   ]]}\n", 3),
+    ],
+)
+def test_text_that_a_comment_cuts_is_refused_with_its_line(tmp_path: Path, lines: str, line: int) -> None:
+    message = refused(write(tmp_path / "mine.yaml", f"base: tiny\n{lines}"))
+    assert message.startswith(f"{tmp_path}/mine.yaml:{line}:")
+    assert "`#` begins a comment" in message
+
+
+def test_comments_stay_comments_behind_all_that_is_no_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "mine.yaml",
+        """# mine
+base: tiny  # ours
+name: "mine"  # quoted
+steps: 7  # a number
+revision:  # none yet
+run: first  # a name has no spaces
+data:  # rows
+  template: |  # whole lines
+    {question} # kept
+  # of a model's hub
+  subset: null  # unset
+  split: ~  x
+  # after a text, and not further in
+  chain: {operations: +-}  # its pattern has no more
+reward: {verifier: integer}  # strict
+rollout:
+  engine: embedded  # exact
+  stop_strings: [  # of a line
+    "a",  # the first
+    b]  # the last
+loss:
+  advantage: grpo  # as verl
+  policy: clipped  # a name
+  options: {}  # none
+correction:
+  method: preset  # of others
+  preset: verl/geo_rs  # a name
+training: {deterministic: true}  # on GPUs
+pipeline:
+  rewire:
+    train:
+      rewards: rewards  # an artifact
+""",
+    )
+    config = load_config(str(path), ["architecture.num_layers=1"])
+    assert (config.name, config.steps, config.run, config.data.subset) == ("mine", 7, "first", None)
+    assert (config.data.template, config.data.split) == ("{question} # kept\n", "~  x")
+    assert config.rollout.stop_strings == ["a", "b"]
 
 
 @pytest.mark.parametrize("text", ["/data/\N{GRINNING FACE}", "\N{LINE SEPARATOR}", "caf\xe9"])
@@ -229,8 +371,11 @@ def test_an_override_leaves_other_users_of_an_anchor_alone(tmp_path: Path) -> No
         ("zzz=1", "zzz: unknown key; known here: name, run, "),
         ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
         ("loss=5", "loss: must be a mapping, got 5"),
-        ("run=7", "run: must be a valid string, got 7; write --set 'run=\"7\"' to make it a string (--set)"),
-        ("reward.verifier=v.py: ", 'got {"v.py": null}; write --set \'reward.verifier="..."\' to make it a string'),
+        ("data={split: [a]}", 'data.split: must be a valid string, got ["a"]; quote it to make it a string (--set)'),
+        ("steps=5 # five", 'steps: must be a valid integer, got "5 # five" (--set)'),
+        ("steps=010", 'steps: must be a valid integer, got "010" (--set)'),
+        ("steps=1__0", 'steps: must be a valid integer, got "1__0" (--set)'),
+        ("steps=1e3", "steps: must be a valid integer, got 1000.0 (--set)"),
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
         ("training.learning_rate=.nan", "training.learning_rate: must be a finite number, got NaN"),
         ("pipeline.mode=async", """got "async"; did you mean asynchronous? (--set)"""),
@@ -528,11 +673,6 @@ def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:
 @pytest.mark.parametrize("name", ["pipeline", str(SHIPPED / "pipeline.yaml")])
 def test_a_base_for_others_is_refused_as_such(name: str) -> None:
     assert refused(name) == f"configuration {name}: only a base for others; shipped: {', '.join(shipped_names())}"
-
-
-def test_a_string_in_a_file_is_quoted_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.yaml", "base: tiny\nrun: 7\n")
-    assert refused(path) == f"run: must be a valid string, got 7; quote it to make it a string ({path}:2)"
 
 
 @pytest.mark.parametrize(
