@@ -1,19 +1,13 @@
-r"""Answers read from text: strict integers in GSM8K's format, units after a number, and the final answer of a solution.
+r"""Strict integers in GSM8K's format, and units after a number.
 
 `IntegerVerifier` reads `#### 18` on the last line. The answer is the text after the last `####`, to the end of that
 line. In a completion that was cut off it counts only when the line had ended, for digits may be missing. One number may
 stand there, in ASCII digits. Before it may stand markup, a currency and one sign; after it markup, punctuation and a
-unit. Each character is looked at a fixed number of times.
+unit. Tags of a format may stand around both.
 
 `is_unit` decides which words leave a number's value as it is: `18 dollars`, and not `18 million`. It accepts symbols
 and names of measures, and common nouns of counted things. It also accepts any plural in -s that is no number word, no
-fraction and no verb of a statement.
-
-`final_answer` is for `math-verify`. The answer is announced by `\boxed{...}` or by `####`, and the last of them counts.
-After `####` it is the whole rest of the line. A box counts where the clause around it adds nothing to it: no denial, no
-factor, no second answer.
-
-The tables of docs/reference/verifiers.md show these policies row by row.
+fraction and no verb of a statement. The tables of docs/reference/verifiers.md show the policy row by row.
 """
 
 import re
@@ -21,6 +15,7 @@ import unicodedata
 
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import RIGHT, Verdict, unparsed, wrong
+from fp8core.rewards.wording import is_altered
 
 # Case matters in these: `m` is metres and `M` a million. `k`, `K`, `b`, `B`, `bn`, `t`, `G` and `e` are refused.
 _SYMBOLS_TEXT = (
@@ -85,21 +80,29 @@ def _is_unit_word(word: str, money: bool) -> bool:
         return True
     if lower in _NOUNS:
         return not (money and lower.startswith("percent"))
-    return bool(_PLURAL.fullmatch(lower)) and lower not in _NO_PLURALS and not _NUMBER_WORD.fullmatch(lower)
+    return bool(_PLURAL.fullmatch(lower)) and not (
+        lower in _NO_PLURALS or _NUMBER_WORD.fullmatch(lower) or is_altered(lower)
+    )
 
 
 MARKER = "####"
 MAX_CHARACTERS = 256
 MAX_DIGITS = 40
-_MAX_PUNCTUATION = 2
 
-_DIGITS = frozenset("0123456789")
-_SIGNS = frozenset("+-\N{MINUS SIGN}")
-_MARKUP = frozenset("*_`()[]{}\\")
-_BRACKETS = {")": "(", "]": "[", "}": "{"}
-_LATEX_WRAPPERS = re.compile(r"\\(?:boxed|textbf|text|mathbf|mathrm)(?![A-Za-z])")
+# Tags that strike out, raise or lower their content are none of a format.
+OPENING_TAG = re.compile(r"<(?!(?:s|del|strike|su[bp])>)[A-Za-z][\w-]{0,30}>")
+CLOSING_TAG = re.compile(r"</(?!(?:del|strike|su[bp])>)[A-Za-z][\w-]{0,30}>|<[|\uff5c][^<>\n]{1,40}[|\uff5c]>")
+_TAGS_AROUND = re.compile(rf"\A(?:\s*{OPENING_TAG.pattern})+|(?:(?:{CLOSING_TAG.pattern})\s*)+\Z")
+_MARKUP = r"\s*_`()\[\]{}\\"
+_NUMBER = re.compile(
+    rf"(?P<before>[{_MARKUP}$¤]*(?P<sign>[-+\N{{MINUS SIGN}}](?!\s))?[{_MARKUP}$¤]*)"
+    r"(?P<whole>[1-9]\d{0,2}(?:,\d{3})+|\d*)(?:\.(?P<decimals>\d*))?(?P<after>\D*)",
+)
+_SEVERAL = re.compile(r"\d[.,]*[^\d.,].*\d", re.DOTALL)
+_BRACKETS = re.compile(r"\(\)|\[\]|\{\}")
+# One behind a digit separates it from what follows.
+_LATEX_WRAPPERS = re.compile(r"([\d.,])?\\(?:boxed|textbf|text|mathbf|mathrm)(?![A-Za-z])")
 _LATEX_SPACES = re.compile(r"\\[,;: ]|~")
-_LATEX_COMMAND = re.compile(r"\\[A-Za-z]")
 _LATEX_DEGREE = re.compile(r"\^(?:\\circ(?![A-Za-z])|\{\\circ\})")
 _UNTRUSTED_CATEGORIES = ("C", "M", "Zl", "Zp")
 """Control, formatting and unassigned characters, combining marks, line separators: what is seen may not be what is."""
@@ -146,22 +149,28 @@ def read_number(text: str) -> tuple[str, str]:
     """
     if len(text) > MAX_CHARACTERS:
         raise Unreadable(f"more than {MAX_CHARACTERS} characters after {MARKER}")
-    text = text.removesuffix("\r")
+    text = without_tags(text)
     _refuse_characters(text)
-    start = next((index for index, character in enumerate(text) if character in _DIGITS), None)
-    if start is None:
+    text = _LATEX_WRAPPERS.sub(lambda wrapper: f"{wrapper[1]} " if wrapper[1] else "", text)
+    if not re.search(r"\d", text):
         raise Unreadable("no number")
-    if text[start - 1 : start] == ".":
-        start -= 1
-    # Commas at the end of the run are punctuation.
-    point = start + len(text[start : _run_end(text, start, "0123456789,")].rstrip(","))
-    end = _run_end(text, point + 1, "0123456789") if text[point : point + 1] == "." else point
-    before, rest = text[:start], text[end:]
-    _refuse_second_number(rest)
-    sign = _sign(before)
-    _refuse_open_brackets(before + rest)
-    _refuse_text_after(before, rest)
-    return sign + _ungrouped(text[start:point]), text[point + 1 : end].rstrip("0")
+    # Currencies are one character.
+    currencies = "".join("¤" if unicodedata.category(one) == "Sc" and one != "$" else one for one in text)
+    number = _NUMBER.fullmatch(currencies)
+    if number is None and _SEVERAL.search(text):
+        raise Unreadable("several numbers")
+    if number is None:
+        raise Unreadable("text before the number, or commas that do not group thousands")
+    before, after = number["before"], text[number.start("after") :]
+    _refuse_open_brackets(before + after)
+    _refuse_text_after(before, after)
+    sign = "-" if number["sign"] not in (None, "+") else ""
+    return sign + (number["whole"].replace(",", "") or "0"), (number["decimals"] or "").rstrip("0")
+
+
+def without_tags(text: str) -> str:
+    """A line without the tags of a format around it, such as `</answer>`, and without its line's end."""
+    return _TAGS_AROUND.sub("", text.removesuffix("\r"))
 
 
 def _answer_line(completion: str, finish: str) -> str:
@@ -179,175 +188,31 @@ def _refuse_characters(text: str) -> None:
         category = unicodedata.category(character)
         if category.startswith(_UNTRUSTED_CATEGORIES) and character != "\t":
             raise Unreadable(f"the invisible character U+{ord(character):04X}")
-        if category.startswith("N") and character not in _DIGITS:
+        if category.startswith("N") and not character.isascii():
             raise Unreadable("digits that are not ASCII")
-    if sum(character in _DIGITS for character in text) > MAX_DIGITS:
+    if len(re.findall(r"\d", text)) > MAX_DIGITS:
         raise Unreadable(f"more than {MAX_DIGITS} digits")
-
-
-def _run_end(text: str, start: int, alphabet: str) -> int:
-    return len(text) - len(text[start:].lstrip(alphabet))
-
-
-def _refuse_second_number(rest: str) -> None:
-    exponent = rest[1:].lstrip("+-") if rest[:1] in ("e", "E") else ""
-    if exponent[:1] in _DIGITS:
-        raise Unreadable("exponent notation")
-    if any(character in _DIGITS for character in rest):
-        raise Unreadable("several numbers")
-
-
-def _sign(before: str) -> str:
-    """The minus sign or nothing, by the text before the number: only markup, currency and one sign may stand there."""
-    before = _LATEX_WRAPPERS.sub("", before)
-    signs = [character for character in before if character in _SIGNS]
-    if any(not _may_precede(character) for character in before):
-        raise Unreadable("text before the number")
-    if len(signs) > 1:
-        raise Unreadable("several signs")
-    if signs and before.partition(signs[0])[2][:1].isspace():
-        raise Unreadable("a sign apart from the number")
-    return "" if signs in ([], ["+"]) else "-"
 
 
 def _refuse_open_brackets(text: str) -> None:
     """Wrappers close in the order in which they were opened."""
-    opened: list[str] = []
-    for character in text:
-        if character in _BRACKETS.values():
-            opened.append(character)
-        elif character in _BRACKETS and (not opened or opened.pop() != _BRACKETS[character]):
-            raise Unreadable("brackets that do not match")
-    if opened:
+    brackets = re.sub(r"[^()\[\]{}]", "", text)
+    while (fewer := _BRACKETS.sub("", brackets)) != brackets:
+        brackets = fewer
+    if brackets:
         raise Unreadable("brackets that do not match")
 
 
-def _refuse_text_after(before: str, rest: str) -> None:
+def _refuse_text_after(before: str, after: str) -> None:
     """Only markup, a unit and punctuation may stand after the number."""
     # A dollar sign that closes is the end of `$18$`; one that stays open is money.
-    opened, closed = before.count("$"), rest.count("$")
-    money = opened > closed or any(unicodedata.category(character) == "Sc" for character in before.replace("$", ""))
-    rest = _LATEX_DEGREE.sub("\N{DEGREE SIGN}", _LATEX_SPACES.sub(" ", _LATEX_WRAPPERS.sub(" ", rest)))
-    if _LATEX_COMMAND.search(rest):
+    opened, closed = before.count("$"), after.count("$")
+    unit = _LATEX_DEGREE.sub("\N{DEGREE SIGN}", _LATEX_SPACES.sub(" ", after))
+    if re.search(r"\\[A-Za-z]", unit):
         raise Unreadable("LaTeX after the number")
-    markup = _MARKUP | {"$"} if opened else _MARKUP
-    unit = "".join(character for character in rest if character not in markup).strip()
-    if len(unit) - len(unit.rstrip(".,;")) > _MAX_PUNCTUATION or ".." in unit:
+    unit = re.sub(r"[*_`()\[\]{}\\$]" if opened else r"[*_`()\[\]{}\\]", "", unit).strip()
+    if re.search(r"[.,;]{3}\Z", unit) or ".." in unit:
         raise Unreadable("punctuation that is no end")
     unit = unit.rstrip(".,;").rstrip()
-    if unit and not is_unit(unit, money=money):
+    if unit and not is_unit(unit, money=opened > closed or "¤" in before):
         raise Unreadable("text after the number that is no unit")
-
-
-def _may_precede(character: str) -> bool:
-    return character in _SIGNS or character in _MARKUP or character.isspace() or unicodedata.category(character) == "Sc"
-
-
-def _ungrouped(digits: str) -> str:
-    """The integer part without its commas; none at all is 0."""
-    first, *groups = digits.split(",")
-    if groups and (not 1 <= len(first) <= 3 or first[0] == "0" or any(len(group) != 3 for group in groups)):
-        raise Unreadable("commas do not group thousands")
-    return (first or "0") + "".join(groups)
-
-
-MAX_ANSWER_CHARACTERS = 400
-_NEAR = 2 * MAX_ANSWER_CHARACTERS
-
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_BRACE = re.compile(r"\\[\\{}]|[{}]")
-_CLAUSE_END = re.compile(r"[.?!,;:](?=[\s*$])|\b(?:so|thus|hence|therefore|then|but)\b", re.IGNORECASE)
-_DENIAL = re.compile(
-    r"\b(?:not|no|never|neither|nor|cannot|without|except|unlike|instead|wrong|false|incorrect|doubt|unless)\b"
-    r"|n['\N{RIGHT SINGLE QUOTATION MARK}]t\b",
-    re.IGNORECASE,
-)
-_MODIFIER_WORDS = (
-    "or than minus negative plus times over under above below per by between within beyond half twice double triple "
-    "hundred thousand million billion dozen squared sqrt divided multiplied least most nearly almost around maybe"
-)
-_MODIFIERS = frozenset(_MODIFIER_WORDS.split())
-_MARKUP_BEFORE = re.compile(r"(?:[\s$*_&]|\\[$(\[,;:! ]|\\(?:quad|qquad|displaystyle)(?![A-Za-z]))+\Z")
-_LEADS_TO = re.compile(
-    r"(?<![<>!=:/])(?<!\\not)(?<!\\not )=\Z|:\Z|[\N{RIGHTWARDS ARROW}\N{THEREFORE}]\Z"
-    r"|\\(?:therefore|implies|[Rr]ightarrow|[Ll]ongrightarrow|to)\Z"
-)
-_LAST_WORD = re.compile(r"(?:\A|[\s*_$\"'(}])([A-Za-z]{2,}|[aAI])[,;]?\Z|\\text\s*\{[^{}]*?([A-Za-z]+)[ :,]*\}\Z")
-_TEXT_AFTER = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}")
-_MARKUP_AFTER = re.compile(r"[\s$*_`]|\\[)\],;! ]|\\\\|\\end\{[a-z]+\*?\}")
-_STOP = re.compile(r"\.(?=[\s$*_`)\\\]]|\Z)")
-
-
-def final_answer(completion: str) -> str:
-    r"""The text of the last announcement: what is in the box, or the rest of the line after `####`.
-
-    Raises Unreadable: there is none, it is too long, or what stands around the box may change it.
-    """
-    marker = completion.rfind(MARKER)
-    announced = max(marker, completion.rfind(r"\boxed"), completion.rfind(r"\fbox"))
-    if announced < 0:
-        raise Unreadable(rf"no {MARKER} and no \boxed")
-    line_start = completion.rfind("\n", 0, announced) + 1
-    if marker < line_start:
-        return _boxed(completion[max(line_start, announced - _NEAR) :], alone=False)
-    line = completion[marker + len(MARKER) :].partition("\n")[0]
-    if len(line) > MAX_ANSWER_CHARACTERS:
-        raise Unreadable(f"more than {MAX_ANSWER_CHARACTERS} characters after {MARKER}")
-    if not _BOX.search(line):
-        return line.removesuffix("\r")
-    try:
-        read_number(line)
-    except Unreadable:
-        return _boxed(line, alone=True)
-    return line.removesuffix("\r")
-
-
-def _boxed(text: str, *, alone: bool) -> str:
-    """The content of the last box that begins on the first line of `text`; `alone` refuses words before it."""
-    *others, box = _BOX.finditer(text.partition("\n")[0])
-    if others:
-        raise Unreadable("several boxes on one line")
-    inside, after = _braced(text[box.end() : box.end() + MAX_ANSWER_CHARACTERS + _NEAR])
-    _refuse_before(text[: box.start()], alone)
-    _refuse_after(after.partition("\n")[0])
-    return inside
-
-
-def _braced(text: str) -> tuple[str, str]:
-    """The text in the braces that open `text`, and the text that follows them."""
-    depth = 0
-    for brace in _BRACE.finditer(text):
-        if depth == 0 and (brace[0] != "{" or text[: brace.start()].strip()):
-            break
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            inside = text[text.index("{") + 1 : brace.start()]
-            if len(inside) > MAX_ANSWER_CHARACTERS:
-                raise Unreadable(f"more than {MAX_ANSWER_CHARACTERS} characters in the box")
-            return inside.replace("\r\n", "\n"), text[brace.end() :]
-    raise Unreadable("a box that does not close")
-
-
-def _refuse_before(before: str, alone: bool) -> None:
-    clause_start = max((end.end() for end in _CLAUSE_END.finditer(before)), default=0)
-    clause = before[clause_start:]
-    if _DENIAL.search(clause):
-        raise Unreadable("a denial before the box")
-    lead = _MARKUP_BEFORE.sub("", clause)
-    if not lead and not (alone and before.strip(" $*_\\([")):
-        return
-    if alone:
-        raise Unreadable("text before the box")
-    word = _LAST_WORD.search(lead)
-    apart = len(lead) < len(clause)
-    if word and apart and (word[1] or word[2]).lower() not in _MODIFIERS:
-        return
-    if not _LEADS_TO.search(lead):
-        raise Unreadable("what stands before the box may change it")
-
-
-def _refuse_after(after: str) -> None:
-    clause = _STOP.split(after, maxsplit=1)[0]
-    unit = _MARKUP_AFTER.sub(" ", _TEXT_AFTER.sub(r" \1 ", clause).replace(r"\%", "%")).strip().rstrip(",;").rstrip()
-    if unit and not is_unit(unit, money=False):
-        raise Unreadable("what stands after the box may change it")

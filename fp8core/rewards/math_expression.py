@@ -16,6 +16,7 @@ import math
 import re
 import unicodedata
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from sympy import I, Symbol
 from sympy.core.cache import clear_cache
 
 from fp8core.errors import UserError, described_error
-from fp8core.rewards.integer import MARKER, MAX_ANSWER_CHARACTERS, Unreadable, final_answer, is_unit, read_number
+from fp8core.rewards.final_answer import MAX_ANSWER_CHARACTERS, final_answer, keeps_value, plain_answer
+from fp8core.rewards.integer import MARKER, Unreadable, is_unit, read_number
 from fp8core.rewards.scorer import RIGHT, Verdict, crashed, unparsed, wrong
 
 MAX_TOKENS, MAX_DEPTH, MAX_DIGITS, MAX_CELLS = 160, 12, 40, 36
@@ -61,7 +63,13 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 _TEXT_AT_END = re.compile(
-    r"(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([^{}]*?)\s*\}|(?<=[\d})]) ([A-Za-z][A-Za-z /.]+))(?:\^\{?[23]\}?)?\Z"
+    r"(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([^{}]*?)\s*\}|(?<=[\d})]) ([A-Za-z][A-Za-z /.]+)"
+    r"|(?<=[\d})])( ?[^\W\d_][^\d{}\\$^_=]*))(?:\^\{?[23]\}?)?\Z"
+)
+# A dot over the first and the last digit means the same as a line over all of them.
+_DOTS = re.compile(r"\\dot *\{? *(\d) *\}?(?:(\d*)\\dot *\{? *(\d) *\}?)?")
+_REPEATING = re.compile(
+    r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar) *(?:\{ *(\d{1,20}) *\}|(\d))(?! *[\d.^!])"
 )
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ|\{\\circ\})\s*[CF]?\Z")
 _LEFT_SIDE = re.compile(
@@ -105,6 +113,7 @@ def plain_expression(answer: str) -> Expression:
     if "~~" in answer:
         raise Unreadable("an answer that is struck out")
     text = _without_unit(_without_spacing(_unwrapped(answer.translate(_SYMBOLS))))
+    text = _REPEATING.sub(_fraction, _DOTS.sub(r"\\overline{\1\2\3}", text))
     for character in text:
         if not " " <= character <= "~":
             raise Unreadable(f"the character U+{ord(character):04X} ({unicodedata.name(character, 'control')})")
@@ -122,6 +131,16 @@ def plain_expression(answer: str) -> Expression:
         letters=_letters(tokens),
         bases=tuple(re.sub(r"[\s{}]", "", match[0]) for match in _BASE.finditer(text)),
     )
+
+
+def _fraction(decimals: re.Match[str]) -> str:
+    """A repeating decimal such as `0.1\\overline{6}` as a fraction; unchanged behind another number."""
+    if decimals.string[: decimals.start()].rstrip()[-1:].isdigit():
+        return decimals[0]
+    whole, first, repeated = decimals[1], decimals[2], decimals[3] or decimals[4]
+    numerator = int(whole + first + repeated) - int(f"0{whole}{first}")
+    value = Fraction(numerator, (10 ** len(repeated) - 1) * 10 ** len(first))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def words_of(answer: str) -> str | None:
@@ -186,7 +205,7 @@ def _values(tokens: list[str]) -> int:
 def _without_spacing(text: str) -> str:
     text = re.sub(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
-    text = text.replace(r"\!", "").replace("{,}", ",")
+    text = re.sub(r"(?<!\\)%", r"\\%", text.replace(r"\!", "").replace("{,}", ","))
     text = re.sub(r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|~", " ", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
     text = re.sub(r"(\\log *_) *(\w)(?!\w)", r"\1{\2}", text)
@@ -195,12 +214,17 @@ def _without_spacing(text: str) -> str:
 
 def _without_unit(text: str) -> str:
     match = _TEXT_AT_END.search(text)
-    if match and match.start() and is_unit(match[1] or match[2] or "", money=False):
+    if match and match.start() and _is_unit(match):
         text = text[: match.start()].rstrip()
     match = _DEGREES.search(text)
     if match and not any(rf"\{name}" in text for name in ("sin", "cos", "tan", "cot", "sec", "csc")):
         text = text[: match.start()]
     return re.sub(r"\A(-?)\s*(?:\\\$|\$|\N{EURO SIGN}|\N{POUND SIGN})\s*(?=[-\\\d.])", r"\1", text)
+
+
+def _is_unit(match: re.Match[str]) -> bool:
+    phrase = match[1] or match[2] or match[3] or ""
+    return is_unit(phrase, money=False) or (not phrase.isascii() and keeps_value(phrase))
 
 
 def _refuse_tokens(text: str, reference: Expression) -> None:
@@ -222,14 +246,15 @@ def _refuse_tokens(text: str, reference: Expression) -> None:
     for (kind, token), (next_kind, following) in zip(tokens, [*tokens[1:], ("end", "")], strict=True):
         _refuse_token(kind, token, next_kind, following, reference)
     names = [token for _, token in tokens]
-    if "%" in text and not re.fullmatch(r"[^%]*\d *\\%", text):
+    if "%" in text and not re.fullmatch(r"[^%]*[\d}] *\\%", text):
         raise Unreadable("a percent sign that is no end")
     _refuse_shape(names, reference)
 
 
 def _refuse_token(kind: str, token: str, next_kind: str, following: str, reference: Expression) -> None:
     """Refuse what the library would drop, guess at or compute for long."""
-    if kind == "command" and token[1:] not in _COMMANDS:
+    mean = token in (r"\overline", r"\bar") and token in reference.text
+    if kind == "command" and token[1:] not in _COMMANDS and not mean:
         raise Unreadable(f"the command {token}")
     if token == r"\infty" and token not in reference.text:
         raise Unreadable("infinity, where the reference has none")
@@ -420,6 +445,7 @@ def _expected(reference: str, prompt: str) -> Reference:
     text = reference.rpartition(MARKER)[2].strip()
     if MARKER not in reference and r"\boxed" in reference:
         text = _content(text)
+    text = plain_answer(text)
     number = _number(text)
     shape = _shape(text)
     parsed = _parsed(_shown(number) if number else shape.text)

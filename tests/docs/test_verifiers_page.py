@@ -10,7 +10,8 @@ import yaml
 
 from fp8core.config.reward import RewardConfig
 from fp8core.rewards import math_expression
-from fp8core.rewards.integer import IntegerVerifier, Unreadable, final_answer
+from fp8core.rewards.final_answer import final_answer
+from fp8core.rewards.integer import IntegerVerifier, Unreadable
 from fp8core.rewards.verifier import Answer, build_verifier
 
 DOCS = Path(__file__).parents[2] / "docs"
