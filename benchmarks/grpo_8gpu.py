@@ -36,9 +36,8 @@ from benchmarks.small_hopper import Training, plan, step_ledger_row, timed_steps
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import PUBLISHED
 from fp8core.report.run_data import RunData, read_run
-from fp8core.report.run_verdict import COMPARED
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.metrics import TMPE, TOKENS_DIFFERING, series
+from fp8core.store.metrics import COMPARED, TMPE, TOKENS_DIFFERING, series
 
 RESULT = "grpo_8gpu"
 PREDICTION = Path(__file__).with_name(f"{RESULT}_prediction.json")

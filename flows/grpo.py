@@ -44,10 +44,10 @@ from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.chart import short
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
+from fp8core.report.diagnosis import diagnose
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
 from fp8core.report.run_verdict import answer
-from fp8core.report.silence import silence
 from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
@@ -259,6 +259,8 @@ def finish(session: Session, console: Console) -> Summary:
     picture = run.directory.path / CURVES
     name = run.directory.path.name
     draw_png(training_charts(name, metrics, bounds), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
+    learning = answer(metrics, short, prompts=run.config.evaluation.prompts).learning
+    diagnosis = diagnose(view, metrics, learning)
     summary = summarise(
         metrics,
         session.timings,
@@ -271,20 +273,14 @@ def finish(session: Session, console: Console) -> Summary:
         task_seconds=time_spent(view),
         bounds=f"{', '.join(named)}; at the end {bounds.summary}" if crossed else bounds.summary,
         bounds_crossed=len(crossed) if crossed or bounds.judges else None,
+        diagnosis=None if diagnosis is None else diagnosis.sentence,
     )
     run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
     write_report(run)
     session.mlflow.add_result()
     session.publisher.wake()
-    judged = answer(metrics, short, prompts=run.config.evaluation.prompts)
-    console.summary(
-        summary,
-        run.directory.path,
-        ui_command(tracker.uri),
-        tracker.page,
-        learning=judged.learning,
-        silence=silence(metrics, run.config),
-    )
+    result = "collapsed" if diagnosis is not None and diagnosis.cause == "collapsed" else learning
+    console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, result)
     return summary
 
 

@@ -40,8 +40,7 @@ from fp8core.data.prompt import PromptSource, problems_digest
 from fp8core.data.source import SUFFIXES
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_runs
-from fp8core.report.silence import silence
-from fp8core.report.summary import CURVES, REPORT
+from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -52,6 +51,7 @@ from fp8core.store.manifest import Head
 COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
 BOUND_CROSSED = "bound_crossed"
 BOUNDS = "bounds"
+DIAGNOSIS = "diagnosis"
 SIGNED_BY = "signed_by"
 MODEL_TYPE = "policy"
 # MLflow's columns are text: the question, and the reference that the verifier compares with.
@@ -127,7 +127,12 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
         log_traces(tracker, completions, times, episode_turns(run))
     judged = "kept" if stop_bounds(run.config).limits else "not judged"
     bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
-    tracker.set_tags({BOUNDS: bounds, MLFLOW_RUN_NOTE: f"{_note(run)}\n\n{_headline(run)}"})
+    summary = Summary.model_validate_json((run.directory.path / SUMMARY).read_bytes())
+    compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
+    note = [_note(run), _headline(run), f"`{ERROR.removeprefix(CORE)}` is over {compared.words}."]
+    note += [] if summary.diagnosis is None else [summary.diagnosis]
+    tags = {BOUNDS: bounds, DIAGNOSIS: summary.diagnosis or "none", MLFLOW_RUN_NOTE: "\n\n".join(note)}
+    tracker.set_tags(tags)
 
 
 def precision(config: RunConfig) -> str:
@@ -144,7 +149,7 @@ def _note(run: RunContext) -> str:
 
 
 def _headline(run: RunContext) -> str:
-    """A table of the headline metrics at the first and the last step that measured them, and what had no signal."""
+    """A table of the headline metrics at the first and the last step that measured them."""
     steps = range(START, (run.directory.ledger.last_step() or START) + 1)
     rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
     lines = ["| metric | first | last |", "| --- | --- | --- |"]
@@ -152,9 +157,7 @@ def _headline(run: RunContext) -> str:
         measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
         if measured:
             lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
-    found = silence([step_metrics(run, step) for step in steps], run.config)
-    told = [] if found is None else ["", f"{found.words}." + (f" To do: {found.advice}." if found.many else "")]
-    return "\n".join([*lines, *told])
+    return "\n".join(lines)
 
 
 def publish_report(run: RunContext, tracker: Tracker, on_step: Callable[[], None], error: str) -> None:

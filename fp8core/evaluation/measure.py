@@ -1,7 +1,8 @@
 """From verdicts to the numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
 
 Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt. A
-formula gives it for values that are right or wrong, else a bootstrap that resamples prompts (a cluster bootstrap).
+formula gives it for values that are right or wrong, else a bootstrap that resamples prompts (a cluster bootstrap). All
+estimates of an evaluation have the same one, with the same draws: what is never below another value has no bound below.
 """
 
 import math
@@ -142,32 +143,30 @@ class Estimate:
 
 
 def score_estimate(scores: Sequence[float], confidence: float, seed: int) -> Estimate:
-    """Mean of one score a prompt.
-
-    The interval is Wilson's where each score is 0 or 1, and where all are equal: a bootstrap of those has no width.
-    No mean of values in [0, 1] varies more than a proportion, so equal shares may count as parts of trials.
-    """
-    shares = min(scores) >= 0.0 and max(scores) <= 1.0
-    if shares and _needs_formula(scores, {0.0, 1.0}):
+    """Mean of one score a prompt: with Wilson's interval where each is 0 or 1, else resampled."""
+    if {*scores} <= {0.0, 1.0}:
         return Estimate(fmean(scores), *wilson_interval(math.fsum(scores), len(scores), confidence))
-    return Estimate(fmean(scores), *bootstrap_interval(scores, confidence, seed))
+    return resampled_estimate(scores, (0.0, 1.0), confidence, seed)
 
 
 def difference_estimate(differences: Sequence[float], confidence: float, seed: int) -> Estimate:
-    """Mean of one difference a prompt between two scores in [0, 1].
+    """Mean of one difference a prompt: with the interval of pairs where each is -1, 0 or 1, else resampled."""
+    if {*differences} <= {-1.0, 0.0, 1.0}:
+        counts = differences.count(1.0), differences.count(-1.0)
+        return Estimate(fmean(differences), *paired_interval(*counts, len(differences), confidence))
+    return resampled_estimate(differences, (-1.0, 1.0), confidence, seed)
 
-    As `score_estimate`, with the interval of pairs: where each difference is -1, 0 or 1, and where all are equal.
+
+def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confidence: float, seed: int) -> Estimate:
+    """Mean of one value a prompt, with a bootstrap that has a further prompt at each end of the values' range.
+
+    Without these, values that are equal, or nearly so, as those near 1 are, would have an interval of no width. (Bonett
+    and Price add them to pairs.) Values beyond the range are a user's own, and have none.
     """
-    shares = min(differences) >= -1.0 and max(differences) <= 1.0
-    if shares and _needs_formula(differences, {-1.0, 0.0, 1.0}):
-        better, worse = (math.fsum(max(0.0, sign * value) for value in differences) for sign in (1, -1))
-        return Estimate(fmean(differences), *paired_interval(better, worse, len(differences), confidence))
-    return Estimate(fmean(differences), *bootstrap_interval(differences, confidence, seed))
-
-
-def _needs_formula(values: Sequence[float], whole: set[float]) -> bool:
-    found = set(values)
-    return found <= whole or len(found) == 1
+    further = ends if ends[0] <= min(values) and max(values) <= ends[1] else ()
+    low, high = bootstrap_interval([*values, *further], confidence, seed)
+    mean = fmean(values)
+    return Estimate(mean, min(low, mean), max(high, mean))
 
 
 @dataclass(frozen=True)
@@ -228,13 +227,17 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
-    """Means over prompts, with the intervals of `score_estimate`."""
+    """Means over prompts, with intervals of one kind."""
     outcomes: Counter[str] = Counter()
     for score in scores:
         outcomes.update(score.outcomes)
+    values = {name: [score.measured[name] for score in scores] for name in scores[0].measured}
+    whole = {value for each in values.values() for value in each} <= {0.0, 1.0}
     estimates = {
-        name: score_estimate([score.measured[name] for score in scores], counting.confidence, counting.seed)
-        for name in scores[0].measured
+        name: score_estimate(each, counting.confidence, counting.seed)
+        if whole
+        else resampled_estimate(each, (0.0, 1.0), counting.confidence, counting.seed)
+        for name, each in values.items()
     }
     ordered: dict[str, int] = {name: outcomes[name] for name in OUTCOMES}
     return Measurement(estimates, ordered, fmean(lengths), list(scores))

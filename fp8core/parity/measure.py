@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import rollout_speed
-from fp8core.report.trend import t_quantile
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
@@ -272,7 +272,7 @@ def _memory_of_steps(run: RunData, memory: Sequence[MemorySample]) -> list[tuple
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Interval of the mean of independent values; at least two."""
     assert len(values) > 1, "a spread needs two values"
-    half = t_quantile(0.5 + confidence / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = float(stdtrit(len(values) - 1, 0.5 + confidence / 2)) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 
@@ -384,5 +384,5 @@ def crossed_interval(table: NDArray[np.float64], confidence: float) -> Confidenc
         of_prompts = seeds * float(columns.var(ddof=1))
         rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
         variance += max(0.0, of_prompts - rest)
-    half = t_quantile(0.5 + confidence / 2, seeds - 1) * math.sqrt(variance / table.size)
+    half = float(stdtrit(seeds - 1, 0.5 + confidence / 2)) * math.sqrt(variance / table.size)
     return ConfidenceInterval(mean, mean - half, mean + half)

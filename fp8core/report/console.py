@@ -17,8 +17,7 @@ from rich.text import Text
 from fp8core.errors import printable
 from fp8core.progress import Part, clock
 from fp8core.report.chart import counted, short
-from fp8core.report.silence import Silence
-from fp8core.report.summary import CURVES, MISSING, REPORT, Summary
+from fp8core.report.summary import CURVES, MISSING, REPORT, ComparedTokens, Summary
 from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS, TOKENS_DIFFERING
 
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
@@ -161,11 +160,9 @@ class Console:
         folder: Path,
         ui_command: str | None,
         page: str,
-        *,
         learning: str = MISSING,
-        silence: Silence | None = None,
     ) -> None:
-        """The result in a panel, then where everything is.
+        """The result in a panel, then its diagnosis, and where everything is.
 
         Args:
             summary: the numbers.
@@ -173,7 +170,6 @@ class Console:
             ui_command: of the MLflow UI; None where a server runs.
             page: of the run in MLflow.
             learning: the report's verdict.
-            silence: that of the run, if steps had no signal.
         """
         results = Table.grid(padding=(0, 2))
         edge = summary.reward_edge_steps
@@ -187,14 +183,13 @@ class Console:
             "accuracy on unseen prompts, first and last",
         )
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
-        results.add_row("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing:,} tokens differ")
+        compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
+        differing = f"{summary.tokens_differing:,} differ of {compared.words}"
+        results.add_row("tmpe", tmpe, f"largest of all steps; {differing}")
         if (gap := summary.precision_gap) is not None:
             # A bracket is markup to rich.
             found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
             results.add_row("FP8 from BF16", f"{gap.nats:.3g}", found)
-        if silence is not None:
-            words = f"{silence.reason}: {silence.advice}" if silence.many else silence.reason
-            results.add_row("no signal", silence.count, words, style="yellow" if silence.many else "")
         crossed = summary.bounds_crossed
         judged = MISSING if crossed is None else f"crossed {counted(crossed, 'time')}" if crossed else "kept"
         results.add_row("bounds", judged, Text(printable(summary.bounds)))
@@ -209,6 +204,8 @@ class Console:
                 results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
+        if summary.diagnosis is not None:
+            self._whole_line(Text(printable(summary.diagnosis), style="yellow"))
         files = {name: str(folder / file) for name, file in (("report", REPORT), ("curves", CURVES))}
         pages = {"MLflow": page} if ui_command is None else {"MLflow UI": ui_command, "then open": page}
         self._places({**files, **pages, "chain": summary.chain_head})

@@ -1,4 +1,4 @@
-"""The head of a report: why nothing was learned, what came of the run, and the one action that follows.
+"""The head of a report: its diagnosis, what came of the run, and the one action that follows.
 
 The verdicts are those of `run_verdict`; here are the sentences about them.
 """
@@ -10,10 +10,10 @@ from statistics import median
 from fp8core.alignment.bounds import is_known, unverifiable
 from fp8core.config.run import resume_command, shown_place
 from fp8core.report.chart import counted, short
+from fp8core.report.diagnosis import Diagnosis, diagnose
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import Answer, Learning, answer, rollout_speed
-from fp8core.report.silence import Silence, silence
-from fp8core.report.summary import first_steps, last_steps
+from fp8core.report.summary import compared_tokens, first_steps, last_steps
 from fp8core.store.ledger import BoundEntry
 from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS_DIFFERING, History, series
 
@@ -21,10 +21,12 @@ _LARGEST_WITH_DECIMALS = 100.0
 
 
 def head(run: RunData) -> list[str]:
-    """Paragraphs: the silence of a run that has much of it, its result, and what to do next."""
-    found, judged = silence(run.history, run.view.config), _judged(run)
-    told = [f"{found.words}."] if found is not None and found.many else []
-    return [*told, _result(run, judged), f"Next: {_next(run, judged.learning, found)}."]
+    """Paragraphs: the diagnosis, the result, and what to do next where the diagnosis does not say it."""
+    judged = _judged(run)
+    diagnosis = diagnose(run.view, run.history, judged.learning, run.left)
+    told = [] if diagnosis is None else [diagnosis.sentence]
+    action = _next(run, judged.learning, diagnosis)
+    return [*told, _result(run, judged), *([] if action is None else [f"Next: {action}."])]
 
 
 def mismatch(run: RunData) -> str | None:
@@ -33,10 +35,9 @@ def mismatch(run: RunData) -> str | None:
     equal = sum(row[TMPE] == 1.0 and not row.get(TOKENS_DIFFERING) for row in measured)
     if not equal:
         return None
-    if len(measured) == 1:
-        return "The mismatch is zero in the only step."
     count = f"all {equal}" if equal == len(measured) else f"{equal} of {len(measured)}"
-    return f"The mismatch is zero in {count} steps."
+    steps = "the only step" if len(measured) == 1 else f"{count} steps"
+    return f"The mismatch is zero in {steps}, on {compared_tokens(run.history).words}."
 
 
 def _judged(run: RunData) -> Answer:
@@ -83,14 +84,14 @@ def three(value: float) -> str:
     return f"{value:.3f}" if abs(value) < _LARGEST_WITH_DECIMALS else short(value)
 
 
-def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
-    """The one action: of what stopped the run, else of what it lacked, else the use of what it learned."""
+def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str | None:
+    """The one action: of what stopped the run, else the use of what it learned; None: the diagnosis has it."""
     place, last = _place(run), max(run.view.steps, default=0)
     entries: Sequence[object] = [entry for _, entry in run.view.entries]
     if entries and isinstance(crossed := entries[-1], BoundEntry) and crossed.action != "warn":
         return f"find why {crossed.bound} was crossed (fp8-grpo bisect {place}), then {_resume(run)}"
-    if found is not None and found.many:
-        return found.advice
+    if diagnosis is not None:
+        return None
     if run.left:
         return f"{_resume(run)} trains the {counted(run.left, 'step')} left, if nothing trains it now"
     match learning:
@@ -103,7 +104,7 @@ def _next(run: RunData, learning: Learning, found: Silence | None) -> str:
         case "not learned":
             return "raise training.learning_rate"
         case "too short to tell":
-            return f"{_resume(run)} --set steps={max(2 * last, 20)} trains on"
+            return None
 
 
 def _place(run: RunData) -> str:

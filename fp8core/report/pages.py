@@ -20,13 +20,13 @@ from fp8core.errors import printable_lines
 from fp8core.report.chart import Chart, Drawing, Series, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
+from fp8core.report.diagnosis import mean_shares
 from fp8core.report.drawing import figure_html
 from fp8core.report.head import head, mismatch, three
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed, token_mean
-from fp8core.report.silence import mean_shares
 from fp8core.report.step_table import COLUMNS, step_rows
-from fp8core.report.summary import MISSING, edge_steps, first_steps, last_steps, precision_gap
+from fp8core.report.summary import MISSING, compared_tokens, edge_steps, first_steps, last_steps, precision_gap
 from fp8core.report.training_charts import (
     ALIGNMENT,
     KV_CURVES,
@@ -179,6 +179,7 @@ def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
         ("k3 divergence, largest (nats)", _over(K3, max)),
         ("effective sample size, smallest", _over(ESS, min, format_tmpe)),
         ("tokens whose log-probs differ", _over(TOKENS_DIFFERING, sum, lambda value: f"{value:,.0f}")),
+        ("tokens whose log-probs were compared", lambda run: compared_tokens(run.history).words),
         *_ahead_rows(runs),
         ("outcomes of completions, mean of all steps", _outcomes),
         ("groups with a signal, mean", _over(SIGNAL, fmean)),

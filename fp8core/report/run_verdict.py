@@ -12,15 +12,26 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import Literal
 
+from scipy.special import stdtrit
+
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, edge_steps
-from fp8core.report.trend import FEWEST_VALUES, change_error, t_quantile
+from fp8core.report.summary import EDGE_STEPS, compared_tokens, edge_steps
+from fp8core.report.trend import FEWEST_VALUES, change_error
 from fp8core.store.ledger import START
-from fp8core.store.metrics import HELDOUT, REWARD, TMPE, TOKENS, TOKENS_DIFFERING, UNVERIFIABLE, History, series
+from fp8core.store.metrics import (
+    COMPARED,
+    HELDOUT,
+    REWARD,
+    TMPE,
+    TOKENS,
+    TOKENS_DIFFERING,
+    UNVERIFIABLE,
+    History,
+    series,
+)
 
 NOISE = 3.0
-COMPARED = "alignment/tokens"
 
 Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
 Agreement = Literal["equal", "different", "not measured"]
@@ -130,7 +141,7 @@ def _direction(values: Sequence[float], edge: int) -> int:
     change = fmean(values[-edge:]) - fmean(values[:edge])
     error, degrees = change_error(values, edge)
     # As rare as NOISE errors of a known size are.
-    errors = t_quantile(NormalDist().cdf(NOISE), degrees)
+    errors = float(stdtrit(degrees, NormalDist().cdf(NOISE)))
     return 0 if abs(change) <= errors * error else int(math.copysign(1, change))
 
 
@@ -149,13 +160,13 @@ def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
 def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:
     _, errors = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
-    _, tokens = series(history, COMPARED)
+    compared = compared_tokens(history)
     if not errors and not differing:
         return "not measured", "no step measured the two policies against each other"
-    whole = f"{sum(tokens):,.0f} tokens" if tokens else "tokens"
     if not any(differing) and all(error == 1.0 for error in errors):
-        return "equal", f"rollout and training agree bit for bit on all {whole}"
-    share = f"on {form(100 * sum(differing) / sum(tokens))} % of {whole}" if differing and sum(tokens) else ""
+        return "equal", f"rollout and training agree bit for bit on {compared.words}"
+    whole = compared.words.removeprefix("all ")
+    share = f"on {form(100 * sum(differing) / compared.tokens)} % of {whole}" if differing and compared.tokens else ""
     found = [f"rollout and training differ {share}".strip()]
     if (mean := token_mean(history, TMPE)) is not None:
         found.append(f"error a token {format_tmpe(mean)} in the mean, {format_tmpe(max(errors))} at most")

@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from fp8core.report.chart import counted
 from fp8core.store.metrics import (
+    COMPARED,
     GAP,
     GAP_ACCURACY,
     GAP_BF16,
@@ -19,6 +21,7 @@ from fp8core.store.metrics import (
     REWARD,
     SIGNAL,
     TMPE,
+    TOKENS,
     TOKENS_DIFFERING,
     History,
     Interval,
@@ -55,6 +58,20 @@ class Overhead(_Frozen):
     mean: float
 
 
+class ComparedTokens(NamedTuple):
+    """The tokens on which both policies were compared, and their share of all; 0 and 1 where that is not known."""
+
+    tokens: int
+    share: float
+
+    @property
+    def words(self) -> str:
+        """Their number, and their share where it is not all."""
+        if self.share < 1:
+            return f"the {self.tokens:,} tokens that were compared, {100 * self.share:.2g} % of all"
+        return f"all {self.tokens:,} tokens" if self.tokens else "all tokens"
+
+
 class PrecisionGap(_Frozen):
     """FP8 and BF16 of the same weights, at step 0.
 
@@ -78,7 +95,7 @@ class PrecisionGap(_Frozen):
 
 
 class Summary(_Frozen):
-    """The result of a run, as `--json` writes it; None where nothing was measured.
+    """The result of a run, as `--json` writes it; None where nothing was measured, or there is nothing to diagnose.
 
     `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run. In a
     step without a signal, the rewards of every group are equal.
@@ -96,7 +113,10 @@ class Summary(_Frozen):
     heldout_last: float | None
     tmpe_max: float | None
     tokens_differing: int
+    tokens_compared: int = 0
+    tokens_compared_share: float = 1.0
     steps_without_signal: int
+    diagnosis: str | None = None
     precision_gap: PrecisionGap | None = None
     bounds: str
     bounds_crossed: int | None
@@ -118,6 +138,13 @@ def precision_gap(history: History) -> PrecisionGap | None:
         difference_high=row[GAP_HIGH],
         prompts=int(row[GAP_PROMPTS]),
     )
+
+
+def compared_tokens(history: History) -> ComparedTokens:
+    """Over the steps that compared any."""
+    rows = [row for row in history if COMPARED in row]
+    count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED, TOKENS))
+    return ComparedTokens(count, min(1.0, count / written) if written else 1.0)
 
 
 def edge_steps(steps: int) -> int:
@@ -165,6 +192,7 @@ def summarise(
     task_seconds: Mapping[str, float],
     bounds: str,
     bounds_crossed: int | None,
+    diagnosis: str | None = None,
 ) -> Summary:
     """Summarise a run.
 
@@ -179,12 +207,14 @@ def summarise(
         task_seconds: of it, what each task took, and the rest (`run_data.time_spent`).
         bounds: what the run was held to, in a line; before it the bounds that it crossed.
         bounds_crossed: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing was judged.
+        diagnosis: the sentence of `diagnosis.diagnose`.
     """
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)
     _, tmpe = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
     _, signals = series(history, SIGNAL)
+    compared = compared_tokens(history)
     overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
@@ -199,7 +229,10 @@ def summarise(
         heldout_last=heldout[-1] if heldout else None,
         tmpe_max=max(tmpe, default=None),
         tokens_differing=int(sum(differing)),
+        tokens_compared=compared.tokens,
+        tokens_compared_share=compared.share,
         steps_without_signal=signals.count(0.0),
+        diagnosis=diagnosis,
         precision_gap=precision_gap(history),
         bounds=bounds,
         bounds_crossed=bounds_crossed,

@@ -23,7 +23,7 @@ TOKENS = "rollout/tokens"
 ENTROPY = "rollout/entropy"
 GRAD_NORM = "train/grad_norm"
 TMPE = "alignment/token_mult_prob_error"
-TOKENS_DIFFERING = "alignment/tokens_differing"
+TOKENS_DIFFERING, COMPARED = "alignment/tokens_differing", "alignment/tokens"
 K3, ESS = "alignment/k3_kl", "alignment/ess"
 # Of a run that generates ahead; the last one of a run alone that keeps the cache of older weights.
 STALENESS, STALEST = "rollout/staleness_mean", "rollout/staleness_max"

@@ -2,6 +2,7 @@
 
 import json
 import time
+from html import unescape
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
@@ -106,6 +107,15 @@ def test_mlflow_shows_the_run(three_steps):
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
     assert {"config.yaml", "graph.md", "graph.txt", "summary.json", "pictures/curves.png"} <= files
     assert any(file.startswith("samples/") for file in files)
+
+
+def test_every_place_has_one_sentence_of_diagnosis(three_steps):
+    sentence, tags = three_steps.summary["diagnosis"], three_steps.mlflow_run().data.tags
+    assert sentence.startswith("Too short to tell: 3 steps. Train on: fp8-grpo resume ")
+    assert sentence == tags["diagnosis"]
+    assert sentence in tags["mlflow.note.content"]
+    assert sentence == json.loads((three_steps.folder / "summary.json").read_text())["diagnosis"]
+    assert sentence in unescape((three_steps.folder / "report.html").read_text())
 
 
 def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_path):

@@ -14,14 +14,6 @@ from fp8core.parity.measure import (
     mean_interval,
     steps_to_reach,
 )
-from fp8core.report.trend import t_quantile
-
-
-@pytest.mark.parametrize(
-    ("degrees", "expected"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)]
-)
-def test_quantiles_are_those_of_the_tables(degrees, expected):
-    assert t_quantile(0.975, degrees) == pytest.approx(expected, abs=1e-3)
 
 
 def test_an_interval_by_hand():

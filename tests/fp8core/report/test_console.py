@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from fp8core.report.console import Console, StyleAccuracy, format_tmpe, shows_sample
-from fp8core.report.silence import Silence
 from fp8core.report.summary import Overhead, PrecisionGap, Summary
 
 METRICS = {
@@ -30,6 +29,8 @@ SUMMARY = Summary(
     heldout_last=1.0,
     tmpe_max=1.0121,
     tokens_differing=2312,
+    tokens_compared=568,
+    tokens_compared_share=0.0625,
     steps_without_signal=0,
     bounds="mismatched contract, fails if tmpe > 1.1, k3 > 0.01",
     bounds_crossed=2,
@@ -100,14 +101,11 @@ def test_steps_without_a_signal_are_marked() -> None:
     assert [line.endswith(" ! rollout 50%") for line in lines] == [True, False, True]
 
 
-@pytest.mark.parametrize(("silent", "advised"), [(26, False), (27, True), (80, True)])
-def test_a_summary_counts_steps_without_a_signal_and_advises_where_they_are_many(silent: int, advised: bool) -> None:
-    file = io.StringIO()
-    found = Silence(silent, 80, {"unparsed": 1.0, "cut off": 0.98})
-    Console(file, 80).summary(SUMMARY, Path("/runs/tiny-1"), "mlflow ui", "http://page", silence=found)
-    words = " ".join(file.getvalue().replace("│", " ").split())
-    assert f"no signal {silent} of 80 steps 100 % unparsed, 98 % cut off" in words
-    assert ("raise rollout.max_new_tokens" in words) == advised
+def test_a_diagnosis_is_printed_whole_below_the_panel() -> None:
+    file, sentence = io.StringIO(), f"Collapsed: after step 7 {'the reward fell ' * 12}[bold]."
+    diagnosed = SUMMARY.model_copy(update={"diagnosis": sentence})
+    Console(file, 80).summary(diagnosed, Path("/runs/tiny-1"), "mlflow ui", "http://page", learning="collapsed")
+    assert sentence in file.getvalue().splitlines()
 
 
 def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monkeypatch) -> None:
@@ -208,7 +206,9 @@ def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:
         "0.550 -> 0.970",
         "0.420 -> 1.000",
         "1.012100",
-        "2,312 tokens differ",
+        "2,312 differ",
+        "the 568",
+        "6.2 % of all",
         "crossed 2 times",
         "mismatched contract, fails if",
         "31 ms",

@@ -121,6 +121,15 @@ def test_equal_is_said_of_equal_bits_alone(error, differing, agreement, shown) -
     assert shown in found.words
 
 
+def test_a_share_that_was_compared_is_called_a_share() -> None:
+    """A run whose log-probs are the rollout's compares a sixteenth of its completions."""
+    rows = [row | {"rollout/tokens": 1600.0} for row in history(RISING)]
+    assert "bit for bit on the 2,400 tokens that were compared, 6.2 % of all" in answer(rows, short).words
+    rows[0] |= {"alignment/tokens_differing": 24.0}
+    assert "differ on 1 % of the 2,400 tokens that were compared, 6.2 % of all" in answer(rows, short).words
+    assert "on 1 % of 2,400 tokens" in answer([row | {"rollout/tokens": 100.0} for row in rows], short).words
+
+
 def test_the_mean_error_is_that_of_all_tokens() -> None:
     rows = [row | {"alignment/tokens": count} for row, count in zip(history([0.5] * 2), (10.0, 990.0), strict=True)]
     rows[0] |= {"alignment/token_mult_prob_error": 2.0, "alignment/tokens_differing": 5.0}
@@ -138,6 +147,6 @@ def test_the_sentence_of_a_run_has_its_speed(whole_run) -> None:
     # Engines compile in the first step.
     seconds = {"rollout": {1: 1e9, 2: run.history[2]["rollout/tokens"]}}
     slow = replace(run, busy=dict.fromkeys(run.busy, 4321.0), seconds=seconds)
-    assert "4,321 s of tasks a step" in head(slow)[-2]
-    assert " 1 tokens a second" in head(slow)[-2]
-    assert head(replace(run, history=[], busy={}, seconds={}))[-2].endswith(".")
+    assert "4,321 s of tasks a step" in head(slow)[-1]
+    assert " 1 tokens a second" in head(slow)[-1]
+    assert head(replace(run, history=[], busy={}, seconds={}))[-1].endswith(".")

@@ -90,7 +90,10 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
         "heldout_last": 0.9,
         "tmpe_max": 1.0078125,
         "tokens_differing": 3,
+        "tokens_compared": 0,
+        "tokens_compared_share": 1.0,
         "steps_without_signal": 2,
+        "diagnosis": None,
         "precision_gap": {
             "nats": 0.125,
             "accuracy": 0.5,

@@ -1,0 +1,191 @@
+"""Diagnoses of real runs, of healthy ones too, and of what these histories do not hold.
+
+`histories.json` has runs of 24 steps or fewer: their configuration and settings, metrics and last texts. `lr01` and
+`negcollapse` had other rates and, like `negative`, a further verifier that takes 2 from each reward; the verifiers of
+`says_no`, `says_wrong` and `constant` gave every completion one verdict.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.report.chart import short
+from fp8core.report.diagnosis import Evidence, diagnosis, is_repetitive
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_run
+from fp8core.report.run_verdict import answer
+
+RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
+
+
+def evidence(name: str, steps: int | None = None) -> Evidence:
+    run = RUNS[name]
+    count = len(run["metrics"]["step"]) if steps is None else steps + 1
+    columns = {metric: values[:count] for metric, values in run["metrics"].items()}
+    rows = [{metric: values[i] for metric, values in columns.items() if values[i] is not None} for i in range(count)]
+    learning = answer(rows, short, prompts=256).learning
+    return Evidence(rows, load_config(run["config"], run["settings"]), learning, run["texts"], name)
+
+
+@pytest.mark.parametrize(
+    ("run", "cause", "words"),
+    [
+        ("collapse", "collapsed", "after step 1 the share of right answers fell from 0.641 to 0"),
+        ("collapse", "collapsed", "Lower training.learning_rate (now 0.5)"),
+        ("lr01", "collapsed", "fp8-grpo export lr01 --step 3 FOLDER"),
+        ("negcollapse", "collapsed", "entropy 0.115 to 0.2"),
+        ("cutoff", "cut off", "Raise rollout.max_new_tokens (now 2)"),
+        (
+            "says_no",
+            "verifier refuses all",
+            "\u201c0,8,7,7#7\u201d. If such texts are right, change reward",
+        ),
+        ("says_no", "verifier refuses all", "data.template"),
+        ("says_wrong", "verifier refuses all", "reward.verifier (now chain), else choose easier problems"),
+        (
+            "constant",
+            "no signal",
+            "group were equal in 12 of 12 steps. Choose harder problems",
+        ),
+        ("two", "too short to tell", "2 steps. Train on: fp8-grpo resume RUN --set steps=20."),
+    ],
+)
+def test_the_cause_names_what_was_seen_and_one_change(run, cause, words) -> None:
+    found = diagnosis(evidence(run))
+    assert found is not None
+    assert found.cause == cause
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize("run", ["healthy", "async", "negative", "distil", "dapo", "tools"])
+def test_a_healthy_run_has_no_diagnosis(run) -> None:
+    assert diagnosis(evidence(run)) is None
+    early = diagnosis(evidence(run, 4))
+    assert early is None or early.cause == "too short to tell"
+
+
+@pytest.mark.parametrize(("run", "step"), [("collapse", 0), ("lr01", 3), ("negcollapse", 1)])
+def test_the_step_to_go_back_to_wrote_rewarded_answers(run, step) -> None:
+    found = evidence(run)
+    assert diagnosis(found).step == step
+    assert found.history[step + 1]["reward/outcome_right"] > 0.6
+    # Generation ahead: the newest policy that was rewarded is older.
+    assert found.config is not None
+    ahead = found.config.pipeline.model_copy(update={"mode": "asynchronous", "max_staleness": 2})
+    older = replace(found, config=found.config.model_copy(update={"pipeline": ahead}))
+    assert diagnosis(older).step == max(0, step - 2)
+
+
+@pytest.mark.parametrize(
+    ("rights", "prompts"),
+    [([0.9, 0.0], 1), ([0.5, 0.25, 0.0, 0.0], 2), ([0.8] * 20 + [0.5], 32), ([0.6] * 20 + [0.0] + [0.5] * 5, 32)],
+)
+def test_what_chance_makes_or_passes_is_no_collapse(rights, prompts) -> None:
+    rows = [{"step": step, "reward/outcome_right": right} for step, right in enumerate(rights, 1)]
+    config = load_config("tiny", {"rollout.prompts_per_step": prompts})
+    assert Evidence(rows, config, "not learned").fall is None
+
+
+@pytest.mark.parametrize(
+    ("left", "more", "collapsed"),
+    [
+        (0.1, {}, False),
+        (0.1, {"rollout/entropy": 0.001}, True),
+        (0.1, {"rollout/entropy": 2.0}, True),
+        (0.1, {"rollout/length_mean": 1.0}, True),
+        (0.0, {}, True),
+        # The verifier broke, not the policy.
+        (0.0, {"reward/outcome_timeout": 0.9}, False),
+    ],
+)
+def test_a_policy_that_is_left_with_little_needs_another_sign(left, more, collapsed) -> None:
+    sound = {"reward/outcome_right": 0.7, "rollout/entropy": 0.3, "rollout/length_mean": 8.0}
+    rows = [{"step": step, **sound} for step in range(1, 11)]
+    rows += [{"step": step, **sound, "reward/outcome_right": left, **more} for step in range(11, 21)]
+    found = Evidence(rows, load_config("tiny"), "got worse", ["4,4,4,3#3", "0,8,7,7#7"])
+    assert (found.fall is not None) == collapsed
+    assert replace(found, texts=["6666#6", "666666"]).fall is not None or left == 0
+
+
+def rows(shares: dict[str, float], steps: int = 12, **more: float) -> list[dict[str, float]]:
+    named = {"cut off": "rollout/cut_off_share"}
+    found = {named.get(name, f"reward/outcome_{name}"): share for name, share in shares.items()}
+    return [{"step": step, "reward/groups_with_signal": 0.0, **found, **more} for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "reward", "cause", "advised"),
+    [
+        ({"crashed": 0.9, "wrong": 0.1, "right": 0.0, "cut off": 1.0}, 0.0, "verifier failed", "repair the verifier"),
+        ({"timeout": 0.9, "wrong": 0.1}, 0.0, "verifier failed", "timeout_seconds"),
+        ({"unparsed": 1.0, "right": 0.0, "cut off": 0.1}, 0.0, "verifier refuses all", "data.template"),
+        # A right answer that is cut off after its end lacks nothing.
+        ({"right": 1.0, "cut off": 1.0}, 1.0, "no signal", "harder problems"),
+        ({"right": 0.4, "wrong": 0.3, "unparsed": 0.3}, 0.4, "no signal", "rollout.group_size"),
+        ({"right": 0.0, "wrong": 1.0}, 0.5, "no signal", "different rewards"),
+        ({}, 0.5, "no signal", "different rewards"),
+    ],
+)
+def test_a_run_without_a_signal_is_told_why(shares, reward, cause, advised) -> None:
+    found = diagnosis(Evidence(rows(shares, **{"reward/mean": reward}), load_config("tiny"), "not learned"))
+    assert found is not None
+    assert found.cause == cause
+    assert advised.lower() in found.sentence.lower()
+
+
+@pytest.mark.parametrize(("silent", "of", "many"), [(26, 80, False), (27, 80, True)])
+def test_a_third_of_the_steps_are_many(silent: int, of: int, many: bool) -> None:
+    history = rows({}, silent) + rows({}, of - silent, **{"reward/groups_with_signal": 1.0})
+    assert bool(Evidence(history, None, "not learned").silent) == many
+    # Of a few steps, one may be silent by chance.
+    assert not Evidence(history, None, "too short to tell").silent
+    # Once all answers are right there is nothing more to learn.
+    assert not Evidence(history, None, "learned").silent
+
+
+def test_another_signal_than_equal_rewards_of_a_group_is_one() -> None:
+    """A teacher's, a penalty's that is part of the reward, and with REINFORCE++ the rewards of other prompts."""
+    equal = rows({"right": 1.0}, **{"reward/std": 0.5})
+    teacher = ["loss.distillation.teacher=x", "loss.distillation.weight=1.0", "loss.distillation.rewards=0.0"]
+    for config in (
+        load_config("tiny", teacher),
+        load_config("careful", {"loss.reward_kl": 0.1}),
+        load_config("tiny", {"loss.advantage": "reinforce_plus_plus"}),
+    ):
+        assert diagnosis(Evidence(equal, config, "not learned")) is None
+    assert diagnosis(Evidence(equal, load_config("tiny"), "not learned")) is not None
+
+
+@pytest.mark.parametrize(("environment", "reward", "told"), [("guess", 0.0, True), ("guess", 0.5, False)])
+def test_right_outcomes_to_which_an_environment_gave_no_reward(environment, reward, told) -> None:
+    history = rows({"right": 0.4, "wrong": 0.4, "unparsed": 0.2}, **{"reward/mean": reward})
+    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": environment}}), "not learned"))
+    assert found is not None
+    assert ('Outcome("right")' in found.sentence) == told
+
+
+@pytest.mark.parametrize(
+    ("texts", "repeated"),
+    [
+        (["666666#66", "66666666"], True),
+        (["I think so. " * 60], True),
+        (["We compute 2 + 3 = 5 and then 5 * 7 = 35.", "First, 9 - 4 is 5, so the answer must be 5."] * 2, False),
+        (["4,4,4,3#3", "0,8,7,7#7"], False),
+        (["", ""], False),
+    ],
+)
+def test_texts_that_repeat_themselves(texts, repeated) -> None:
+    assert is_repetitive(texts) == repeated
+
+
+def test_a_report_begins_with_the_diagnosis(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    cut = {"reward/groups_with_signal": 0.0, "rollout/cut_off_share": 1.0, "reward/outcome_right": 0.0}
+    html = report_html([replace(run, history=[{**row, **cut} if row["step"] else row for row in run.history])])
+    head = html.partition("<nav>")[0]
+    assert ">Cut off: " in head
+    assert "Raise rollout.max_new_tokens (now " in head
+    assert "<td>outcomes of completions, mean of all steps</td>" in html
