@@ -46,7 +46,7 @@ def test_an_evaluation_says_every_estimate_difference_and_outcome():
     )  # fmt: skip
     rows = {line[:10].strip(): line.split() for line in evaluation_text(result).splitlines()}
     assert {"0.7500", "[0.2500,", "1.0000]"} <= set(evaluation_text(result).split())
-    assert rows["fp8 - bf16"][3:6] == ["-0.5000", "[-0.9319,", "+0.4319]"], "two prompts say little"
+    assert rows["fp8 - bf16"][3:6] == ["-0.5000", "[-0.7500,", "+0.2500]"], "two prompts say little"
     assert rows["fp8"] == ["fp8", "1", "2", "0", "0", "1", "4.5"]
 
 
