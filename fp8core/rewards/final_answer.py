@@ -13,7 +13,7 @@ import unicodedata
 from functools import lru_cache
 
 from fp8core.rewards.integer import CLOSING_TAG, MARKER, OPENING_TAG, Unreadable, is_unit, without_tags
-from fp8core.rewards.wording import COPULAS, is_altered, is_altered_after, is_denied, is_retraction, words_of
+from fp8core.rewards.wording import HARMLESS, is_altered, is_altered_after, is_denied, is_retraction, words_of
 
 MAX_ANSWER_CHARACTERS = 400
 _NEAR = 2 * MAX_ANSWER_CHARACTERS
@@ -41,7 +41,7 @@ _MULTIPLIERS = frozenset("십백천만억조十")
 _PUNCTUATION = {
     "SEMICOLON": "；", "COLON": "：", "COMMA": "，", "QUESTION": "？", "FULL STOP": "。", "DANDA": "。",
     "EXCLAMATION": "。", "ELLIPSIS": "... ", "EM DASH": "—", "HORIZONTAL BAR": "—", "EN DASH": "–", "HYPHEN": "-",
-    "WORDSPACE": " ", "SINGLE": "'", "QUOTATION": '"', "BRACKET": '"', "PARENTHESIS": '"',
+    "WORDSPACE": " ", "ANGLE": '"', "SINGLE": "'", "QUOTATION": '"', "BRACKET": '"', "PARENTHESIS": '"',
 }  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def _refuse_head(head: str, touching: str) -> None:
     elif head[0] == "'":
         named = _is_letter(head[1:2])
     elif len(words) == 1 and words[0].isascii():
-        named = words[0] in COPULAS
+        named = words[0] in HARMLESS
     else:
         named = bool(words) and (len(words[0]) > 1 or not _has_case(words[0]))
     if not named:
