@@ -113,9 +113,9 @@ def _plain(text: str) -> str:
     text = OPENING_TAG.sub(" ", CLOSING_TAG.sub("。 ", text)).replace(r"\%", "%")
     signs: list[str] = []
     for character in unicodedata.normalize("NFC", _TEXT.sub(r" \1 ", text)):
-        sign = _sign(character)
         # A mark that is on no letter may strike out a number.
-        signs.append("^" if _is_mark(sign) and not (signs and _is_letter(signs[-1][-1:])) else sign)
+        struck = unicodedata.category(character)[0] == "M" and not (signs and _is_letter(signs[-1][-1:]))
+        signs.append("^" if struck else _sign(character))
     return "".join(signs)
 
 
@@ -141,10 +141,6 @@ def _sign(character: str) -> str:
 
 def _is_letter(character: str) -> bool:
     return character != "" and unicodedata.category(character)[0] in "LM"
-
-
-def _is_mark(character: str) -> bool:
-    return len(character) == 1 and unicodedata.category(character)[0] == "M"
 
 
 def _has_case(character: str) -> bool:

@@ -40,12 +40,11 @@ _NOUNS_TEXT = (
 _NOUNS = frozenset(_NOUNS_TEXT.split())
 _NO_PLURALS_TEXT = (
     # Numbers, fractions and arithmetic; then what states something of the number.
-    "hundreds thousands dozens tens ones twos threes fours fives sixes sevens eights nines zeros zeroes naughts nths "
-    "googols grosses scores lakhs crores myriads grands mils bils sums halves halfs thirds fourths minus times "
-    "negatives opposites reciprocals inverses doubles triples factorials exponents powers roots logs divides "
-    "multiplies subtracts adds equals exceeds differs fails remains comes goes gives makes means becomes follows "
-    "holds lies approximates seems looks needs wants does always perhaps besides towards afterwards whereas sometimes "
-    "errs"
+    "tens ones twos threes fours fives sixes sevens eights nines zeros zeroes naughts nths googols grosses scores "
+    "lakhs crores myriads grands mils bils sums halfs fourths negatives opposites reciprocals inverses factorials "
+    "exponents powers roots logs divides multiplies subtracts adds equals exceeds differs fails remains comes goes "
+    "gives makes means becomes follows holds lies approximates looks needs wants does always besides towards "
+    "afterwards whereas sometimes errs"
 )
 _NO_PLURALS = frozenset(_NO_PLURALS_TEXT.split())
 _NUMBER_WORD = re.compile(
