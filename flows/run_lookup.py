@@ -42,6 +42,19 @@ def find_run(text: str, runs: Path | None = None) -> Path:
     raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
 
 
+def find_run_in(text: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
+    """As `find_run`; a name alone is that of a run in the folder that an override `runs` names, if one does.
+
+    Returns the folder, and the overrides that are left.
+    """
+    values = [override_value(each) for each in overrides]
+    runs = [Path(value).expanduser() for key, value in values if key == "runs" and isinstance(value, str)]
+    if not runs or os.sep in text:
+        return find_run(text), [*overrides]
+    others = [each for each, (key, _) in zip(overrides, values, strict=True) if key != "runs"]
+    return find_run(str(runs[-1].absolute() / text)), others
+
+
 def refuse_run(config: str) -> None:
     """Raises UserError: a name is that of a run below ./runs, and of no configuration."""
     if config not in shipped_names() and config in _names_of_runs(RunConfig.model_fields["runs"].default):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from gc import freeze
 from importlib.metadata import version
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from flows.cli import (
@@ -69,14 +70,17 @@ def call(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Mistakes of the user are one line on stderr."""
     leave_working_directory_out()
     disable_telemetry()
+    _escape_unencodable()
     # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
     atexit.register(freeze)
     try:
         with keep_interrupt(leave_import) as interrupt:
-            options = _parsed(sys.argv[1:] if arguments is None else arguments)
-            refuse_other_files(options)
-            code = int(options.command(options))
-            sys.stdout.flush()
+            try:
+                options = _parsed(sys.argv[1:] if arguments is None else arguments)
+                refuse_other_files(options)
+                code = int(options.command(options))
+            finally:
+                sys.stdout.flush()
             if code == ExitCode.DONE:
                 interrupt.check()
             return code
@@ -87,18 +91,46 @@ def call(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return stopped("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader is gone (`| head`). Python flushes once more at exit, and needs an open file.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader is gone (`| head`).
+        _drop_output()
         return ExitCode.UNREAD
     except OSError as error:
+        if error.filename is None and _is_output_full():
+            _drop_output()
+            return stopped(f"standard output: {error.strerror}", ExitCode.FAILED)
         # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
         if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
             raise
         return stopped(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
 
 
+def _escape_unencodable() -> None:
+    """Print `\\u0416` for a character that the encoding of standard output lacks."""
+    if sys.stdout is None:  # `>&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Python flushes standard output once more at exit, and needs an open file."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_output_full() -> bool:
+    try:
+        say("")
+    except OSError:
+        return True
+    return False
+
+
 class _Parser(argparse.ArgumentParser):
     """Parser whose errors are one line, as those of all user mistakes are."""
+
+    def print_help(self, file: Any = None) -> None:
+        # argparse ignores an output that cannot be written.
+        say(self.format_help().rstrip(), file)
 
     def error(self, message: str) -> NoReturn:
         choice = re.fullmatch(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)

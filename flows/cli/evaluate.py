@@ -8,7 +8,7 @@ from typing import Any
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
 from flows.launch import explain, prepare_prefect
-from flows.run_lookup import admit_code, enter_origin, find_run
+from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode, keep_interrupt
 from fp8core.store.outputs import EVALUATION
 
@@ -67,7 +67,9 @@ def evaluate_target(options: argparse.Namespace) -> int:
 
     here = Path.cwd()
     if not (Path(options.target) / "config.json").is_file():
-        folder = find_run(options.target)
+        folder, others = find_run_in(options.target, options.overrides)
+        if others != options.overrides:
+            options.target, options.overrides = str(folder), others
         if options.config is None:  # Else what is named is named from here.
             _enter_origin(folder, options)
         admit_code(folder, options.overrides, here, trust=options.trust)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
-from flows.run_lookup import admit_code, enter_origin, find_run
+from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode
 from fp8core.errors import UserError
 from fp8core.store.outputs import json_output
@@ -76,9 +76,9 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.store.run_directory import RunDirectory
     from fp8core.store.run_view import RunView
 
-    folder = find_run(options.run)
+    folder, others = find_run_in(options.run, options.overrides)
     here = Path.cwd()
-    overrides = enter_origin(folder, options.overrides)
+    overrides = enter_origin(folder, others)
     admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:

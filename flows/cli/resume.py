@@ -7,7 +7,7 @@ from typing import Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
 from flows.launch import launch
-from flows.run_lookup import admit_code, enter_origin, find_run, load_settings
+from flows.run_lookup import admit_code, enter_origin, find_run_in, load_settings
 from fp8core.config.run import own_code
 from fp8core.errors import without_passwords
 from fp8core.store.outputs import SUMMARY
@@ -27,9 +27,9 @@ def add_command(commands: Any) -> None:
 
 def resume_run(options: argparse.Namespace) -> int:
     """Continue `options.run`; returns the exit code, raises UserError."""
-    folder = find_run(options.run)
+    folder, others = find_run_in(options.run, options.overrides)
     here = Path.cwd()
-    overrides = enter_origin(folder, options.overrides)
+    overrides = enter_origin(folder, others)
     admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
     config = load_settings(str(folder), overrides)
     settings = "".join(f" --set {shlex.quote(text)}" for text in options.overrides if without_passwords(text) == text)

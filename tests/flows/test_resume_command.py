@@ -15,7 +15,7 @@ from manifest_chain import first_broken_link
 from mlflow import MlflowClient
 
 from flows import cli
-from flows.run_lookup import load_settings
+from flows.run_lookup import find_run_in, load_settings
 from flows.tracking.record import read_record, write_record
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
@@ -226,6 +226,14 @@ def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     assert refused(str(absent)) == f"{absent}: no run (no run.json in {absent})"
     assert refused("absent") == f"absent: no run (no run.json in {tmp_path}/absent or {tmp_path}/runs/absent)"
+
+
+def test_a_name_is_looked_for_in_the_folder_of_runs_that_is_given(moved: Path, refused: Callable[..., str]) -> None:
+    found = (moved.name, "--set", f"runs={moved.parent}", "--set", "steps=1")
+    assert refused(*found).startswith(f"run {moved.name} ")
+    missing = refused("renamd", "--set", f"runs={moved.parent}")
+    assert missing == f"{moved.parent}/renamd: no run (no run.json in {moved.parent}/renamd)"
+    assert find_run_in(str(moved), ["steps=3", "runs=other"]) == (moved, ["steps=3", "runs=other"])
 
 
 def test_a_run_in_use_names_its_process(begun: Any, refused: Callable[..., str]) -> None:

@@ -1,8 +1,10 @@
-"""Output of a training whose worker is gone."""
+"""Output that nobody reads, that is nowhere to be stored, or that has no such characters."""
 
 import os
 import subprocess
 import sys
+
+import pytest
 
 # Prints with rich, which ends a process when nobody reads; then says on standard error how far it came.
 PROGRAM = """
@@ -36,3 +38,23 @@ def test_a_process_goes_on_printing_when_nobody_reads_and_loses_only_what_is_not
         process.stdin.close()
         assert process.stderr.read() == "went on\n"
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "shell", "code", "shown"),
+    [
+        ("config tiny --set data.template='{question}\N{CYRILLIC CAPITAL LETTER ZHE}'", "", 0, b""),
+        ("config tiny", ">/dev/full", 1, b"fp8-grpo: standard output: No space left on device\n"),
+        ("--help", ">/dev/full", 1, b"fp8-grpo: standard output: No space left on device\n"),
+        ("config tiny", "| true", 0, b""),
+        ("config tiny", ">&-", 0, b""),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line_or_none(command, shell, code, shown, unbuffered) -> None:
+    line = f"{sys.executable} -m flows.cli {command} {shell}"
+    variables = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(line, shell=True, env=variables, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (code, shown)
+    if not shell:
+        assert b'data.template = "{question}\\u0416"' in ended.stdout
