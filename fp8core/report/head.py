@@ -26,7 +26,8 @@ def head(run: RunData) -> list[str]:
     diagnosis = diagnose(run.view, run.history, judged.learning, run.left)
     told = [] if diagnosis is None else [diagnosis.sentence]
     action = _next(run, judged.learning, diagnosis)
-    return [*told, _result(run, judged), *([] if action is None else [f"Next: {action}."])]
+    verdict = diagnosis.cause if diagnosis is not None and diagnosis.step is not None else judged.learning
+    return [*told, _result(run, judged, verdict), *([] if action is None else [f"Next: {action}."])]
 
 
 def mismatch(run: RunData) -> str | None:
@@ -47,8 +48,8 @@ def _judged(run: RunData) -> Answer:
     return answer(run.history, short, why, prompts=prompts, left=run.left)
 
 
-def _result(run: RunData, judged: Answer) -> str:
-    verdict = judged.learning[0].upper() + judged.learning[1:]
+def _result(run: RunData, judged: Answer, verdict: str) -> str:
+    verdict = verdict[0].upper() + verdict[1:]
     accuracy, reward = _heldout(run.history), _reward(run.history, judged)
     sentences = [f"{verdict}: {accuracy or reward}" if accuracy or reward else verdict]
     if accuracy and reward:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import Literal
 
+import numpy as np
 from scipy.special import stdtrit
 
 from fp8core.report.console import format_tmpe
 from fp8core.report.run_data import RunData
 from fp8core.report.summary import EDGE_STEPS, compared_tokens, edge_steps
-from fp8core.report.trend import FEWEST_VALUES, change_error
 from fp8core.store.ledger import START
 from fp8core.store.metrics import (
     COMPARED,
@@ -32,6 +32,11 @@ from fp8core.store.metrics import (
 )
 
 NOISE = 3.0
+FEWEST_VALUES = 10
+# Of the quadratic and of the correlation.
+_FITTED = 4
+# A random walk, 1.0, has no variance to compute with.
+_MOST_CORRELATED = 0.97
 
 Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
 Agreement = Literal["equal", "different", "not measured"]
@@ -143,6 +148,30 @@ def _direction(values: Sequence[float], edge: int) -> int:
     # As rare as NOISE errors of a known size are.
     errors = float(stdtrit(degrees, NormalDist().cdf(NOISE)))
     return 0 if abs(change) <= errors * error else int(math.copysign(1, change))
+
+
+def change_error(values: Sequence[float], edge: int) -> tuple[float, int]:
+    """Standard error of the mean of the last `edge` values minus that of the first, and its degrees of freedom.
+
+    The model is a quadratic in the place plus autoregressive noise: noise[t] = phi noise[t - 1] + new[t]. (Box, Jenkins
+    and Reinsel, Time Series Analysis, section 3.2.) A fit makes noise look less correlated than it is. So phi is
+    raised by about (3 + 6 phi) / n (Shaman and Stine, JASA 83, 1988, for a mean). FEWEST_VALUES values at least.
+    """
+    count = len(values)
+    assert count >= FEWEST_VALUES, "the fit leaves some degrees of freedom"
+    basis = np.linalg.qr(np.vander(np.linspace(-1.0, 1.0, count), 3))[0]
+    series = np.asarray(values, np.float64)
+    noise = series - basis @ (basis.T @ series)
+    power = float(noise @ noise)
+    found = float(noise[1:] @ noise[:-1]) / power if power else 0.0
+    phi = min(max((found + 3 / count) / (1 - 6 / count), 0.0), _MOST_CORRELATED)
+    degrees = count - 1 - _FITTED
+    new = noise[1:] - phi * noise[:-1]
+    variance = float(new @ new) / degrees / (1 - phi**2)
+    places = np.concatenate([np.arange(edge), np.arange(count - edge, count)])
+    weights = np.repeat([-1 / edge, 1 / edge], edge)
+    correlated = phi ** np.abs(places[:, None] - places)
+    return math.sqrt(variance * float(weights @ correlated @ weights)), degrees
 
 
 def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:

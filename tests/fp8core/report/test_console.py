@@ -146,10 +146,6 @@ def test_the_last_held_out_accuracy_is_repeated_in_brackets_and_dim() -> None:
     assert [("\x1b[2m" in coloured[place]) for place in (0, 1, 3, 4)] == [False, False, True, True]
 
 
-def test_brackets_are_explained_only_where_there_are_some() -> None:
-    assert not any("brackets" in line for line in steps_printed(5, io.StringIO(), 80))
-
-
 def test_the_age_of_tokens_is_shown_where_a_run_generates_ahead() -> None:
     file = io.StringIO()
     console = Console(file, 80)
@@ -183,15 +179,6 @@ def test_a_log_file_has_no_control_characters_and_the_same_words_as_a_terminal()
     plain = everything(io.StringIO())
     assert all(character == "\n" or character.isprintable() for character in plain)
     assert "\x1b[" in everything(Terminal())
-
-
-def test_a_style_below_its_target_is_warned_of_and_no_other() -> None:
-    file = io.StringIO()
-    Console(file, 80).styles([StyleAccuracy("step by step", 0.9, 0.9), StyleAccuracy("bare answer", 0.05, 0.1)])
-    warnings = [line for line in file.getvalue().splitlines() if line.startswith("warning")]
-    assert warnings == ["warning: bare answer 0.050 is below its target 0.100: raise warm_start.steps"]
-    assert re.search(r"step by step +0\.900 +0\.900", file.getvalue())
-    assert "at least" in file.getvalue()
 
 
 def test_the_summary_shows_what_changed_and_where_the_time_went() -> None:

@@ -10,7 +10,6 @@ from fp8core.report.run_data import OUTSIDE_TASKS, labels, read_run, read_runs, 
 from fp8core.report.run_verdict import rollout_speed
 from fp8core.store.gc import plan_removal, remove
 from fp8core.store.metrics import HELDOUT, REWARD, TMPE, series
-from fp8core.store.run_view import Provenance
 
 
 def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
@@ -151,15 +150,6 @@ def test_an_error_is_the_end_of_a_run_with_steps_left(whole_run, run_copy) -> No
     )
     run_copy.cut_after(3, "rollout")
     assert read_run(run_copy.folder, "cut", error="no memory").status == "2 of 4 steps; failed: no memory"
-
-
-def test_the_state_of_a_run_of_one_step_has_a_singular(whole_run) -> None:
-    run = read_run(whole_run.folder, "whole")
-    assert run.view.config is not None
-    view = replace(run.view, config=run.view.config.model_copy(update={"steps": 1}))
-    shorter = [replace(view, commits=run.view.commits[:count]) for count in (1, 2)]
-    states = [replace(run, view=one, provenance=Provenance()).status for one in shorter]
-    assert states == ["0 of 1 step", "finished, 1 step"]
 
 
 def test_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
