@@ -69,7 +69,7 @@ _TEXT_AT_END = re.compile(
 # A dot over the first and the last digit means the same as a line over all of them.
 _DOTS = re.compile(r"\\dot *\{? *(\d) *\}?(?:(\d*)\\dot *\{? *(\d) *\}?)?")
 _REPEATING = re.compile(
-    r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar) *(?:\{ *(\d{1,20}) *\}|(\d))(?! *[\d.^!])"
+    r"(?<![\d.,])(\d{0,20})\.(\d{0,20})\\(?:overline|bar) *(?:\{ *(\d{1,20}) *\}|(\d))(?! *[\d.^!])( *\\%)?"
 )
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ|\{\\circ\})\s*[CF]?\Z")
 _LEFT_SIDE = re.compile(
@@ -139,7 +139,7 @@ def _fraction(decimals: re.Match[str]) -> str:
         return decimals[0]
     whole, first, repeated = decimals[1], decimals[2], decimals[3] or decimals[4]
     numerator = int(whole + first + repeated) - int(f"0{whole}{first}")
-    value = Fraction(numerator, (10 ** len(repeated) - 1) * 10 ** len(first))
+    value = Fraction(numerator, (10 ** len(repeated) - 1) * 10 ** len(first) * (100 if decimals[5] else 1))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
@@ -246,7 +246,7 @@ def _refuse_tokens(text: str, reference: Expression) -> None:
     for (kind, token), (next_kind, following) in zip(tokens, [*tokens[1:], ("end", "")], strict=True):
         _refuse_token(kind, token, next_kind, following, reference)
     names = [token for _, token in tokens]
-    if "%" in text and not re.fullmatch(r"[^%]*[\d}] *\\%", text):
+    if "%" in text and not re.fullmatch(r"[^%]*\d *\\%", text):
         raise Unreadable("a percent sign that is no end")
     _refuse_shape(names, reference)
 

@@ -70,6 +70,7 @@ def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish:
         (r"\boxed{2 0.\overline{3}}", r"\frac23", "unparsed"),
         (r"\boxed{\overline{BA}}", r"\overline{AB}", "wrong"),
         (r"\boxed{AB}", r"\overline{AB}", "wrong"),
+        (r"\boxed{33.\overline{3}\%}", r"\frac13", "right"),
         ("#### 50%", "50", "right"),
         ("#### 50%", r"\frac12", "right"),
         (r"\boxed{50}\%.", r"\frac12", "right"),
