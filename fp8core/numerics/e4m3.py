@@ -12,8 +12,8 @@ back: `x ~ grid * scale`. A scale is amax / 448 of its group, with a floor of am
 A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
 that it has: zeros that fill it up change nothing.
 
-The floor of what a forward multiplies is 1e-10, as in vLLM's quantisers. A gradient may be as small in every element:
-groups that the backward alone reads have the floor whose scale is FP32's smallest normal number (`GRADIENT_FLOOR`).
+The floor of what a forward multiplies is 1e-10, as in vLLM's quantisers. A gradient may be as small in every element.
+Groups that the backward alone reads have a floor whose scale is FP32's smallest normal number (`GRADIENT_FLOOR`).
 
 An all-zero group has grid 0 and the floor's scale. NaN and infinity are not representable in a scaled group (they
 would become the scale), so they are refused: `GroupNotFinite`.

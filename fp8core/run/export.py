@@ -179,12 +179,11 @@ def refuse_format(config: RunConfig, format: Format) -> None:
 def write_adapter(policy: ExportedPolicy, config: RunConfig, target: Path) -> None:
     """Write the adapters of a policy as a folder that PEFT loads over the policy after step 0. Raises OSError.
 
-    That has the values of `model`, rounded to BF16, unless a warm start or frozen linears in FP8 changed it. Then the
-    folder names no base model.
+    That has the values of `model` in BF16, unless a warm start changed it. Then the folder names no base model.
     """
     lora = config.training.lora
     assert lora is not None, "the format was checked"
-    changed = config.warm_start is not None or config.precision.training.linear == "fp8_block"
+    changed = config.warm_start is not None
     tensors = {f"base_model.model.{name}": each for name, each in read_tensors(policy.state / MASTERS).items()}
     described = {
         "peft_type": "LORA",

@@ -17,7 +17,6 @@ from fp8core.environments.chat import tool_calls_of
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
-from fp8core.models.weights import training_formats
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.user_loss import loss_source
@@ -78,8 +77,7 @@ def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
     if base.dequantised:
         yield f"model={config.model}: {base.dequantised} weights in block FP8 are read as BF16"
     if (lora := config.training.lora) is not None:
-        formats = training_formats(config.precision, base.arch.num_layers).stored_names()
-        yield frozen_line(base.arch, lora, formats)
+        yield frozen_line(base.arch, lora)
     if (warning := uncorrected_lag(config)) is not None:
         yield warning
 

@@ -9,6 +9,7 @@ of the open step are still missing. Where all files are whole, only the updates 
 
 from pydantic import JsonValue
 
+from fp8core.errors import UserError
 from fp8core.run.checkpoint import load_state
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.context import RunContext
@@ -37,7 +38,9 @@ def restore(run: RunContext) -> int:
     last = run.directory.ledger.last_step()
     assert last is not None, "step 0 is committed before anything is restored"
     # The next manifest names this one.
-    _tell_changes(run, last, stored_manifest(run, last).record)
+    before = stored_manifest(run, last).record
+    _refuse_narrow_base(run, last, before)
+    _tell_changes(run, last, before)
     load_state(run, last)
     begun = run.ready_trainer().version
     run.directory.ledger.refuse_gap(begun, last)
@@ -87,6 +90,16 @@ def _generates(run: RunContext, index: int) -> bool:
         # In turn, the engine sleeps beside the update.
         finished = [*finished, producer_of(run, run.graph.carries["stream"])]
     return any({"policy", "scales"} <= set(each.inputs.values()) for each in run.graph.steps if each not in finished)
+
+
+def _refuse_narrow_base(run: RunContext, last: int, before: StepRecord) -> None:
+    """Raises UserError: earlier code froze linears in block FP8 under adapters; no trainer has such a base any more."""
+    match before.executed.get("training"):
+        case {"lora": {"frozen": {"fp8_block": _}}}:
+            raise UserError(
+                f"run {run.directory.path.name}: the weights under its adapters were frozen in FP8 up to step {last}, "
+                "now they are in BF16: replay and continue it with the code that made it, or begin another run"
+            )
 
 
 def _tell_changes(run: RunContext, last: int, before: StepRecord) -> None:

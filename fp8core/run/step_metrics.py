@@ -213,8 +213,10 @@ def train_metrics(report: dict[str, Any]) -> dict[str, float]:
     """The numbers of a train report."""
     corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
     trained = {f"train/{name}": float(report[name]) for name in REPORTED}
-    if report["first_reward_slope"] is not None:
-        trained["train/first_reward_slope"] = report["first_reward_slope"]
+    # Reports of earlier versions have no gain.
+    for name in ("first_reward_slope", "update_gain"):
+        if report.get(name) is not None:
+            trained[f"train/{name}"] = report[name]
     return {**trained, **corrected}
 
 

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import (
     Formats,
@@ -28,7 +28,7 @@ from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals
+from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals, learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -43,6 +43,7 @@ from fp8core.training.saved_state import (
     save_training,
     write_state,
 )
+from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
 
 
 class AdamW:
@@ -111,9 +112,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self.arch = arch
         self._parts: list[list[Tensor | None]] = []
         self._policy: LearntWeights = (
-            FullWeights(masters)
-            if training.lora is None
-            else AdaptedWeights(masters, formats.stored_names(), formats.scale_rule, training.lora, seed)
+            FullWeights(masters) if training.lora is None else AdaptedWeights(masters, training.lora, seed)
         )
         self._decoder = Decoder(arch, formats)
         self._unscaled = Decoder(arch, formats.with_attention(Bf16Attention(formats.points.weights)))
@@ -121,6 +120,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         # Of the policy as it is now, by the formats of its parameters; what is shipped and what passes read is one.
         self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
+        tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
+        names, rule = shipped_formats.stored_names(), shipped_formats.scale_rule
+        # Every rank has all of them.
+        self._gain = UpdateGain(tiles, self._tiles, names.of, rule, list)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -199,6 +202,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
             stored = stored_weights(self._policy.weights(), names, formats.scale_rule)
             self._prepared[names] = PreparedWeights(stored)
         return self._prepared[names]
+
+    def _tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
+        weights = self._policy.weights()
+        return [tile.cut(weights[tile.name]) for tile in tiles]
 
     def _changed(self) -> None:
         self._prepared = {}

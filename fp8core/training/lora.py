@@ -1,8 +1,8 @@
 """LoRA: a policy of frozen weights and of adapters of its linears, which alone learn.
 
 The policy is the merged weights (`numerics.lora`), rounded and quantised as any masters are. So engines, log-probs and
-records see an ordinary policy. A frozen linear is stored as it is multiplied: in block FP8, rounded once from the
-weights that training begins with. Everything else is in BF16. B begins as 0, so policy 0 is the frozen weights.
+records see an ordinary policy. Frozen weights are in BF16, whatever the policy is multiplied in: on the grid of block
+FP8 a product that is smaller than half a step would round back. B begins as 0, so policy 0 is the frozen weights.
 
 `weights_digest` of such a policy covers its weights in BF16 and the FP32 adapters: what a checkpoint holds.
 """
@@ -14,11 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp8core.config.precision import LinearFormat
 from fp8core.config.training import LoraConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.models.weights import SCALE_SUFFIX, StoredNames, is_linear, stored_weights
-from fp8core.numerics.e4m3 import TILE, ScaleRule, decode
+from fp8core.models.weights import is_linear
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.lora import merged_weight, with_gradients
 
@@ -30,6 +28,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 def is_target(name: str, lora: LoraConfig) -> bool:
     """True if a parameter has an adapter."""
     return is_linear(name) and name.split(".")[-2] in lora.targets
+
+
+def learning_linears(shapes: Shapes, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+    """The linears of layers that learn, by themselves or by adapters."""
+    linears = {name: shape for name, shape in shapes.items() if is_linear(name)}
+    return linears if lora is None else {name: shape for name, shape in linears.items() if is_target(name, lora)}
 
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -55,51 +59,11 @@ def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[st
         yield f"training.lora.rank={lora.rank}: {name} is {list(shape)}; lower it to {min(shape)}"
 
 
-def frozen_names(formats: StoredNames) -> StoredNames:
-    """The formats that frozen weights are stored in, of a policy that is multiplied in these."""
-    bf16: list[LinearFormat] = ["bf16"] * len(formats.layers)
-    return StoredNames.by_layer(*bf16) if formats.values == "fp32" else formats
-
-
-def frozen_line(arch: Architecture, lora: LoraConfig, formats: StoredNames) -> str:
-    """The frozen weights and their formats, for people."""
-    shapes, names = parameter_shapes(arch), frozen_names(formats)
-    narrow = sum(names.of(name) == "fp8_block" for name in shapes)
-    rest = f"{len(shapes) - narrow} in BF16"
-    frozen = f"{narrow} in block FP8, rounded once from the weights it begins with, {rest}" if narrow else rest
-    return f"training.lora: {len(adapter_shapes(shapes, lora)) // 2} adapters learn; frozen weights: {frozen}"
-
-
-class FrozenWeights(Mapping[str, Tensor]):
-    """Weights that nothing changes, or rows of them, by name: BF16 values, made as they are asked for."""
-
-    def __init__(self, masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule) -> None:
-        """From whole tensors, or from whole tiles of rows; `formats` are those that the policy is multiplied in."""
-        self._names = list(masters)
-        self._stored = stored_weights(masters, frozen_names(formats), rule)
-
-    def __getitem__(self, name: str) -> Tensor:
-        values, scales = self._stored[name], self._stored.get(name + SCALE_SUFFIX)
-        if scales is None:
-            return values
-        rows, columns = values.shape
-        by_row = scales.repeat_interleave(TILE, dim=0)[:rows]
-        return decode(values).mul_(by_row.repeat_interleave(TILE, dim=1)[:, :columns]).bfloat16()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def shapes(self) -> Shapes:
-        """The shape of each weight."""
-        return {name: tuple(self._stored[name].shape) for name in self._names}
-
-    def formats(self) -> dict[str, int]:
-        """The number of weights that are stored in each format."""
-        narrow = sum(name + SCALE_SUFFIX in self._stored for name in self._names)
-        return {name: count for name, count in (("fp8_block", narrow), ("bf16", len(self) - narrow)) if count}
+def frozen_line(arch: Architecture, lora: LoraConfig) -> str:
+    """What learns and what is frozen, for people."""
+    shapes = parameter_shapes(arch)
+    adapters = len(adapter_shapes(shapes, lora)) // 2
+    return f"training.lora: {adapters} adapters learn; all {len(shapes)} weights are frozen, in BF16"
 
 
 class Adapters:
@@ -133,9 +97,9 @@ class Adapters:
         pair = self.of(name)
         return frozen.float() if pair is None else merged_weight(frozen, pair[0][rows], pair[1], self.factor)
 
-    def describe(self, frozen: FrozenWeights) -> dict[str, object]:
+    def describe(self, frozen: Mapping[str, Tensor]) -> dict[str, object]:
         """For the record of a step."""
-        return {"lora": {**self._lora.model_dump(mode="json"), "frozen": frozen.formats()}}
+        return {"lora": {**self._lora.model_dump(mode="json"), "frozen": {"bf16": len(frozen)}}}
 
 
 class LearntWeights(Protocol):
@@ -190,11 +154,10 @@ class FullWeights:
 class AdaptedWeights:
     """Adapters learn. Merged weights are kept until the adapters change: on a CPU memory is not what they save."""
 
-    def __init__(
-        self, masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule, lora: LoraConfig, seed: int
-    ) -> None:
-        self._frozen = FrozenWeights(masters, formats, rule)
-        self._adapters = Adapters(self._frozen.shapes(), lora, seed, torch.device("cpu"))
+    def __init__(self, masters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
+        self._frozen = {name: tensor.detach().bfloat16() for name, tensor in masters.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._frozen.items()}
+        self._adapters = Adapters(shapes, lora, seed, torch.device("cpu"))
         self.learnt = {name: tensor.requires_grad_(True) for name, tensor in self._adapters.learnt.items()}
         self.base: str | None = policy_digest(self._frozen)
         self._merged: dict[str, Tensor] = {}

@@ -31,7 +31,7 @@ from fp8core.resources.memory import (
 )
 from fp8core.rl.objective import named_correction
 from fp8core.rollout.registry import engine_entry, longest_sequence
-from fp8core.training.lora import adapter_shapes, frozen_names
+from fp8core.training.lora import adapter_shapes
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
 WORKSPACE = 2_000_000_000
@@ -109,11 +109,9 @@ def adapted_state(config: RunConfig, arch: Architecture, gpus: int, moment_bytes
     """The memory that stays between steps where adapters learn; each GPU has all of them."""
     lora, shapes = config.training.lora, parameter_shapes(arch)
     assert lora is not None, "the caller asked"
-    formats = frozen_names(training_formats(config.precision, arch.num_layers).stored_names())
-    stored, learnt = stored_bytes(shapes, formats), count(adapter_shapes(shapes, lora))
-    note = "FP8 codes and scales, the rest in BF16" if stored.codes else "BF16"
+    learnt = count(adapter_shapes(shapes, lora))
     return (
-        Need("frozen weights", math.ceil(stored.total / gpus), note),
+        Need("frozen weights", math.ceil(count(shapes) * BF16_BYTES / gpus), "BF16"),
         Need(MASTER_WEIGHTS, learnt * FP32_BYTES, "FP32, of adapters"),
         Need(MOMENTS, 2 * learnt * moment_bytes, "AdamW, of adapters"),
     )

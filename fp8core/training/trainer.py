@@ -25,6 +25,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.training.update_gain import UpdateGain
 
 AVERAGED = (
     "loss",
@@ -86,7 +87,8 @@ class TrainReport:
     Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
     holds. The importance ratio of every token is 1 there, but for rounding and stale tokens. `mask_differing` counts
     tokens that are in the loss and not written by the policy, and the other way round. `first_reward_slope` is
-    `rl.objective.reward_slope`, None where rewards are not known.
+    `rl.objective.reward_slope`, None where rewards are not known. `update_gain` is of the policy after the step
+    (`training.update_gain`).
     """
 
     version: int
@@ -108,6 +110,7 @@ class TrainReport:
     tokens: int
     rows: int
     correction: dict[str, float]
+    update_gain: float | None
 
 
 class Trainer(Protocol):
@@ -229,6 +232,7 @@ class PolicyTrainer(ABC):
     """Counts the updates of one policy: `version` those that rollouts see."""
 
     arch: Architecture
+    _gain: UpdateGain
 
     def __init__(self, training: TrainingConfig, objective: Objective) -> None:
         self.version = 0
@@ -275,6 +279,7 @@ class PolicyTrainer(ABC):
             first_clip_fraction=first["ratio_clipped"],
             first_reward_slope=None if batch.centred_rewards is None else first["reward_slope"],
             mask_differing=int((batch.mask != written).sum()),
+            update_gain=self._gain.measured(),
             **{key: sum(report[key] for report in reports) / max(len(reports), 1) for key in AVERAGED},
         )
 

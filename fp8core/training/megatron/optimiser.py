@@ -83,6 +83,14 @@ class LocalOptimiser:
         """FP32 weights of this process by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
+    def updated(self) -> dict[str, Tensor]:
+        """The part of each master that this process updates, flat."""
+        return {name: master.reshape(-1) for name, master in self.masters().items()}
+
+    def is_expert(self, name: str) -> bool:
+        """True if a parameter is one expert's, which fewer processes share."""
+        return not getattr(self._named[name], "allreduce", True)
+
     def save(self, folder: Path, model: ShardedStateDict) -> None:
         save_state(folder, self._sharded(model))
 
@@ -161,6 +169,15 @@ class MegatronOptimiser:
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters by Megatron's names: of a parameter in BF16 the part that this process updates."""
         return {name: self._master(parameter) for name, parameter in self._named.items()}
+
+    def updated(self) -> dict[str, Tensor]:
+        """The part of each master that this process updates, flat; empty where others update all of it."""
+        found = {name: master.reshape(-1) for name, master in self.masters().items()}
+        return {name: part if part.dtype == torch.float32 else part[:0].float() for name, part in found.items()}
+
+    def is_expert(self, name: str) -> bool:
+        """True if a parameter is one expert's, which fewer processes share."""
+        return not getattr(self._named[name], "allreduce", True)
 
     def _master(self, parameter: Tensor) -> Tensor:
         main: Tensor | None = getattr(parameter, "main_param", None)

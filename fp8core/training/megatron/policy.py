@@ -76,7 +76,7 @@ class MegatronPolicy:
         config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
         self.arch, self.device = arch, device
         self.style, self.rank = _style(arch, contract, megatron, kind), own_rank()
-        self._megatron = megatron
+        self.megatron = megatron
         first, last = self.rank.pipeline == 0, self.rank.pipeline == megatron.pipeline_parallel - 1
         self.model = PolicyModel(arch, megatron, config, device, self.style, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
@@ -101,13 +101,13 @@ class MegatronPolicy:
             "layers": config.transformer_impl,
             # The order in which tokens of an expert are added up has not been shown to be fixed.
             "deterministic": bool(config.deterministic_mode) and not self.arch.sparse_layers,
-            "grid": vars(self._megatron),
+            "grid": vars(self.megatron),
         }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take this rank's share of a whole policy in the Hugging Face layout; the share of every parameter."""
         held = dict(self.model.named_parameters())
-        found = share(self.arch, self._megatron, self.style, self.rank, weights)
+        found = share(self.arch, self.megatron, self.style, self.rank, weights)
         assert held.keys() == found.keys(), f"Megatron names other parameters: {sorted(held.keys() ^ found.keys())}"
         for name, parameter in held.items():
             assert parameter.shape == found[name].shape, f"{name}: {parameter.shape} is not {found[name].shape}"
@@ -123,10 +123,10 @@ class MegatronPolicy:
         Where each process holds all of them, every one has the result on its device. Else the first one has it on the
         CPU, and the others nothing.
         """
-        if len(parallel_ranks(self._megatron)) == 1:
-            return policy_of(self.arch, self._megatron, self.style, {self.rank: shares})
+        if len(parallel_ranks(self.megatron)) == 1:
+            return policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
         found = gathered(self.rank, shares, self.device)
-        return policy_of(self.arch, self._megatron, self.style, found) if found else {}
+        return policy_of(self.arch, self.megatron, self.style, found) if found else {}
 
     def sharded(self) -> ShardedStateDict:
         """Parameters as Megatron's checkpoints describe them, by this process's names."""
@@ -159,15 +159,15 @@ class MegatronPolicy:
 
     def _replay(self, experts: Tensor | None) -> None:
         """Force a pack's experts [T, sparse layers of all stages, k] on the routers, or leave them to choose."""
-        stage = layers_of(self.arch, self._megatron, self.rank.pipeline)
+        stage = layers_of(self.arch, self.megatron, self.rank.pipeline)
         sparse = [index for index, layer in enumerate(self.arch.sparse_layers) if layer in stage]
         for index, router in zip(sparse, self.routers, strict=True):
             if experts is None:
                 router.router_replay.chosen = None
                 continue
             chosen = experts[:, index]
-            if self._megatron.sequence_parallel:
-                chosen = chosen.chunk(self._megatron.tensor_parallel)[self.rank.tensor]
+            if self.megatron.sequence_parallel:
+                chosen = chosen.chunk(self.megatron.tensor_parallel)[self.rank.tensor]
             router.router_replay.chosen = chosen
 
     @contextmanager

@@ -28,6 +28,7 @@ from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
 from fp8core.store.manifest import installed_version
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
+from fp8core.training.megatron.gain import update_gain
 from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
 from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import CountedPack, MegatronPolicy, TakeScores, accumulate, score
@@ -77,6 +78,7 @@ class MegatronTrainer(PolicyTrainer):
             check_scale_rule(contract.scale_rule)
         self._policy.load(masters)
         self._optimiser = optimise(self._policy.model, training)
+        self._gain = update_gain(self._policy, self._optimiser, rollout_formats(contract, arch.num_layers), ranks)
 
     @property
     def masters(self) -> dict[str, Tensor]:

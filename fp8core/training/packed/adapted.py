@@ -1,29 +1,35 @@
 """The policy of a packed trainer that learns adapters (`training.lora`).
 
-| what              | on one rank                         | travels                                               |
-| ----------------- | ----------------------------------- | ----------------------------------------------------- |
-| frozen weights    | its rows: codes and scales, or BF16 | never                                                 |
-| adapters, moments | all                                 | never: every rank updates them alike                  |
-| weights of a pass | all: codes and scales, BF16         | as of `masters.Masters`, of merged rows               |
-| gradients         | all, of adapters                    | once an update: each rank adds those of all, in order |
+| what              | on one rank                 | travels                                               |
+| ----------------- | --------------------------- | ----------------------------------------------------- |
+| frozen weights    | its rows, BF16              | never                                                 |
+| adapters, moments | all                         | never: every rank updates them alike                  |
+| weights of a pass | all: codes and scales, BF16 | as of `masters.Masters`, of merged rows               |
+| gradients         | all, of adapters            | once an update: each rank adds those of all, in order |
 
 Merged rows are made as they are asked for. The gradient of a linear's weight goes on to its adapters with each pack. So
 FP32 of a whole model is nowhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fp8core.config.training import LoraConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import Formats
+from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums
 from fp8core.numerics.lora import adapter_gradients
-from fp8core.training.lora import LEFT, RIGHT, Adapters, FrozenWeights, adapter_shapes, is_target
+from fp8core.training.lora import LEFT, RIGHT, Adapters, adapter_shapes, is_target
 from fp8core.training.packed.masters import PackedMasters
 from fp8core.training.ranks import Ranks
+from fp8core.training.update_gain import Tile
+
+
+def _narrow(rows: Tensor, device: torch.device) -> Tensor:
+    """A copy in BF16, which shares no memory with whole tensors."""
+    return rows.to(device, torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
 
 
 class _Made(Mapping[str, Tensor]):
@@ -49,7 +55,6 @@ class AdaptedMasters(PackedMasters):
         self,
         arch: Architecture,
         weights: Mapping[str, Tensor],
-        formats: Formats,
         lora: LoraConfig,
         seed: int,
         device: torch.device,
@@ -58,8 +63,8 @@ class AdaptedMasters(PackedMasters):
         """From whole tensors of any type; `seed` draws the adapters."""
         super().__init__(arch, ranks)
         assert self.shapes.keys() == weights.keys(), "weights of another model"
-        own = _Made(self.shapes, lambda name: weights[name][self._own_slice(name)].to(device))
-        self._lora, self._frozen = lora, FrozenWeights(own, formats.stored_names(), formats.scale_rule)
+        self._lora = lora
+        self._frozen = {name: _narrow(weights[name][self._own_slice(name)], device) for name in self.shapes}
         self._adapters = Adapters(self.shapes, lora, seed, device)
         self.learnt_shapes = adapter_shapes(self.shapes, lora)
         self._gradients: dict[str, Tensor] = {}
@@ -71,6 +76,13 @@ class AdaptedMasters(PackedMasters):
 
     def named(self) -> Mapping[str, Tensor]:
         return _Made(self.shapes, self._merged)
+
+    def tiles(self, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+        for tile in tiles:
+            first = tile.row - self.rows_of(tile.name).start
+            frozen = self._frozen[tile.name][first : first + TILE]
+            rows = slice(tile.row, tile.row + len(frozen))
+            yield tile.cut(self._adapters.merged(tile.name, frozen, rows), tile.row)
 
     def looked_up(self, name: str) -> Tensor:
         ((part, _),) = self._stacks[name].parts

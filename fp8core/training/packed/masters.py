@@ -16,7 +16,7 @@ the ranks, whatever lies between them.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest_of, slice_sums
 from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import shares
+from fp8core.training.update_gain import Tile
 
 Unit = dict[str, "Stack"]
 """Parameters that travel together, by their names in the decoder."""
@@ -123,6 +124,10 @@ class PackedMasters(ABC):
     @abstractmethod
     def named(self) -> Mapping[str, Tensor]:
         """The own rows, FP32 by Hugging Face name."""
+
+    @abstractmethod
+    def tiles(self, tiles: Sequence[Tile]) -> Iterable[Tensor]:
+        """Some of the own tiles, FP32."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -295,6 +300,10 @@ class Masters(PackedMasters):
 
     def learnt_rows(self, name: str) -> range:
         return self.rows_of(name)
+
+    def tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
+        own = self.named()
+        return [tile.cut(own[tile.name], self.rows_of(tile.name).start) for tile in tiles]
 
     def looked_up(self, name: str) -> Tensor:
         """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""

@@ -38,6 +38,7 @@ from fp8core.resources.memory import count_parameters
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.packed.adapted import AdaptedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
@@ -56,6 +57,7 @@ from fp8core.training.saved_state import (
     write_state,
 )
 from fp8core.training.trainer import ScoredBatch
+from fp8core.training.update_gain import UpdateGain, sampled_tiles
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
         self._masters: PackedMasters
         if training.lora is not None:
-            self._masters = AdaptedMasters(arch, masters, formats.training, training.lora, seed, device, ranks)
+            self._masters = AdaptedMasters(arch, masters, training.lora, seed, device, ranks)
         elif training.reduce_gradients == "per_pass" and ranks.count > 1:
             self._masters = PassMasters(arch, masters, device, ranks)
         else:
@@ -114,6 +116,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
+        tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
+        own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
+        names, rule = formats.rollout.stored_names(), formats.rollout.scale_rule
+        self._gain = UpdateGain(own, self._masters.tiles, names.of, rule, ranks.joined)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:

@@ -3,12 +3,16 @@
 import json
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from fp8core.durable import folder_digest
+from fp8core.errors import UserError
+from fp8core.run.resume import _refuse_narrow_base
 from fp8core.run.verify import verify
+from fp8core.store.manifest import StepRecord
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
@@ -25,7 +29,7 @@ def test_engine_and_trainer_have_one_policy(adapted) -> None:
         assert metrics["alignment/token_mult_prob_error"] == 1
         assert metrics["alignment/tokens_differing"] == 0
     described = adapted.records[4]["executed"]["training"]["lora"]
-    assert described.pop("frozen") == {"fp8_block": 14, "bf16": 11}
+    assert described.pop("frozen") == {"bf16": 25}
     assert described == read_description(adapted.folder).config["training"]["lora"]
 
 
@@ -51,6 +55,14 @@ def test_a_run_that_was_cut_goes_on_with_equal_records(adapted, adapted_copy) ->
 def test_a_replay_is_equal(adapted) -> None:
     verdicts = adapted.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
+
+
+def test_a_base_in_fp8_of_earlier_code_is_refused_in_one_line(adapted) -> None:
+    run, executed = SimpleNamespace(directory=SimpleNamespace(path=adapted.folder)), adapted.records[4]["executed"]
+    _refuse_narrow_base(run, 4, StepRecord.model_construct(executed=executed))
+    lora = executed["training"]["lora"] | {"frozen": {"fp8_block": 14, "bf16": 11}}
+    with pytest.raises(UserError, match="run adapted: the weights under its adapters were frozen in FP8 up to step 4"):
+        _refuse_narrow_base(run, 4, StepRecord.model_construct(executed={"training": {"lora": lora}}))
 
 
 EXCHANGED = {

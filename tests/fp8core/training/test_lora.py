@@ -12,10 +12,10 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError, UserError, refuse
 from fp8core.models.hub import model_shape
-from fp8core.models.weights import StoredNames, rollout_formats, stored_weights, training_formats
+from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
-from fp8core.training.lora import FrozenWeights, adapter_refusals, adapter_shapes
+from fp8core.training.lora import adapter_refusals, adapter_shapes
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.trainer import NotFiniteError
 
@@ -79,17 +79,13 @@ def whole(masters):
     return {name: tensor.detach().clone() for name, tensor in masters.items()}
 
 
-def test_policy_0_is_frozen_and_its_engine_gets_what_all_weights_give(make, contract, architecture, masters_of) -> None:
-    """Power-of-two scales: quantised values quantise to themselves."""
+def test_policy_0_is_the_weights_that_training_begins_with(make, contract, architecture, masters_of) -> None:
     arch = architecture()
-    names = training_formats(contract, arch.num_layers).stored_names()
-    frozen = FrozenWeights(masters_of(arch), names, "pow2")
     trainer = make(contract, arch)
     for name, tensor in trainer.masters.items():
-        assert torch.equal(tensor.detach(), frozen[name].float()), name
-    again = FrozenWeights(frozen, names, "pow2")
-    assert all(torch.equal(again[name], frozen[name]) for name in frozen)
-    assert trainer.export().digest() == make(contract, arch, lora=None, masters=dict(frozen)).export().digest()
+        assert torch.equal(tensor.detach(), masters_of(arch)[name].bfloat16().float()), name
+    assert trainer.export().digest() == make(contract, arch, lora=None).export().digest()
+    assert trainer.describe()["lora"]["frozen"] == {"bf16": len(trainer.masters)}
 
 
 def test_the_gradients_are_those_of_all_weights_through_the_merge(
@@ -189,22 +185,6 @@ def test_the_seed_draws_the_adapters(make, architecture, tmp_path) -> None:
 def test_both_trainers_name_one_policy_alike(architecture, masters_of) -> None:
     digests = {make(masters_of(architecture()), FP8, architecture(), LORA).digest() for make in (exact, packed)}
     assert len(digests) == 1
-
-
-def test_what_fp32_is_multiplied_in_is_frozen_in_bf16(masters_of, architecture) -> None:
-    masters = masters_of(architecture())
-    frozen = FrozenWeights(masters, StoredNames.by_layer("fp32", "fp32"), "pow2")
-    assert all(torch.equal(frozen[name], tensor.bfloat16()) for name, tensor in masters.items())
-
-
-def test_frozen_values_are_codes_times_scales(masters_of, architecture) -> None:
-    masters, names = masters_of(architecture()), StoredNames.by_layer("fp8_block", "bf16")
-    frozen, stored = FrozenWeights(masters, names, "pow2"), stored_weights(masters, names, "pow2")
-    name = "model.layers.0.mlp.gate_proj.weight"
-    codes, scales = stored[name].float(), stored[f"{name}_scale_inv"]
-    tile = codes[128:, :80] * scales[1, 0]
-    assert torch.equal(frozen[name][128:, :80].float(), tile)
-    assert frozen.formats() == {"fp8_block": 7, "bf16": len(masters) - 7}
 
 
 def test_a_rank_beyond_a_side_and_experts_are_refused(architecture) -> None:

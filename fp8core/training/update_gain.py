@@ -1,0 +1,110 @@
+"""The share of an optimiser's intention that reaches the policy which an engine multiplies: `train/update_gain`.
+
+M are the FP32 weights of the linears that learn (with adapters, the merged ones). Q is what is shipped of them: BF16
+values, or codes times scales. Since policy 0 they have changed by dM and dQ. The gain is sum(dQ dM) / sum(dM dM),
+the projection of one change on the other: at 1 all has arrived.
+
+Of a large model the sums are over `MOST_TILES` tiles at most, evenly spread over all: 64 MB of FP32. A trainer is built
+from policy 0 and loads a checkpoint afterwards, so a resumed run has the same reference. Sums of tiles are added
+exactly, so neither ranks nor threads show.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8core.config.precision import LinearFormat
+from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, tile_codes
+
+MOST_TILES = 1024
+Sums = tuple[float, float]
+"""sum(dQ dM) and sum(dM dM) of a tile."""
+# Tiles of which FP64 differences are there at once.
+_CHUNK = 64
+
+
+class Tile(NamedTuple):
+    """128 x 128 elements of a weight, or fewer at its edge, by the first row and column."""
+
+    name: str
+    row: int
+    column: int
+
+    def cut(self, rows: Tensor, first: int = 0) -> Tensor:
+        """It out of rows of its weight, of which row `first` is the first."""
+        return rows[self.row - first :, self.column :][:TILE, :TILE]
+
+
+def sampled_tiles(shapes: Mapping[str, tuple[int, ...]]) -> list[Tile]:
+    """Tiles of matrices of these shapes: all, or evenly spread ones."""
+    every = [
+        Tile(name, row, column)
+        for name, (rows, columns) in shapes.items()
+        for row in range(0, rows, TILE)
+        for column in range(0, columns, TILE)
+    ]
+    # An odd stride meets every column of tiles, whose number is mostly even.
+    return every if len(every) <= MOST_TILES else every[:: math.ceil(len(every) / MOST_TILES) | 1]
+
+
+class UpdateGain:
+    """Some tiles of policy 0, and their gain since."""
+
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        read: Callable[[Sequence[Tile]], Iterable[Tensor]],
+        form: Callable[[str], LinearFormat],
+        rule: ScaleRule,
+        joined: Callable[[list[Sums]], list[Sums]],
+    ) -> None:
+        """Take the tiles of the policy as it is.
+
+        Args:
+            tiles: those that this process has.
+            read: tiles, FP32, of the policy at the time of the call.
+            form: what a weight is shipped in.
+            rule: scale rule.
+            joined: the sums of all processes, from those of this one.
+        """
+        self._read, self._rule, self._joined = read, rule, joined
+        # Those of one format behind one another.
+        self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
+        self._forms = [form(tile.name) for tile in self._tiles]
+        self._start = self._stacked(self._tiles)
+
+    @torch.no_grad()
+    def measured(self) -> float | None:
+        """The gain of the policy as it is; None while nothing has changed. All ranks ask together."""
+        own = list[Sums]()
+        for first in range(0, len(self._tiles), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            before, now = self._start[part], self._stacked(self._tiles[part])
+            intended = now.double() - before.double()
+            arrived = self._shipped(now, self._forms[part]) - self._shipped(before, self._forms[part])
+            sums = [(each * intended).sum(-1).sum(-1).tolist() for each in (arrived, intended)]
+            own += zip(*sums, strict=True)
+        found = self._joined(own)
+        whole = math.fsum(intended for _, intended in found)
+        return math.fsum(arrived for arrived, _ in found) / whole if whole else None
+
+    def _stacked(self, tiles: Sequence[Tile]) -> Tensor:
+        """FP32 [tiles, 128, 128], zero beyond an edge."""
+        whole = [pad(each.detach(), (0, TILE - each.shape[1], 0, TILE - each.shape[0])) for each in self._read(tiles)]
+        return torch.stack(whole) if whole else torch.empty(0, TILE, TILE)
+
+    def _shipped(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
+        """FP64 of what is shipped of FP32 tiles."""
+        found = tiles.double()
+        for form in dict.fromkeys(forms):
+            part = slice(forms.index(form), forms.index(form) + forms.count(form))
+            if form == "bf16":
+                found[part] = tiles[part].bfloat16().double()
+            elif form == "fp8_block":
+                codes, scales = tile_codes(tiles[part].bfloat16().reshape(-1, TILE), self._rule)
+                found[part] = decode(codes).double().view(-1, TILE, TILE) * scales.double()[:, :, None]
+        return found

@@ -1,0 +1,120 @@
+"""What arrives in the quantised policy of what an optimiser intends."""
+
+import pytest
+import torch
+
+from fp8core.config.loss import LossConfig
+from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
+from fp8core.models.weights import is_linear, rollout_formats, training_formats
+from fp8core.numerics.e4m3 import quantise_tiles
+from fp8core.rl.objective import Objective
+from fp8core.training import update_gain
+from fp8core.training.exact import ExactTrainer
+from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
+
+CPU = torch.device("cpu")
+FP8 = PrecisionContract(rounding_points="kernels")
+MIXED = PrecisionContract(rounding_points="kernels", bf16_last_layers=1)
+FP32 = PrecisionContract(
+    rollout=SidePrecision(linear="fp32", kv_cache="fp32", head="fp32"),
+    training=TrainingPrecision(linear="fp32", kv_cache="fp32", head="fp32"),
+)
+
+
+def exact(masters, contract, arch, **settings):
+    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
+    training = TrainingConfig(warmup_steps=0, micro_batch=16, **settings)
+    return ExactTrainer(arch, masters, *formats, training, Objective(LossConfig(), CorrectionConfig()))
+
+
+def packed(masters, contract, arch, **settings):
+    formats = (side(contract, arch.num_layers) for side in (training_formats, rollout_formats))
+    training, objective = TrainingConfig(warmup_steps=0, **settings), Objective(LossConfig(), CorrectionConfig())
+    return PackedTrainer(arch, masters, PackedFormats(*formats, 4096, False), training, objective, CPU)
+
+
+@pytest.fixture(params=[exact, packed], ids=["exact", "packed"])
+def make(request, masters_of):
+    return lambda contract, arch, **settings: request.param(masters_of(arch), contract, arch, **settings)
+
+
+@pytest.fixture
+def batch_of(trainer_of, first_scales, rollout_batch):
+    def batch(contract, arch):
+        trainer = trainer_of(contract, arch)
+        scales = first_scales(trainer, contract)
+        return rollout_batch(trainer, scales, rows=12), scales.layers
+
+    return batch
+
+
+def shipped(name, weight, contract, layers):
+    """The FP64 values of what is shipped of a weight."""
+    narrow = weight.bfloat16().float()
+    if int(name.split(".")[2]) >= layers - contract.bf16_last_layers:
+        return narrow.double()
+    grid, scales = quantise_tiles(narrow, "pow2")
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return grid.double() * wide[: len(grid), : grid.shape[1]]
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, targets=["q_proj", "down_proj"])], ids=["full", "adapters"])
+def test_it_is_the_projection_of_one_change_on_the_other(make, lora, architecture, batch_of) -> None:
+    arch = architecture()
+    batch, scales = batch_of(MIXED, arch)
+    trainer = make(MIXED, arch, lora=lora, learning_rate=1e-3)
+    start = {name: tensor.detach().clone() for name, tensor in trainer.masters.items() if is_linear(name)}
+    for _ in range(2):
+        report = trainer.step(batch, 1.0, scales)
+        sums = [0.0, 0.0]
+        for name, before in start.items():
+            now = trainer.masters[name].detach()
+            moved = now.double() - before.double()
+            arrived = shipped(name, now, MIXED, arch.num_layers) - shipped(name, before, MIXED, arch.num_layers)
+            sums = [sums[0] + float((arrived * moved).sum()), sums[1] + float((moved * moved).sum())]
+        assert report.update_gain == pytest.approx(sums[0] / sums[1], rel=1e-9)
+
+
+def test_most_of_what_adapters_learn_arrives_within_15_updates(make, architecture, batch_of) -> None:
+    arch = architecture()
+    batch, scales = batch_of(FP8, arch)
+    trainer = make(FP8, arch, lora=LoraConfig(), learning_rate=1e-4)
+    gains = [trainer.step(batch, 1.0, scales).update_gain for _ in range(15)]
+    assert max(gains) >= 0.7
+
+
+def test_fp32_loses_nothing(masters_of, architecture, trainer_of, rollout_batch, first_scales) -> None:
+    arch = architecture()
+    trainer = exact(masters_of(arch), FP32, arch, learning_rate=1e-6)
+    assert trainer.step(rollout_batch(trainer, first_scales(trainer, FP32), rows=4), 1.0, ()).update_gain == 1.0
+
+
+def test_nothing_is_measured_before_a_change(make, architecture) -> None:
+    assert make(FP8, architecture())._gain.measured() is None
+
+
+def test_a_restored_trainer_measures_the_same(make, architecture, batch_of, tmp_path) -> None:
+    """Whatever threads there are."""
+    arch = architecture()
+    batch, scales = batch_of(FP8, arch)
+    trainer = make(FP8, arch, learning_rate=1e-3)
+    found = trainer.step(batch, 1.0, scales).update_gain
+    trainer.save(tmp_path)
+    restored = make(FP8, arch, learning_rate=1e-3)
+    restored.load(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert restored._gain.measured() == found
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tiles_of_a_large_model_are_an_even_sample() -> None:
+    shapes = {f"layer {i}": (1024, 4096) for i in range(36)} | {"last": (130, 129)}
+    tiles = update_gain.sampled_tiles(shapes)
+    assert update_gain.MOST_TILES / 2 < len(tiles) <= update_gain.MOST_TILES
+    assert {tile.name for tile in tiles} >= {f"layer {i}" for i in range(36)}
+    assert len({(tile.row, tile.column) for tile in tiles}) == 8 * 32
+    assert update_gain.sampled_tiles({"small": (130, 129)}) == [("small", r, c) for r in (0, 128) for c in (0, 128)]
