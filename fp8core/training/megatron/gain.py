@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_gather_object, all_reduce  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, all_gather_object, all_reduce
 
 from fp8core.models.weights import Formats
 from fp8core.numerics.e4m3 import TILE
