@@ -3,7 +3,9 @@
 fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
-from contextlib import closing
+import sys
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from typing import Annotated, Any
 
 import torch
@@ -13,9 +15,10 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, questions, refuse, variants
-from flows.launch import say
+from flows.launch import long_part, say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
+from flows.termination import StopRequest, stop_on_sigterm
 from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
@@ -87,24 +90,26 @@ def evaluate(
             file.refuse_place()
             if not overwrite:
                 file.refuse_other()
-        with opened(asked) as checkpoint:
-            result = measured(asked, checkpoint)
+        with opened(asked) as checkpoint, stop_on_sigterm() as stop:
+            result = measured(asked, checkpoint, stop)
             _tell(result, file)
             say(_log(asked, checkpoint, result))
+            if stop.requested:
+                stop.carry_out()
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
 
 
-def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
-    """Measure in each precision, and compare each with the first."""
+def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRequest) -> EvaluationResult:
+    """Measure in each precision, and compare each with the first; after SIGTERM, in those that are whole."""
     config = checkpoint.config
     questioned, configs = questions(asked, config), variants(asked, config)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
         check_references(questioned.problems, verifier)
-        answered = {name: _answer(name, one, questioned, verifier.main) for name, one in configs.items()}
+        answered = _answers(configs, questioned, verifier.main, stop)
         described = verifier.describe()
-    first = answered[asked.precisions[0]].measurement
+    base, *others = answered
     return EvaluationResult(
         target=asked.target,
         step=checkpoint.step,
@@ -122,24 +127,54 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> Evaluatio
         precisions={name: one.measurement for name, one in answered.items()},
         engines={name: one.engine for name, one in answered.items()},
         differences={
-            name: paired_differences(first, answered[name].measurement, questioned.counting)
-            for name in asked.precisions[1:]
+            name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.counting)
+            for name in others
         },
     )
 
 
-def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> Answered:
-    """One precision as a Prefect task, without arguments that Prefect would inspect."""
+def _answers(
+    configs: Mapping[Precision, RunConfig], questioned: Questions, verifier: Verifier, stop: StopRequest
+) -> dict[Precision, Answered]:
+    answered = dict[Precision, Answered]()
+    for name, config in configs.items():
+        done = None if stop.requested else _answer(name, config, questioned, verifier, stop)
+        if done is None:
+            say(f"stopped: {name} is not measured", sys.stderr)
+            break
+        if done.remark is not None:
+            say(f"{name}: {done.remark}")
+        answered[name] = done
+    if not answered:
+        stop.carry_out()
+    return answered
+
+
+def _answer(
+    name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier, stop: StopRequest
+) -> Answered | None:
+    """One precision as a Prefect task, without arguments that Prefect would inspect; None: it was stopped."""
 
     @task(name=f"answer-{name}", persist_result=False, cache_policy=NO_CACHE)
-    def body() -> Answered:
+    def body() -> Answered | None:
         torch.set_num_threads(config.threads)
-        return answer(config, questioned, verifier)
+        with long_part(f"completions, {name}") as part:
 
-    done: Answered = body()
-    if done.remark is not None:
-        say(f"{name}: {done.remark}")
+            def progress(done: int, total: int) -> None:
+                part(done, total)
+                if stop.requested and done < total:
+                    raise _Stopped
+
+            with suppress(_Stopped):
+                return answer(config, questioned, verifier, progress)
+        return None
+
+    done: Answered | None = body()
     return done
+
+
+class _Stopped(Exception):
+    """SIGTERM came before the last completion."""
 
 
 def _log(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:

@@ -112,7 +112,7 @@ def grpo(
 
 
 def train(config: RunConfig, *, new_code: bool = False) -> Summary:
-    """Train from the run's current step to its last step, or to the step in which SIGTERM comes."""
+    """Train from the run's current step to its last step, or to the step, or part of step 0, in which SIGTERM comes."""
     console, name = Console(cast(TextIO, LoggedLines(sys.stdout)), config.steps), run_name(config)
     set_engine_variables(config)
     kernels = compile_first(config, console)
@@ -182,6 +182,9 @@ class FlowExecution(PrefectExecution):
             self._intervals[name] = began, time.perf_counter()
             return result
 
+        if index == START and self._stop.requested:
+            run.console.note(f"stopped before {name} of step 0")
+            self._stop.carry_out()
         with self._stop.without_wait() if name == "warm_start" else nullcontext():
             return super().call(run, name, index, timed)
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,6 +20,7 @@ from flows.prefect_server import answers
 from flows.termination import ExitCode, keep_interrupt, leave
 from flows.tracking.record import TrackingRecord, read_record
 from fp8core.errors import printable, printable_lines
+from fp8core.progress import Part
 from fp8core.store.lock import is_held
 from fp8core.store.outputs import Output
 
@@ -92,6 +94,11 @@ def say(text: object, file: TextIO | None = None) -> None:
     and from `fp8core.report.console`.
     """
     print(printable_lines(str(text)), file=file, flush=True)
+
+
+def long_part(name: str) -> Part:
+    """A part of a command's work, whose lines of progress go to standard error: results go to standard output."""
+    return Part(name, partial(say, file=sys.stderr))
 
 
 def stopped(reason: str, code: int) -> int:

@@ -1,4 +1,7 @@
-"""SIGTERM stops a training between two steps: the step it came in is committed first. Ctrl-C stops it at once."""
+"""SIGTERM stops a training when the step, or the part of step 0, that it came in is committed. Ctrl-C stops it at once.
+
+An evaluation stops after the answers that it waits for, and keeps what it measured.
+"""
 
 import os
 import signal
@@ -26,7 +29,8 @@ class ExitCode(IntEnum):
 
 Handler = Callable[[int, FrameType | None], object]
 """What Python calls for a signal."""
-TOLD = "fp8-grpo: SIGTERM: the training stops after this step; a second SIGTERM stops it at once\n"
+TOLD = "fp8-grpo: SIGTERM: it stops after this step, or after this part of a start or an evaluation; a second SIGTERM "
+TOLD += "stops it at once\n"
 _STDERR = 2
 _IMPORTS = "importlib._bootstrap"
 

@@ -53,7 +53,7 @@ class Part:
 
     def _reached(self, seconds: float) -> str:
         done, total = self._done, self._total
-        if not total:
+        if total < 2:
             return f"{clock(seconds)} so far"
         left = f", {clock(seconds / done * (total - done))} left" if done else ""
         return f"{done:,}/{total:,} after {clock(seconds)}{left}"

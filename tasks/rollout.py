@@ -99,10 +99,11 @@ def _generate(run: RunContext, index: int, prompts: Ref) -> pa.Table:
     open_groups = [left for group in groups if (left := group.without(finished[group.group])).samples]
     with environment_of(run, index, "turns") as pool:
         played = player.play(run.ready_engine(), open_groups, rows, sampling, pool)
-        finished_now = 0
+        finished_now, missing = 0, sum(len(group.samples) for group in open_groups)
+        tell_progress(finished_now, missing)
         for batch in while_going(run, played):
             finished_now += len(batch)
-            tell_progress(finished_now, sum(len(group.samples) for group in open_groups))
+            tell_progress(finished_now, missing)
             table = table_of(batch)
             shards.append(table)
             tables.append(table)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
-from flows.launch import say
+from flows.launch import long_part, say
 from flows.run_lookup import description_of, find_run
 from flows.termination import ExitCode
 from fp8core.config.load import load_config, reload_config
@@ -57,7 +57,8 @@ def bisect_target(options: argparse.Namespace) -> int:
     rollout = subject.config.precision.rollout
     title = f"{options.target}: {rollout.linear}, {rollout.kv_cache} cache, against {options.against}"
     say(f"{title}; {subject.passes(options.by)} passes over {len(subject.task.sequences)} sequences")
-    bisection = subject.bisected(options.against, options.by)
+    with long_part(f"passes by {options.by}"):
+        bisection = subject.bisected(options.against, options.by)
     say(bisection_text(bisection))
     _write(bisection, options, title)
     return ExitCode.DONE

@@ -1,13 +1,12 @@
 """`fp8-grpo compile`: the kernels that a training needs, before it begins."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_config
 from flows.environment import kernel_folders, search_last, set_engine_variables
-from flows.launch import say
+from flows.launch import long_part, say
 from flows.termination import ExitCode
 
 
@@ -24,7 +23,6 @@ def compile_config(options: argparse.Namespace) -> int:
     from fp8core.config.load import load_config
     from fp8core.errors import UserError
     from fp8core.models.hub import model_shape
-    from fp8core.report.console import Console
     from fp8core.run.compilation import compile_kernels, needs_kernels
 
     search_last(Path.cwd())
@@ -34,5 +32,6 @@ def compile_config(options: argparse.Namespace) -> int:
     # A machine without a GPU may lack the engine, too, whose absence is not what stops this.
     if needs_kernels(config, model_shape(config)) and this_platform() != "cpu":
         set_engine_variables(config)
-    say(compile_kernels(config, this_platform(), kernel_folders(), Console(sys.stdout, config.steps).compiling))
+    with long_part("compiling kernels") as progress:
+        say(compile_kernels(config, this_platform(), kernel_folders(), progress))
     return ExitCode.DONE

@@ -1,13 +1,15 @@
 """`fp8-grpo evaluate`: run the evaluation flow in this process, with a Prefect server of its own where none is set."""
 
 import argparse
+import signal
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
-from flows.launch import explain, prepare_prefect
+from flows.launch import explain, prepare_prefect, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode, keep_interrupt
 from fp8core.store.outputs import EVALUATION
@@ -81,6 +83,8 @@ def evaluate_target(options: argparse.Namespace) -> int:
     refuse(asked)
     refuse_unread(asked)
     prepare_prefect("flows.evaluate")
+    # An exception, so that Prefect's server hears of it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
     output = None if options.json is None else str(options.json.target)
     return _run({**parameters, "output": output, "overwrite": options.force})
 

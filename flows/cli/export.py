@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target, add_trust
-from flows.cli.quantise import print_remarks, write_with_bar
+from flows.cli.quantise import print_remarks, write_planned
 from flows.environment import set_engine_variables
 from flows.launch import say, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run
@@ -103,6 +103,6 @@ def _writer(
     assert plan is not None, written
 
     def write_fp8(target: Path) -> None:
-        write_with_bar(plan, target)
+        write_planned(plan, target)
 
     return write_fp8

@@ -1,22 +1,16 @@
-"""`fp8-grpo quantise` and `fp8-grpo dequantise`: a checkpoint to block FP8, and back to BF16.
-
-On a terminal a bar shows the progress; elsewhere only the summary is printed.
-"""
+"""`fp8-grpo quantise` and `fp8-grpo dequantise`: a checkpoint to block FP8, and back to BF16."""
 
 import argparse
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_target, at_least
-from flows.launch import say
+from flows.launch import long_part, say
 from flows.termination import ExitCode
 
 if TYPE_CHECKING:
-    from fp8core.models.quantised_checkpoint import CheckpointConversion, Report
+    from fp8core.models.quantised_checkpoint import CheckpointConversion
 
 _SHOWN = 8
 
@@ -41,7 +35,7 @@ def quantise_folder(options: argparse.Namespace) -> int:
 
     kept = KeptInBf16(options.first, options.last, tuple(options.keep))
     plan = plan_quantisation(options.source, kept, options.scale_rule)
-    seconds = write_with_bar(plan, options.target)
+    seconds = write_planned(plan, options.target)
     say(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
     print_remarks(plan)
     return ExitCode.DONE
@@ -52,7 +46,7 @@ def dequantise_folder(options: argparse.Namespace) -> int:
     from fp8core.models.quantised_checkpoint import plan_dequantisation
 
     plan = plan_dequantisation(options.source)
-    say(f"{options.target}: {_summary(plan, write_with_bar(plan, options.target))}")
+    say(f"{options.target}: {_summary(plan, write_planned(plan, options.target))}")
     _print_names("not copied", [str(path) for path in plan.left_out])
     return ExitCode.DONE
 
@@ -78,7 +72,7 @@ def _kind(name: str) -> str:
     return f"*.{name.removesuffix('.weight').rpartition('.')[2]}"
 
 
-def write_with_bar(plan: "CheckpointConversion", target: Path) -> float:
+def write_planned(plan: "CheckpointConversion", target: Path) -> float:
     """Carry out the plan; returns seconds."""
     import torch
 
@@ -87,34 +81,16 @@ def write_with_bar(plan: "CheckpointConversion", target: Path) -> float:
     # The operations are small: beside other work, threads lose far more at their barriers than they gain.
     torch.set_num_threads(1)
     began = time.perf_counter()
-    with _bar(len(plan.conversions), plan.size) as report:
+    written = 0
+    with long_part("MiB written") as progress:
+
+        def report(_: int, more: int) -> None:
+            nonlocal written
+            written += more
+            progress(written >> 20, plan.size >> 20)
+
         write_checkpoint(plan, target, report)
     return time.perf_counter() - began
-
-
-@contextmanager
-def _bar(tensors: int, size: int) -> Iterator["Report"]:
-    """A bar on stderr while that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(file=sys.stderr)
-    columns = (
-        BarColumn(),
-        TextColumn(f"{{task.fields[finished]}}/{tensors} tensors"),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=size, finished=0)
-        finished = 0
-
-        def report(added: int, written: int) -> None:
-            nonlocal finished
-            finished += added
-            progress.update(task, advance=written, finished=finished)
-
-        yield report
 
 
 def _summary(plan: "CheckpointConversion", seconds: float) -> str:

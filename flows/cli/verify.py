@@ -4,23 +4,20 @@ A live run can be checked: its lock is not taken, and uncommitted files are not 
 """
 
 import argparse
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_force, add_output
-from flows.launch import say
+from flows.launch import long_part, say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from fp8core.errors import without_passwords
 from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
-    from fp8core.durable import Report
     from fp8core.store.heads import Chain, ExpectedHead
     from fp8core.store.manifest import StepManifest
     from fp8core.store.run_view import Finding, RunView
@@ -70,13 +67,14 @@ def verify_run(options: argparse.Namespace) -> int:
     def report(more: int) -> None:
         nonlocal read
         read += more
-        advance(more)
+        progress(read >> 20, size >> 20)
 
     def watch(manifest: "StepManifest") -> None:
         provenance.add(manifest)
         links.add(manifest)
 
-    with _bar(verified_bytes(view)) as advance:
+    size = verified_bytes(view)
+    with long_part("MiB verified") as progress:
         findings = list(verify(view, report, watch))
     anchors, found = _anchors(view, links, told, keys, options.tracking_uri)
     findings += found
@@ -147,16 +145,3 @@ def _anchors(
     said += [("signatures", line) for line in signature_lines(view.folder, links, keys)]
     lines = {name: line for name, line in said if isinstance(line, str)}
     return lines, [line for _, line in said if isinstance(line, Finding)]
-
-
-@contextmanager
-def _bar(size: int) -> Iterator["Report"]:
-    """A bar on stderr while that is a terminal; yields what moves it by a number of bytes."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(file=sys.stderr)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=size)
-        yield lambda more: progress.update(task, advance=more)

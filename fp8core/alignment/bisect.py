@@ -48,6 +48,7 @@ from fp8core.models.weights import (
     stored_weights,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.progress import tell_progress
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import TokenBatch
 
@@ -171,7 +172,8 @@ def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units
     if total.largest == 0:
         return Bisection(tokens, total, ())
     measured = []
-    for unit in units:
+    for number, unit in enumerate(units):
+        tell_progress(number, len(units))
         alone, without = error(mixed(reference, suspect, unit.places)), error(mixed(suspect, reference, unit.places))
         measured.append(
             UnitError(unit.name, alone, without, alone.mean / total.mean, removed=1 - without.mean / total.mean)

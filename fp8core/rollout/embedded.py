@@ -13,6 +13,7 @@ from fp8core.models.experts import RecordedRouting
 from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
+from fp8core.progress import tell_progress
 from fp8core.resources.memory import EMULATED, Device, EngineMemory, Need, emulated_bytes, engine_weights, shipped_bytes
 from fp8core.rollout.engine import (
     Completion,
@@ -146,13 +147,18 @@ class EmbeddedEngine:
         # In the order of the waves.
         held: dict[int, dict[int, Completion]] = {g.group: {} for g in (*going_on, *others) if g.samples}
         samples = {group.group: group.samples for group in groups}
+        begun, total = 0, sum(map(len, samples.values()))
         for wave in [*_waves(going_on, self._max_batch), *_waves(others, self._max_batch)]:
-            for ended in self._wave(wave, sampling):
+            size = sum(len(group.samples) for group in wave)
+            for place, ended in enumerate(self._wave(wave, sampling), 1):
+                # As completions, of whose tokens so many may be missing.
+                tell_progress(begun + size * place // sampling.max_new_tokens, total)
                 for completion in ended:
                     held[completion.group][completion.sample] = completion
                 whole = [group for group, completions in held.items() if len(completions) == len(samples[group])]
                 if whole:
                     yield [completion for group in whole for completion in _in_order(held.pop(group), samples[group])]
+            begun += size
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
         """Decode requests together that come at any time, each token as `generate` draws it."""

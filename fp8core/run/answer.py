@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
+from fp8core.progress import Progress
 from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine
+from fp8core.rollout.episode import Episode
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
 from fp8core.run.checks.environment import check_openings
@@ -46,10 +48,11 @@ class Answered:
     remark: str | None
 
 
-def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answered:
+def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> Answered:
     """Ask the policy of `config.model` in the precision of `config`.
 
     Scales of an FP8 cache are calibrated on the first `rollout.prompts_per_step` of the prompts that are asked.
+    `progress` hears of completions, and may raise to end it.
 
     Raises:
         UserError: the model cannot be loaded, a prompt does not fit, in no episode the policy spoke, or not one answer
@@ -75,7 +78,11 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier) -> Answe
         player = EpisodePlayer.of(config, base.tokenizer, base.arch)
         groups = groups_of(asked, questions.seed, 0, questions.samples)
         played = player.play(engine, groups, asked, player.evaluation_sampling(questions.temperature), pool)
-        episodes = [one for batch in played for one in batch]
+        episodes = list[Episode]()
+        progress(0, len(asked) * questions.samples)
+        for batch in played:
+            episodes += batch
+            progress(len(episodes), len(asked) * questions.samples)
         described = engine.describe()
     episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
     endings = [ending_of(one, config, base.tokenizer) for one in episodes]

@@ -149,7 +149,8 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
         stage("precision_gap", lambda: start.precision_gap(run, scales, evaluation))
     if not committed:
         commit_step(run, START)
-    redone = restore(run)
+    with run.console.part("restoring the policy"):
+        redone = restore(run)
     execution.restored(run, redone)
     return redone
 
@@ -166,8 +167,13 @@ def iterate(
 
 def write_checkpoint(run: RunContext, index: int, execution: Execution = _IN_PROCESS) -> None:
     """Checkpoint of a committed step."""
-    execution.call(run, "checkpoint", index, lambda: save_state(run, index))
+    execution.call(run, "checkpoint", index, lambda: _save(run, index))
     execution.written(run)
+
+
+def _save(run: RunContext, index: int) -> None:
+    with run.console.part(f"step {index}, checkpoint"):
+        save_state(run, index)
 
 
 def save_last(run: RunContext, execution: Execution = _IN_PROCESS) -> None:

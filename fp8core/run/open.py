@@ -111,7 +111,8 @@ def open_run(
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
             cluster.gang.check_shared(directory.path)
-        base = build_base(config)
+        with console.part("loading the model"):
+            base = build_base(config)
         for note in _notes(config, base):
             console.note(note)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))

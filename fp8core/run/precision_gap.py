@@ -6,6 +6,7 @@ held-out prompts in BF16, by an engine in this process. On a CPU that takes its 
 memory that no plan counts.
 """
 
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -21,10 +22,11 @@ from fp8core.evaluation.measure import (
 )
 from fp8core.models.decoder import Decoder
 from fp8core.models.weights import load_policy, rollout_formats, stored_weights
+from fp8core.progress import tell_progress
 from fp8core.report.chart import counted
 from fp8core.rl.alignment_metrics import clamp_exponent
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import PolicyScales
+from fp8core.rollout.engine import Completion, PolicyScales
 from fp8core.run.build import build_engine
 from fp8core.run.context import RunContext
 from fp8core.run.player import EpisodePlayer
@@ -47,7 +49,11 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
     groups = prompt_groups(run, START, prompts, 1)
     sampling = EpisodePlayer.of(run.config, run.tokenizer, run.arch).sampling()
-    finished = [done for batch in run.ready_engine().generate(groups, sampling) for done in batch]
+    finished = list[Completion]()
+    with run.console.part("precision gap, completions"):
+        for batch_done in run.ready_engine().generate(groups, sampling):
+            finished += batch_done
+            tell_progress(len(finished), count)
     sampled = sorted(finished, key=lambda done: done.group)
     batch = TokenBatch.of(tokens, [done.tokens for done in sampled])
     if sampling.truncation is None:
@@ -59,13 +65,11 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     other = run.config.model_copy(update={"precision": precision})
     formats = rollout_formats(precision, run.arch.num_layers)
     stored = stored_weights(run.initial_policy(), formats.stored_names(), formats.scale_rule)
-    distances = clamp_exponent(ours - _logprobs_in(run, other, stored, batch).double())
-    engine = build_engine(other, run.arch)
-    try:
+    with run.console.part("precision gap, scores in BF16"):
+        distances = clamp_exponent(ours - _logprobs_in(run, other, stored, batch).double())
+    with closing(build_engine(other, run.arch)) as engine, run.console.part("precision gap, held-out in BF16"):
         engine.update(stored, PolicyScales(0, ()), 0)
         scores = heldout_accuracy(run, engine, count)[0]["scores"]
-    finally:
-        engine.close()
     scored, scored_in_bf16 = ([found[name] for name in names] for found in (evaluated["scores"], scores))
     differences = [a - b for a, b in zip(scored, scored_in_bf16, strict=True)]
     return {
@@ -101,5 +105,8 @@ def _logprobs_in(run: RunContext, config: RunConfig, stored: dict[str, Tensor], 
     decoder = Decoder(run.arch, rollout_formats(config.precision, run.arch.num_layers))
     weights = load_policy(run.arch, stored)
     temperature = config.rollout.temperature
-    parts = (part for _, part in batch.slices(config.training.micro_batch))
-    return torch.cat([decoder.completion_logprobs(weights, part, temperature)[0] for part in parts])
+    found, parts = list[Tensor](), [part for _, part in batch.slices(config.training.micro_batch)]
+    for part in parts:
+        tell_progress(len(found), len(parts))
+        found.append(decoder.completion_logprobs(weights, part, temperature)[0])
+    return torch.cat(found)

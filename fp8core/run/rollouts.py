@@ -221,6 +221,7 @@ def heldout_accuracy(
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
     played = player.play(engine, groups, asked, player.evaluation_sampling(0.0), pool)
     found = list[Episode]()
+    tell_progress(0, len(groups))
     for batch in while_going(run, played):
         found += batch
         tell_progress(len(found), len(groups))

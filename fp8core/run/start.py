@@ -93,11 +93,12 @@ def _digest_device(training: TrainingConfig) -> torch.device:
 
 def build_workers(run: RunContext) -> None:
     """Build trainer and engine around policy 0."""
-    # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
-    torch.cuda.empty_cache()
-    run.engine = build_engine(run.config, run.arch, run.cluster)
-    run.engine.sleep()
-    run.trainer = initial_trainer(run)
+    with run.console.part("starting engine and trainer"):
+        # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
+        torch.cuda.empty_cache()
+        run.engine = build_engine(run.config, run.arch, run.cluster)
+        run.engine.sleep()
+        run.trainer = initial_trainer(run)
     gc_freeze()
 
 

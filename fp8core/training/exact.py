@@ -26,6 +26,7 @@ from fp8core.models.weights import (
 from fp8core.numerics.adamw import EPS, MOMENT_NAMES
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.progress import tell_progress
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.lora import AdaptedWeights, FullWeights, LearntWeights, adapter_refusals, learning_linears
@@ -44,6 +45,9 @@ from fp8core.training.saved_state import (
     write_state,
 )
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
+
+Observe = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
+"""Gets a layer, and its Q, K and V."""
 
 
 class AdamW:
@@ -146,10 +150,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         weights = self._inference_weights()
         statistics = KvStatistics(self.arch.num_layers)
-        slices = list(self._slices(batch))
+        slices, layers = list(self._slices(batch)), self.arch.num_layers
         for index in self._ranks.own(len(slices)):
             part = slices[index][1]
-            observe = _observer(statistics, part.valid, ())
+            observe = _counted(_observer(statistics, part.valid, ()), index * layers, len(slices) * layers)
             self._unscaled.hidden(weights, part.tokens, part.positions, FullContext.of(part.valid), (), observe)
         self._ranks.combine_counts(statistics.combine)
         return statistics
@@ -243,10 +247,18 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         refuse_other_digest(folder, self.digest(), state)
 
 
-def _observer(
-    statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales]
-) -> Callable[[int, tuple[Tensor, Tensor, Tensor]], None]:
+def _observer(statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales]) -> Observe:
     return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
+
+
+def _counted(observe: Observe, before: int, total: int) -> Observe:
+    """The same, which tells how many layers of all passes are done; so many are before this pass."""
+
+    def watched(layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+        tell_progress(before + layer, total)
+        observe(layer, qkv)
+
+    return watched
 
 
 def _build(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor], ranks: Ranks) -> ExactTrainer:

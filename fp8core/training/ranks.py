@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.numerics.e4m3 import GroupNotFinite, round_up
+from fp8core.progress import tell_progress
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -111,6 +112,7 @@ def shared_out(
     """
     own: list[Result | ValueError | GroupNotFinite | UserError] = []
     for index in ranks.own(len(parts)):
+        tell_progress(index, len(parts))
         try:
             own.append(compute(parts[index]))
         except (ValueError, GroupNotFinite, UserError) as error:

@@ -1,7 +1,5 @@
 import argparse
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from flows.cli.quantise import add_command
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def run(*arguments: object) -> int:
@@ -48,7 +41,7 @@ def test_quantise_writes_what_the_library_writes(
     assert contents(tmp_path / "fp8") == contents(tmp_path / "same")
 
 
-def test_away_from_a_terminal_only_the_summary_is_printed(
+def test_a_short_conversion_prints_its_summary_alone(
     small_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run("quantise", small_checkpoint, tmp_path / "fp8")
@@ -61,16 +54,6 @@ def test_away_from_a_terminal_only_the_summary_is_printed(
     assert ragged.startswith("narrower than a tile of 128")
     assert back.startswith(f"{tmp_path / 'bf16'}: 14 of 25 tensors converted, 426,752 parameters")
     assert contents(tmp_path / "bf16").keys() == contents(small_checkpoint).keys()
-
-
-def test_a_terminal_shows_the_progress(small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    run("quantise", small_checkpoint, tmp_path / "fp8")
-    assert "25/25 tensors" in sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "B/s" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_a_user_should_know_is_listed(

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 from flows import cli
 from flows.termination import TOLD, keep_interrupt, stop_on_sigterm
+from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import LedgerView
+from fp8core.store.ledger import START, LedgerView
 
 # ---- the request ----
 
@@ -312,25 +313,99 @@ def test_a_step_that_the_signal_ended_too_is_made_again_later(command: Any, work
     assert code == 0
 
 
-def test_a_warm_start_is_left_at_once(command: Any, workplace: Path) -> None:
-    folder = workplace / "runs" / "long"
+@contextmanager
+def signal_when(reached: Callable[[], bool], seconds: float = 0.0) -> Iterator[None]:
+    """Send SIGTERM to this process so many seconds after that is so."""
 
     def stop() -> None:
-        until = time.monotonic() + 60
-        while not (folder / LEDGER).exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(1.0)
+        until = time.monotonic() + 120
+        while not reached() and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=stop)
     thread.start()
-    code, out, err = command("run", "small.yaml", "--set", "run=long", "--set", "warm_start.steps=1000000")
+    yield
     thread.join()
+
+
+def test_a_warm_start_is_left_at_once(command: Any, workplace: Path) -> None:
+    folder = workplace / "runs" / "long"
+
+    with signal_when((folder / LEDGER).exists, seconds=1.0):
+        code, out, err = command("run", "small.yaml", "--set", "run=long", "--set", "warm_start.steps=1000000")
     assert code == 128 + signal.SIGTERM
     assert err == "fp8-grpo: terminated; fp8-grpo resume long --trust continues the run\n"
     assert "step 1 " not in out
     assert LedgerView.read(folder / LEDGER).last_step() is None
     assert status(folder) == "KILLED"
+
+
+SLOW = """
+import time
+
+def score(prompt, completion, reference, finish):
+    time.sleep(0.2)
+    return len(completion) % 2 == 0
+"""
+
+
+def test_a_start_is_left_after_the_part_that_runs_and_continues_after_it(command: Any, workplace: Path) -> None:
+    (workplace / "slow.py").write_text(SLOW)
+    ledger = workplace / "runs" / "begun" / LEDGER
+    with signal_when(lambda: ledger.exists() and "calibrate" in LedgerView.read(ledger).tasks(START)):
+        slow = ("--set", "steps=1", "--set", "reward.verifier=slow.py:score")
+        code, out, err = command("run", "small.yaml", "--set", "run=begun", *slow)
+    assert code == 128 + signal.SIGTERM
+    assert err == f"{TOLD}fp8-grpo: terminated; fp8-grpo resume begun --trust continues the run\n"
+    assert out.splitlines()[-1] == "stopped before precision_gap of step 0"
+    found = LedgerView.read(ledger)
+    assert (found.last_step(), [*found.tasks(START)]) == (None, ["warm_start", "calibrate", "evaluate"])
+    code, *_ = command("resume", "begun", "--trust")
+    assert code == 0
+    again = LedgerView.read(ledger)
+    assert again.last_step() == 1
+    assert all(again.tasks(START)[name] == entry for name, entry in found.tasks(START).items())
+
+
+def test_an_evaluation_keeps_the_precisions_that_are_whole(
+    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("run", "small.yaml", "--set", "run=answers", "--set", "steps=1")[0] == 0
+    evaluate = (
+        "evaluate",
+        "answers",
+        "--samples",
+        "16",
+        "--set",
+        "rollout.max_batch=4",
+        "--json",
+        "answers.json",
+        "--trust",
+    )
+    generate, begun = EmbeddedEngine.generate, list[object]()
+
+    def noted(engine: EmbeddedEngine, *arguments: Any) -> Iterator[Any]:
+        for batch in generate(engine, *arguments):
+            begun.append(engine)
+            yield batch
+
+    def stopped(name: str) -> str:
+        return f"{TOLD}stopped: {name} is not measured\nfp8-grpo: terminated\n"
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", noted)
+    with signal_when(lambda: len({*begun}) == 2):
+        code, _, err = command(*evaluate, "--precision", "bf16", "--precision", "fp8")
+    assert code == 128 + signal.SIGTERM
+    assert err.endswith(stopped("fp8"))
+    assert [*json.loads((workplace / "answers.json").read_text())["precisions"]] == ["bf16"]
+    begun.clear()
+    with signal_when(lambda: bool(begun)):
+        code, out, err = command(*evaluate, "--force")
+    assert code == 128 + signal.SIGTERM
+    assert err.endswith(stopped("configured"))
+    assert "pass@1" not in out
 
 
 def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) -> None:
