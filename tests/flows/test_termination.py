@@ -333,7 +333,7 @@ def signal_when(reached: Callable[[], bool], seconds: float = 0.0) -> Iterator[N
 def test_a_warm_start_is_left_at_once(command: Any, workplace: Path) -> None:
     folder = workplace / "runs" / "long"
 
-    with signal_when((folder / LEDGER).exists, seconds=1.0):
+    with signal_when((folder / LEDGER).exists, seconds=8.0):
         code, out, err = command("run", "small.yaml", "--set", "run=long", "--set", "warm_start.steps=1000000")
     assert code == 128 + signal.SIGTERM
     assert err == "fp8-grpo: terminated; fp8-grpo resume long --trust continues the run\n"
