@@ -36,9 +36,8 @@ def main(asked: Path) -> int:
     set_engine_variables(config)
     folders = kernel_folders()
     clock("imports")
-    compiled = compile_kernels(
-        config, this_platform(), folders, console.compiling, engine_entry(config).import_libraries
-    )
+    with console.part("compiling kernels") as progress:
+        compiled = compile_kernels(config, this_platform(), folders, progress, engine_entry(config).import_libraries)
     clock("compilation")
     assert config.run is not None
     with open_directory(config, config.run) as directory, open_run(config, graph, directory, console) as run:
