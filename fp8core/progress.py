@@ -1,4 +1,4 @@
-"""Lines of progress: a part that takes longer than five seconds says what it is, how far it is and what is left."""
+"""Lines of progress of a part that takes longer than five seconds: what it is, how far it is and what is left."""
 
 import threading
 import time
