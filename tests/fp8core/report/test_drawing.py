@@ -27,7 +27,7 @@ from fp8core.report.chart import (
     colour,
     thinned,
 )
-from fp8core.report.drawing import BARS, BISECTED, CELLS, DASHES, MARKERS, draw_bisection, draw_png, figure_html
+from fp8core.report.drawing import BARS, BISECTED, DASHES, MARKERS, draw_bisection, draw_png, figure_html
 from fp8core.report.text import bisection_text
 from fp8core.report.training_charts import training_charts
 
@@ -129,15 +129,6 @@ def test_outlines_and_references_are_drawn(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png", colour(REFERENCE))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_marks_are_whole_where_all_values_lie_far_from_the_axis(sign, tmp_path: Path) -> None:
-    values = [sign * y for y in (1.15, 1.14, 1.15)]
-    for name, far in (("close", 0.0), ("far", 3.0 * sign)):
-        draw_png([chart(line(values), include=(0.0, far))], tmp_path / f"{name}.png", "")
-    drawn, whole = (pixels(tmp_path / f"{name}.png", colour(0)) for name in ("close", "far"))
-    assert drawn == pytest.approx(whole, rel=0.02)
-
-
 def test_ten_thousand_steps_make_a_small_picture_that_keeps_ends_and_spikes() -> None:
     y = [math.sin(i / 500) for i in range(10_000)]
     y[3210], y[7654] = 40.0, -40.0
@@ -181,38 +172,6 @@ def test_a_heat_map_names_layer_step_and_value_and_joins_what_is_equal() -> None
         "keys, layer 1, step 1: 1",
         "keys, layer 1, step 3: 1",
     ]
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_each_layer_of_a_heat_map_has_a_number_and_no_other_has(layers: int) -> None:
-    root = parsed(Heatmap("Scales", "step", "layer", [11, 12], {"keys": [[0.5, 0.7]] * layers}))
-    assert {word for word in words_of(root) if word.isdigit()} == {"11", "12", *map(str, range(layers))}
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"), [([0.03125, 0.03125], ["0.03125"]), ([0.5, 0.003784], ["0.003784", "0.5"])]
-)
-def test_the_colours_of_a_heat_map_have_a_name_and_each_end_once(values, shown) -> None:
-    root = parsed(Heatmap("Scales", "step", "layer", [11, 12], {"keys": [values]}, value_label="scale"))
-    assert [word for word in words_of(root) if word == "scale" or "." in word] == [*shown, "scale"]
-    width = float(root.find(f"{SVG}svg").get("viewBox").split()[2])
-    ends = [float(text.get("x")) for text in root.iter(f"{SVG}text") if "." in "".join(text.itertext())]
-    assert max(ends) + 30 < width, "half of its digits"
-
-
-def test_dots_are_large_and_opaque_in_a_legend() -> None:
-    text = figure_html(chart(Series("crowd", [1.0, 2.0], [1.0, 2.0], 0, "dots")))
-    # The dots themselves are one picture.
-    (marker,) = re.findall(r'<use [^>]*style="([^"]*)"/> </g> </g> <g> <text[^>]*>crowd<', text)
-    assert marker.startswith("fill: ")
-    assert "opacity" not in marker
-
-
-def test_a_heat_map_of_many_layers_and_steps_stays_small() -> None:
-    rows = [[1.0 + (i * step) % 13 for step in range(5000)] for i in range(48)]
-    text = figure_html(Heatmap("Scales", "step", "layer", range(5000), {name: rows for name in "qkv"}))
-    assert text.count("<label ") <= CELLS
-    assert len(text) < 900_000
 
 
 def test_degenerate_stacks_heat_maps_and_graphs_are_drawn() -> None:

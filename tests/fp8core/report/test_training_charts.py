@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8core.report.chart import Chart, Series, collapsed, colour
+from fp8core.report.chart import Chart, Series, collapsed
 from fp8core.report.run_data import read_run
 from fp8core.report.tokens import TokenSample
 from fp8core.report.training_charts import (
@@ -77,11 +77,6 @@ def test_every_position_is_in_one_bin(count: int) -> None:
     assert len(series.x) == count if count <= 33 else 33 < len(series.x) <= 66
 
 
-def test_positions_are_kept_apart() -> None:
-    (series,) = difference_by_position([("a", sample([0.1, -0.2, 0.3]))]).series
-    assert list(series.y) == pytest.approx([0.1, 0.2, 0.3])
-
-
 def test_scales_are_those_of_the_steps(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
     (heatmap,) = scale_heatmaps([run])
@@ -97,12 +92,6 @@ def test_a_stack_holds_all_the_time_and_joins_what_is_small(whole_run) -> None:
         total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
         assert sum(values[i] for values in stack.layers.values()) == pytest.approx(total)
     assert (OTHERS in stack.layers) == (OTHERS in stack.note)
-
-
-def test_the_tasks_that_take_time_have_colours_of_their_own(whole_run) -> None:
-    (stack,) = time_stacks([read_run(whole_run.folder, "whole")])
-    tasks = ("prompts", "rollout", "reward", "logprobs", "train", "sync", "evaluate")
-    assert len({colour(stack.styles[name]) for name in tasks}) == len(tasks)
 
 
 def test_runs_side_by_side_have_equal_axes_and_a_task_has_one_colour(whole_run) -> None:
@@ -136,21 +125,6 @@ def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> No
     charts, told = collapsed([chart])
     assert (charts == [chart]) == drawn
     assert any("Gap" in sentence for sentence in told) != drawn
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (0.0, "Exactly 0 "),
-        (0.125, "Exactly 0.125 "),
-        (123456.0, "Exactly 123,456 "),
-        (0.123456, "About 0.1235 "),
-        (1 + 2**-40, "About 1 "),
-    ],
-)
-def test_a_value_that_is_told_in_fewer_digits_is_not_called_exact(value: float, told: str) -> None:
-    _, (sentence,) = collapsed([Chart("Gap", "step", "nats", [Series("run", [1], [value], 0)])])
-    assert sentence.startswith(told)
 
 
 def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
