@@ -105,7 +105,7 @@ def test_a_row_of_the_policy(said: dict[Answer, str], answer: str, reference: st
 def test_the_page_says_the_bounds_of_a_shape() -> None:
     stated = {
         int(number.replace(",", ""))
-        for number in re.findall(r"\d[\d,]*", PAGE.split("A shape is refused")[1].split("Letters")[0])
+        for number in re.findall(r"\d[\d,]*", PAGE.split("A shape is refused")[1].split("Other answers")[0])
     }
     bounds = {value for name, value in vars(math_expression).items() if name.startswith("MAX_")}
     assert stated <= bounds
