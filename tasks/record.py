@@ -1,5 +1,6 @@
 """The metrics of an iteration, from its artifacts alone."""
 
+import pyarrow.compute as pc
 import torch
 
 from fp8core.alignment.bounds import unverifiable
@@ -102,6 +103,8 @@ def record(
             **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
             **scale_metrics(store.get_json(next_scales)),
         }
+    if nameless := run.tokenizer.without_token(pc.list_flatten(completions["tokens"]).to_pylist()):
+        metrics["rollout/ids_without_token"] = float(len(nameless))
     if played is not None:
         rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
         metrics |= turn_metrics(played, completions, against, rows)

@@ -4,7 +4,7 @@ import re
 from difflib import get_close_matches
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.section import Section, UserSource, Word
 
@@ -13,6 +13,8 @@ _PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(
 # \boxed{answer}, \frac{a}{b}, x^{n}.
 _LATEX = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})+|[\\^_]\{[^{}]*\}")
 _QUESTION = "{question}"
+# Of a chat template; the prompt needs them.
+_OURS = ("messages", "tools", "documents", "add_generation_prompt")
 CHAIN_VOCABULARY = 32
 """Tokens of a model built for the generated task; its alphabet leaves some of them unused."""
 
@@ -81,6 +83,10 @@ class DataConfig(Section):
         description="Prompt text; {question} alone is replaced. Used inside the chat template if there is one.",
     )
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
+    template_arguments: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Variables for the chat template, as `enable_thinking: false`, in prompts and in episodes.",
+    )
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 
     @model_validator(mode="after")
@@ -90,6 +96,14 @@ class DataConfig(Section):
         if self.messages_field is not None and not self.chat:
             raise ValueError(f"messages_field={self.messages_field} needs the chat template; set chat to true")
         return self
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _variables(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in arguments:
+            if name in _OURS or not name.isidentifier():
+                raise ValueError(f"{name!r} is no variable that is yours to set")
+        return arguments
 
     @field_validator("template")
     @classmethod

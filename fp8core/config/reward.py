@@ -24,7 +24,10 @@ class LengthRewardConfig(Section):
 
 
 class FormatRewardConfig(Section):
-    """A reward of 1 for a finished completion that has each tag once, in this order; of 0 for any other."""
+    """A reward of 1 for a finished completion that has each tag once, in this order; of 0 for any other.
+
+    Tags with which the prompt ends count as the completion's: chat templates write a `<think>` there.
+    """
 
     weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
     tags: list[str] = Field(min_length=1, max_length=16, description="Texts such as `<think>` and `</think>`.")

@@ -84,8 +84,10 @@ def own_demonstrations(
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
-            completion = [*tokenizer.encode(row.reference), tokenizer.end_id]
-        except UserError as error:
+            # What begins or ends a turn is not the policy's to write, and thoughts and calls are.
+            pieces = tokenizer.assistant_pieces(row.reference)
+            completion = [*(i for piece in pieces for i in tokenizer.encode(piece)), tokenizer.end_id]
+        except (UserError, ValueError) as error:
             raise UserError(f"{row.place}: {error}") from error
         if len(prompt) + len(completion) > max_positions:
             raise UserError(

@@ -5,13 +5,14 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
-from fp8core.models.tokenizer import Tokenizer
+from fp8core.models.tokenizer import PiecesOf, Tokenizer
 
 HELDOUT_ONE_IN = 8
 
@@ -126,19 +127,39 @@ def encode_prompt(
 ) -> tuple[str, list[int]]:
     """Text and token ids of a prompt: the template around the question, in the chat template if there is one.
 
-    A chat template writes its own special tokens; a plain prompt gets those of the tokenizer (Llama's BOS).
+    A chat template writes its own special tokens; a plain prompt gets those of the tokenizer (Llama's BOS). Those of
+    `data.template` are tokens too, and what only looks like one in a question or a message before it is plain text.
 
     Raises:
         UserError: the prompt is empty, longer than allowed, leaves no room for the completion, or has a character that
             the tokenizer lacks.
     """
     text, chat = prompt_text(problem, config, tokenizer)
+    texts = [problem.question, *(message.content for message in problem.before)]
+    mark = _mark_outside(text)
     try:
-        tokens = tokenizer.encode(text, add_special_tokens=not chat)
-    except UserError as error:
+        tokens = tokenizer.untrusted_tokens(
+            texts,
+            lambda pieces_of: _cut_text(problem, config, tokenizer, mark, pieces_of).split(mark),
+            first=not chat,
+        )
+    except ValueError as error:
         raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     refuse_length(problem, len(tokens), "tokens", config, max_positions)
     return text, tokens
+
+
+def _mark_outside(text: str) -> str:
+    """A text that is nowhere in this one: code points that are no characters, so templates leave it alone."""
+    return next(mark for number in count() if (mark := f"\ufdd0{number}\ufdd1") not in text)
+
+
+def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer, mark: str, pieces_of: PiecesOf) -> str:
+    """`prompt_text` with marks where the question and the messages before it are cut."""
+    spoken = {"assistant": tokenizer.assistant_pieces}
+    before = [Message(role, mark.join(spoken.get(role, pieces_of)(text))) for role, text in problem.before]
+    marked = replace(problem, question=mark.join(pieces_of(problem.question)), before=tuple(before))
+    return prompt_text(marked, config, tokenizer)[0]
 
 
 def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig, max_positions: int) -> None:
@@ -197,12 +218,12 @@ def question_text(problem: Problem, config: RunConfig) -> str:
 def prompt_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> tuple[str, bool]:
     """The text of a prompt, and whether a chat template made it. Raises UserError: there is no way to write it."""
     plain = question_text(problem, config)
-    chat = None
-    if config.data.chat:
-        chat = tokenizer.chat_prompt(plain, [message._asdict() for message in problem.before])
-    if chat is None and problem.before:
+    if config.data.chat and tokenizer.has_template:
+        messages = [message._asdict() for message in (*problem.before, Message("user", plain))]
+        return tokenizer.render(messages, arguments=config.data.template_arguments), True
+    if problem.before:
         raise UserError(f"{problem.place}: there are turns before the question, and the model has no chat template")
-    return (plain, False) if chat is None else (chat, True)
+    return plain, False
 
 
 def longest_prompt(config: RunConfig, max_positions: int) -> int:

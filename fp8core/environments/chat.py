@@ -1,32 +1,34 @@
 """Conversations as tokens: the policy's stand as it drew them, and those of its environment are encoded once.
 
 With a chat template an observation is the difference of two renderings. One is the conversation up to where the policy
-spoke, the other has the environment's answer too. The first must be a prefix of the second. A mark stands for each turn
-of the policy in both, so the template cannot read or rewrite its text. That text is never decoded and encoded again.
-Thoughts of earlier turns stay where they are, also where a template would leave them out.
+spoke, the other has the environment's answer too. The first must be a prefix of the second, but for what the template
+has begun of the policy's turn (`<think>`). A mark stands for each turn of the policy in both, so the template cannot
+read or rewrite its text. That text is never decoded and encoded again. Thoughts of earlier turns stay where they are,
+also where a template would leave them out.
 
 Where a template leaves tools out, the first message begins with them (`instructions`).
 
-Control tokens come from the template alone. A text of the environment is cut inside each one that it holds. Its parts
-are encoded one by one, and so it arrives as plain text.
+Control tokens come from the template alone (`Tokenizer.untrusted_tokens`).
 
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from fp8core.config.environment import EnvironmentConfig
+from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import Action, Said, Tool, Turn
 from fp8core.environments.tool_calls import TOOL_CALLS, instructions
 from fp8core.errors import UserError
-from fp8core.models.tokenizer import Tokenizer
+from fp8core.models.tokenizer import PiecesOf, Tokenizer
 
 OBSERVATION = "="
+_THOUGHT = "<think>"
 AT_LEAST = "a text of at least "
 """Begins the message of `LongTextError`."""
-_Pieces = Callable[[str], list[str]]
 
 
 class ObservationError(ValueError):
@@ -61,9 +63,18 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
 class Talk:
     """The form of conversations with a model: its chat template and its tool calls."""
 
-    def __init__(self, tokenizer: Tokenizer, tool_calls: str) -> None:
-        """`tool_calls`: a key of `TOOL_CALLS`."""
+    def __init__(
+        self, tokenizer: Tokenizer, tool_calls: str, arguments: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """`tool_calls`: a key of `TOOL_CALLS`; `arguments`: of the chat template (`data.template_arguments`)."""
         self.tokenizer, self.parse, self.tool_calls = tokenizer, TOOL_CALLS[tool_calls], tool_calls
+        self.arguments = arguments
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Tokenizer) -> "Talk":
+        """That of a configuration with an environment. Raises UserError as `tool_calls_of`."""
+        assert config.environment is not None, "a talk is with an environment"
+        return cls(tokenizer, tool_calls_of(config.environment, tokenizer), config.data.template_arguments)
 
     def open(self, turn: Turn, most: int | None = None) -> "Conversation":
         """Begin a conversation with an environment's first turn; `most`: tokens that fit.
@@ -86,30 +97,35 @@ class Conversation:
     def __init__(self, talk: Talk, turn: Turn, most: int | None) -> None:
         self._talk, self._tools = talk, turn.tools
         # Every turn renders again what was said before.
-        self._pieces: dict[str, list[str]] = {}
+        self._pieces: dict[tuple[PiecesOf, str], list[str]] = {}
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
+        # What the template has written of the policy's present turn.
+        self._begun = ""
         if talk.tokenizer.has_template:
             cut, gap = self._marks()
             if self._may_be_long(self._texts(), most):
-                self._refuse_long(self._rendered(cut, gap, pieces_of=self._rough_pieces).split(cut), most)
+                self._refuse_long(self._rendered(cut, gap, pieces_of=talk.tokenizer.rough_pieces).split(cut), most)
             rendered = self._rendered(cut, gap)
             if turn.tools and rendered == self._rendered(cut, gap, tools=()):
                 (role, content), *others = turn.messages
                 told = instructions(talk.tool_calls, turn.tools)
                 self._messages = [Said(role, f"{told}\n\n{content}"), *others]
                 cut, gap = self._marks()
-                rendered = self._rendered(cut, gap)
-            self.prompt = self._encoded(rendered.split(cut))
+            self._begun = _thought_at_end(rendered)
+            self.prompt = self._encoded(
+                lambda pieces_of: self._rendered(cut, gap, pieces_of=pieces_of).split(cut), self._texts()
+            )
         else:
             text = "".join(said.content for said in turn.messages)
             self._refuse_long([text], most)
-            self.prompt = self._encoded(self._plain_pieces(text), add_special_tokens=True)
+            self.prompt = self._encoded(lambda pieces_of: pieces_of(text), (), first=True)
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         """The policy's turn with its tool calls; `finish` is that of the turn."""
         written = tokens[:-1] if finish == "stop" else tokens
-        calls, malformed = self._talk.parse(self._talk.tokenizer.decode(written, special=True), self._tools)
+        text = self._begun + self._talk.tokenizer.decode(written, special=True)
+        calls, malformed = self._talk.parse(text, self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
 
     def observe(self, messages: Sequence[Said], last: int | None, most: int | None = None) -> tuple[int, ...]:
@@ -131,27 +147,45 @@ class Conversation:
             self._messages += [None, *messages]
             text = "".join(OBSERVATION + said.content for said in messages)
             self._refuse_long([text], most)
-            return self._encoded(self._plain_pieces(text))
+            return self._encoded(lambda pieces_of: pieces_of(text), ())
         before = [*self._messages]
         self._messages += [None, *messages]
         cut, gap = self._marks()
         if self._may_be_long([said.content for said in messages], most):
-            self._refuse_long(self._rendered_after(before, cut, gap, self._rough_pieces).split(cut), most)
-        tokens = self._encoded(self._rendered_after(before, cut, gap, self._plain_pieces).split(cut))
+            self._refuse_long(self._rendered_after(before, cut, gap, tokenizer.rough_pieces).split(cut), most)
+        tokens = self._encoded(
+            lambda pieces_of: self._rendered_after(before, cut, gap, pieces_of).split(cut),
+            [said.content for said in messages],
+        )
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
 
-    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str, pieces_of: _Pieces) -> str:
+    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str, pieces_of: PiecesOf) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
         whole = self._rendered(cut, gap, pieces_of=pieces_of)
-        first = self._rendered(cut, gap, before, pieces_of=pieces_of) + gap
-        if not whole.startswith(first) or gap in whole[len(first) :]:
+        asked = self._rendered(cut, gap, before, pieces_of=pieces_of)
+        stands, mark, after = whole.rpartition(gap)
+        if not mark or not (stands == asked or self._only_begun(stands, asked, cut, gap, before, pieces_of)):
+            first = asked + gap
             place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
             raise UserError(
                 f"{self._talk.tokenizer.where}: the chat template rewrites what is before an observation: it has "
                 f"{whole[place : place + 40]!r} where {first[place : place + 40]!r} stands already"
             )
-        return whole[len(first) :]
+        self._begun = _thought_at_end(whole)
+        return after
+
+    def _only_begun(
+        self, stands: str, asked: str, cut: str, gap: str, before: Sequence[Said | None], pieces_of: PiecesOf
+    ) -> bool:
+        """True if a turn of the policy merely begins in another way in `stands` than in `asked`, the prompt for it.
+
+        Templates leave out of earlier turns a `<think>` that they write in a prompt, or close it.
+        """
+        said = self._rendered(cut, gap, before, pieces_of=pieces_of, add_generation_prompt=False)
+        begun, now = asked.removeprefix(said), stands.removeprefix(said)
+        both = 0 < len(begun) < len(asked) and len(now) < len(stands) and gap not in now
+        return both and (begun.startswith(now) or now.startswith(begun))
 
     def _may_be_long(self, texts: Sequence[str], most: int | None) -> bool:
         """True if the texts alone do not fit; the template may yet leave out a part of them."""
@@ -184,10 +218,12 @@ class Conversation:
         gap: str,
         messages: Sequence[Said | None] | None = None,
         tools: Sequence[Tool] | None = None,
-        pieces_of: _Pieces | None = None,
+        pieces_of: PiecesOf | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The conversation in the chat template; `messages`, `tools`, `pieces_of`: others."""
-        pieces_of = pieces_of or self._plain_pieces
+        pieces_of = pieces_of or self._cached(self._talk.tokenizer.plain_pieces)
         told = [
             {"role": "assistant", "content": gap}
             if said is None
@@ -198,29 +234,36 @@ class Conversation:
             {"type": "function", "function": _cut(_function(tool), cut, pieces_of)}
             for tool in (self._tools if tools is None else tools)
         ]
-        return self._talk.tokenizer.render(told, functions)
+        return self._talk.tokenizer.render(told, functions, add_generation_prompt, self._talk.arguments)
 
-    def _plain_pieces(self, text: str) -> list[str]:
-        if text not in self._pieces:
-            try:
-                self._pieces[text] = self._talk.tokenizer.plain_pieces(text)
-            except ValueError as error:
-                raise ObservationError(str(error)) from error
-        return self._pieces[text]
+    def _cached(self, pieces_of: PiecesOf) -> PiecesOf:
+        def cached(text: str) -> list[str]:
+            key = pieces_of, text
+            if key not in self._pieces:
+                try:
+                    self._pieces[key] = pieces_of(text)
+                except ValueError as error:
+                    raise ObservationError(str(error)) from error
+            return self._pieces[key]
 
-    def _rough_pieces(self, text: str) -> list[str]:
-        return self._pieces.get(text) or self._talk.tokenizer.rough_pieces(text)
+        return cached
 
-    def _encoded(self, pieces: Sequence[str], add_special_tokens: bool = False) -> tuple[int, ...]:
-        first, *others = pieces or [""]
+    def _encoded(
+        self, pieces_of: Callable[[PiecesOf], Sequence[str]], texts: Sequence[str], *, first: bool = False
+    ) -> tuple[int, ...]:
+        tokenizer = self._talk.tokenizer
         try:
-            tokens = self._talk.tokenizer.encode(first, add_special_tokens)
-            return (*tokens, *(i for piece in others for i in self._talk.tokenizer.encode(piece)))
-        except UserError as error:
+            return tuple(tokenizer.untrusted_tokens(texts, lambda each: pieces_of(self._cached(each)), first))
+        except ValueError as error:
             raise ObservationError(str(error)) from error
 
 
-def _cut(value: Any, cut: str, pieces_of: _Pieces) -> Any:
+def _thought_at_end(rendered: str) -> str:
+    """What a generation prompt has begun, for those who read calls."""
+    return _THOUGHT if rendered.rstrip().endswith(_THOUGHT) else ""
+
+
+def _cut(value: Any, cut: str, pieces_of: PiecesOf) -> Any:
     """JSON whose strings are cut inside control tokens."""
     if isinstance(value, str):
         return cut.join(pieces_of(value))

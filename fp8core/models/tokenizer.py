@@ -7,7 +7,7 @@ to chat templates. Those that test whether it is defined (Llama 3.2) then print 
 import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,9 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from fp8core.errors import UserError
 from fp8core.user_files import read_json_object, read_text
+
+PiecesOf = Callable[[str], list[str]]
+"""Cuts a text."""
 
 
 class _GenerationTag(Extension):
@@ -97,6 +100,11 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values()) + 1
         added = backend.get_added_tokens_decoder()
         self._control = {i for i, token in added.items() if token.content.strip()}
+        texts = {text for key, text in self._special.items() if key != "unk_token" and len(text) > 1}
+        named = {i for text in texts if (i := backend.token_to_id(text)) is not None}
+        self._control |= named
+        # What begins and ends turns: thoughts and calls have tokens too, which an assistant writes.
+        self._turns = self._control & (named | self.eos_ids | {i for i, token in added.items() if token.special})
         self._template_text = template
         self._template = None if template is None else _compile(template, where)
 
@@ -138,7 +146,7 @@ class Tokenizer:
         Args:
             text: The text.
             add_special_tokens: Also add what tokenizer.json's post-processor adds, such as a first token. Leave it
-                off for text from `chat_prompt`: the template has written them.
+                off for text from `render`: the template has written them.
 
         Raises:
             UserError: a character that the tokenizer has no token for.
@@ -151,8 +159,81 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text, with special tokens or without; ids outside the vocabulary are left out."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=not special))
+        """Text, with special tokens or without; an id that has no token is shown as `<|id N|>`."""
+        texts, begin = list[str](), 0
+        for place in [*self.without_token(ids), len(ids)]:
+            texts.append(str(self._backend.decode(list(ids[begin:place]), skip_special_tokens=not special)))
+            texts += [f"<|id {i}|>" for i in ids[place : place + 1]]
+            begin = place + 1
+        return "".join(texts)
+
+    def without_token(self, ids: Sequence[int]) -> list[int]:
+        """Places of ids that have no token: a model's embeddings may be more than its tokens."""
+        return [place for place, i in enumerate(ids) if i not in self._ids]
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(self._backend.get_vocab().values())
+
+    def untrusted_tokens(
+        self, texts: Sequence[str], pieces_of: Callable[[PiecesOf], Sequence[str]], first: bool = False
+    ) -> list[int]:
+        """Token ids of a rendering around texts of others, none of which writes a control token.
+
+        Args:
+            texts: those of others.
+            pieces_of: the rendering in pieces, by a function that cuts each of these texts.
+            first: also add what tokenizer.json's post-processor adds.
+
+        Raises:
+            ValueError: as `plain_pieces`, or there is no token for a character.
+        """
+        tokens = self._encode_pieces(pieces_of(self.plain_pieces), first)
+        if not any(map(self._may_join, texts)):
+            return tokens
+        # A text may end with the beginning of a control token, and the template go on with its end.
+        apart = self._encode_pieces(pieces_of(self._apart), first)
+        return tokens if self._controls(tokens) == self._controls(apart) else apart
+
+    def _controls(self, tokens: Sequence[int]) -> list[int]:
+        return [i for i in tokens if i in self._control]
+
+    def _encode_pieces(self, pieces: Sequence[str], first: bool) -> list[int]:
+        begin, *others = [piece for piece in pieces if piece] or [""]
+        try:
+            return self.encode(begin, first) + [i for piece in others for i in self.encode(piece)]
+        except UserError as error:
+            raise ValueError(str(error)) from error
+
+    def _may_join(self, text: str) -> bool:
+        """True if a control token may begin before the text or end after it."""
+        normalizer, longest = self._backend.normalizer, self._longest_control
+        begins, ends = self._control_parts
+        for each in {text, text if normalizer is None else normalizer.normalize_str(text)}:
+            lengths = range(1, min(longest, len(each) + 1))
+            if any(each[-count:] in begins or each[:count] in ends for count in lengths):
+                return True
+            if 0 < len(each) < longest and any(each in name for name in self._control_texts):
+                return True
+        return False
+
+    def _apart(self, text: str) -> list[str]:
+        """As `plain_pieces`, with the characters of both ends one by one."""
+        count = self._longest_control
+        middle = self.plain_pieces(text[count:-count]) if len(text) > 2 * count else []
+        pieces = [*text[:count], *middle, *text[max(count, len(text) - count) :]]
+        # Templates may strip whitespace, so no cut hides any from them.
+        return [""] * (not text[:1].isspace()) + pieces + [""] * (not text[-1:].isspace())
+
+    @cached_property
+    def _control_parts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What control tokens begin with, and what they end with."""
+        cuts = [(name[:i], name[i:]) for name in self._control_texts for i in range(1, len(name))]
+        return frozenset(begin for begin, _ in cuts), frozenset(end for _, end in cuts)
+
+    @cached_property
+    def _longest_control(self) -> int:
+        return max(map(len, self._control_texts), default=0)
 
     def plain_pieces(self, text: str) -> list[str]:
         """The text cut inside whatever `encode` would take for a control token: each piece encodes as plain text.
@@ -162,12 +243,19 @@ class Tokenizer:
         Raises:
             ValueError: a control token of one character, which cannot be cut, or text that has no bytes.
         """
+        return self._cut(text, self._control)
+
+    def assistant_pieces(self, text: str) -> list[str]:
+        """As `plain_pieces`, of what an assistant says: tokens that are not special stand, such as `<think>`."""
+        return self._cut(text, self._turns)
+
+    def _cut(self, text: str, control: Set[int]) -> list[str]:
         pieces, rest = list[str](), [text]
         while rest:
             part = rest.pop()
             part.encode()
             encoding = self._backend.encode(part, add_special_tokens=False)
-            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in self._control]
+            found = [span for i, span in zip(encoding.ids, encoding.offsets, strict=True) if i in control]
             if not found:
                 pieces.append(part)
                 continue
@@ -203,9 +291,8 @@ class Tokenizer:
 
     @cached_property
     def _control_texts(self) -> frozenset[str]:
-        return frozenset(
-            token.content for i, token in self._backend.get_added_tokens_decoder().items() if i in self._control
-        )
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(added[i].content if i in added else self._backend.id_to_token(i) or "" for i in self._control)
 
     @cached_property
     def _known_and_widest(self) -> tuple[frozenset[str] | None, int]:
@@ -253,13 +340,7 @@ class Tokenizer:
         return self._template_text or ""
 
     def chat_prompt(self, question: str, before: Sequence[Mapping[str, str]] = ()) -> str | None:
-        """The chat template around a user's message, up to where the assistant speaks; None without a template.
-
-        `before`: earlier messages with `role` and `content`.
-
-        Raises:
-            UserError: the template refuses the message or fails.
-        """
+        """`render` of a user's message after these; None without a template."""
         return self.render([*before, {"role": "user", "content": question}]) if self.has_template else None
 
     def render(
@@ -267,6 +348,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, str]],
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The chat template around messages, each with `role` and `content`.
 
@@ -274,6 +356,7 @@ class Tokenizer:
             messages: the conversation.
             tools: that the assistant may call, as JSON schemas of functions.
             add_generation_prompt: end where the assistant speaks.
+            arguments: `data.template_arguments`.
 
         Raises:
             UserError: the template refuses the messages or fails.
@@ -285,7 +368,7 @@ class Tokenizer:
                 tools=[*tools] or _NoTools(name="tools"),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special,
+                **{**self._special, **arguments},
             )
         except (
             TemplateError,

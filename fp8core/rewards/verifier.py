@@ -136,9 +136,17 @@ class FormatScorer:
     config: FormatRewardConfig
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        places = [completion.find(tag) for tag in self.config.tags]
-        once = all(completion.count(tag) == 1 for tag in self.config.tags)
+        text = self._begun(prompt) + completion
+        places = [text.find(tag) for tag in self.config.tags]
+        once = all(text.count(tag) == 1 for tag in self.config.tags)
         return RIGHT if finish == "stop" and once and places == sorted(places) else wrong("")
+
+    def _begun(self, prompt: str) -> str:
+        """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
+        found, rest = "", prompt.rstrip()
+        while tag := next((tag for tag in self.config.tags if rest.endswith(tag)), ""):
+            found, rest = tag + found, rest.removesuffix(tag).rstrip()
+        return found
 
     def check(self, prompt: str, reference: str) -> None:
         """Any reference will do."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import longest_prompt
-from fp8core.environments.chat import Talk, tool_calls_of
+from fp8core.environments.chat import Talk
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ class EpisodePlayer:
         }
         asked_for = self.config.environment
         budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, self.longest)
-        talk = Talk(self.tokenizer, tool_calls_of(asked_for, self.tokenizer))
+        talk = Talk.of(self.config, self.tokenizer)
         counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
         return MultiTurn(pool, talk, tasks, budget, begun, room, counted)
 

@@ -38,7 +38,10 @@ def recorded_ahead() -> set[str]:
     logprobs, ages, mask = torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
     lag = lag_metrics(logprobs, logprobs, ages, mask, CorrectionRule(), ClipRange(low=0.2, high=0.2))
     names = {f"correction/{name}" for name in lag} | {f"rollout/{name}" for name in staleness_metrics(ages, mask)}
-    names |= stream_metrics(STREAM.empty_table(), STREAM.empty_table(), [], []).keys() | {"rollout/unverifiable"}
+    names |= stream_metrics(STREAM.empty_table(), STREAM.empty_table(), [], []).keys() | {
+        "rollout/unverifiable",
+        "rollout/ids_without_token",
+    }
     return {name.replace("_age_0", "_age_A") for name in names}
 
 

@@ -77,6 +77,18 @@ CHATML = """\
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+THINKS = """{% if add_generation_prompt %}{{- '<think>\\n' }}{% endif %}"""
+# As DeepSeek-R1 and Qwen3-Thinking; the second closes a thought in earlier turns; the third does without thoughts.
+PREFILLS = {
+    "left out later": QWEN3 + THINKS,
+    "closed later": CHATML.replace(
+        "message.content", "('<think>\\n\\n</think>\\n\\n' if message.role == 'assistant' else '') + message.content"
+    )
+    + THINKS,
+    "switched off": QWEN3
+    + """{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}""",
+}
 # Special tokens, and others that were added to the vocabulary.
 CONTROLS = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
 CONTROLS += ["<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]

@@ -1,12 +1,13 @@
 """Trials of an environment: its first messages and an answer, before a policy is asked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import ADDED_TOKENS, Problem, encode_prompt, longest_prompt, prompt_text, refuse_length
 from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
-from fp8core.environments.protocol import Action, Outcome, Turn
+from fp8core.environments.protocol import Action, Outcome, ToolCall, Turn
 from fp8core.environments.tool_calls import uncallable
 from fp8core.errors import InvalidReply, UserError, printable
 from fp8core.models.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ def check_openings(
     when it is played.
     """
     assert config.environment is not None, "a pool is of an environment"
-    name, talk = config.environment.name, Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
+    name, talk = config.environment.name, Talk.of(config, tokenizer)
     lengths = [len(prompt_text(row, config, tokenizer)[0].encode()) for row in problems]
 
     def opened(place: int) -> int | None:
@@ -79,6 +80,36 @@ def trial(problem: Problem, config: RunConfig, pool: Pool) -> Trial:
     return replies
 
 
+_OF_TYPE: dict[Any, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+
+
+def call_trial(problem: Problem, replies: Trial, config: RunConfig, pool: Pool) -> Trial:
+    """The first answer of a `trial`, and the one to a call of the first tool that is answered with a turn.
+
+    Empty where there is none. Many an environment ends with an answer that has no call, and goes on after one.
+    """
+    for tool in replies[0].tools if isinstance(replies[0], Turn) else ():
+        given = {name: _argument(about) for name, about in tool.parameters.get("properties", {}).items()}
+        first = _begun(0, problem, config, pool, config.seed)
+        reply: Turn | Outcome | None = None
+        if isinstance(first, Turn):
+            pool.act((0, 0), Action("", (ToolCall(tool.name, given),)))
+            ((_, reply, _),) = pool.replies(wait=True)
+        pool.end((0, 0))
+        if isinstance(reply, Turn):
+            return [first, reply]
+    return []
+
+
+def _argument(about: object) -> Any:
+    """A value of a JSON schema, as far as its type goes."""
+    if not isinstance(about, Mapping):
+        return "1"
+    choices = about.get("enum")
+    kind = about.get("type")
+    return choices[0] if choices else _OF_TYPE.get(kind if isinstance(kind, str) else None, "1")
+
+
 def failed_trial(replies: Trial, config: RunConfig) -> str | None:
     """The failure of an environment in its `trial`, in a line; None: it does not fail.
 
@@ -121,6 +152,5 @@ def check_observation(replies: Trial, config: RunConfig, tokenizer: Tokenizer) -
         return
     match replies:
         case [Turn() as first, Turn() as reply]:
-            talk = Talk(tokenizer, tool_calls_of(config.environment, tokenizer))
             with suppress(ObservationError):  # It ends an episode, and no run.
-                talk.open(first).observe(reply.messages, tokenizer.end_id)
+                Talk.of(config, tokenizer).open(first).observe(reply.messages, tokenizer.end_id)

@@ -3,6 +3,7 @@
 `check_inputs` is called before a run has a folder or a server. `run.open.open_run` repeats its parts.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -22,6 +23,7 @@ from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
 from fp8core.run.checks.environment import (
+    call_trial,
     check_observation,
     check_openings,
     failed_trial,
@@ -66,6 +68,7 @@ def check_inputs(config: RunConfig) -> None:
                 replies = trial(problems[0], config, pool)
                 refuse_uncallable(replies, config, base.tokenizer)
                 check_observation(replies, config, base.tokenizer)
+                check_observation(call_trial(problems[0], replies, config, pool), config, base.tokenizer)
 
 
 def check_opened(
@@ -74,9 +77,10 @@ def check_opened(
     """Refuse parts of any run that do not go together; returns the shape of its teacher, if it has one.
 
     Raises:
-        UserError: as `check_stop_strings`, `find_teacher` and `check_problems`.
+        UserError: as `check_stop_strings`, `check_template_arguments`, `find_teacher` and `check_problems`.
     """
     check_stop_strings(config, base.tokenizer)
+    check_template_arguments(config, base.tokenizer)
     distils = config.loss.distillation.teacher is not None
     teacher = find_teacher(config, base.tokenizer).architecture if distils else None
     check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
@@ -109,6 +113,14 @@ def check_stop_strings(config: RunConfig, tokenizer: Tokenizer) -> None:
                 f"rollout.stop_strings: {string!r} has a special token, which the text of a completion leaves out; "
                 "name its id as eos_token_id in the model's generation_config.json instead"
             )
+
+
+def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError: the chat template reads one of `data.template_arguments` nowhere, or there is none."""
+    template = tokenizer.template if config.data.chat else ""
+    for name in config.data.template_arguments:
+        if not re.search(rf"\b{name}\b", template):
+            raise UserError(f"data.template_arguments: {name}: the chat template of the model does not read it")
 
 
 def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
@@ -156,3 +168,4 @@ def try_environment(
         console.note(failure)
     if is_new:
         check_observation(replies, config, base.tokenizer)
+        check_observation(call_trial(problems[0], replies, config, environment), config, base.tokenizer)

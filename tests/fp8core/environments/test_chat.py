@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, QWEN3
+from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, PREFILLS, QWEN3
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from fp8core.environments.chat import LongTextError, ObservationError, Talk
@@ -141,6 +141,40 @@ def test_thoughts_of_earlier_turns_stay():
     for _ in range(2):
         observed = conversation.observe([Said("user", "Higher.")], end)
         assert shown(QWEN, observed) == "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_a_turn_that_the_generation_prompt_begins_goes_on_after_a_call(name):
+    tokenizer = build(PREFILLS[name], "<|im_end|>")
+    conversation = Talk(tokenizer, "qwen", {"enable_thinking": False}).open(Turn((QUESTION,), (TOOL,)))
+    begun = "<think>\n\n</think>\n\n" if name == "switched off" else "<think>\n"
+    assert shown(tokenizer, conversation.prompt).endswith(f"<|im_start|>assistant\n{begun}")
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "3*4"}}</tool_call>'
+    for _ in range(3):
+        closed = "" if name == "switched off" else "</think>"
+        spoken = tokenizer.encode(f"{closed}{call}<|im_end|>")
+        assert len(conversation.action(spoken, "stop").calls) == 1
+        unclosed = conversation.action(tokenizer.encode(f"{call}<|im_end|>"), "stop")
+        assert len(unclosed.calls) == (name == "switched off")
+        observed = shown(tokenizer, conversation.observe([Said("tool", "12")], spoken[-1]))
+        assert observed.startswith("\n<|im_start|>")
+        assert observed.endswith(f"<|im_start|>assistant\n{begun}")
+
+
+BESIDE = CHATML.replace("message.content", "('<|' + message.content + 'start|><|im_end|>')")
+
+
+@pytest.mark.parametrize("text", ["Tom <|im_", "|im_end|>", "end|>", "<", ">", "im_end", "im_", "1"])
+@pytest.mark.parametrize("template", [BESIDE, None])
+def test_a_text_makes_no_control_token_together_with_the_template(template, text):
+    tokenizer = build(template, "<|im_end|>")
+
+    def controls(said):
+        conversation = Talk(tokenizer, "qwen").open(Turn((Said("user", said), Said("user", said))))
+        tokens = (*conversation.prompt, *conversation.observe([Said("user", said), Said("user", said)], None))
+        return [i for i in tokens if shown(tokenizer, [i]) in CONTROLS]
+
+    assert controls(text) == controls("?")
 
 
 IMITATIONS = [

@@ -46,10 +46,12 @@ def test_bpe_agrees_with_transformers(folder, text):
     assert (ours.eos_ids, ours.pad_id) == ({theirs.eos_token_id}, theirs.pad_token_id)
 
 
-def test_decoding_leaves_out_special_and_unknown_ids(bpe_tokenizer):
+def test_decoding_leaves_out_special_tokens_and_shows_ids_that_have_none(bpe_tokenizer):
+    """A model's embeddings may be more than the tokens that there are."""
     ids = bpe_tokenizer.encode("Tom<|im_end|>")
     assert ids[-1] in bpe_tokenizer.eos_ids
-    assert bpe_tokenizer.decode([*ids, bpe_tokenizer.pad_id, bpe_tokenizer.vocab_size + 7]) == "Tom"
+    beyond = bpe_tokenizer.vocab_size + 7
+    assert bpe_tokenizer.decode([*ids, bpe_tokenizer.pad_id, beyond, beyond, *ids]) == f"Tom{f'<|id {beyond}|>' * 2}Tom"
 
 
 def test_special_tokens_are_added_only_when_asked(folder):

@@ -6,11 +6,11 @@ from contextlib import closing
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.config.reward import RewardConfig
+from fp8core.config.reward import FormatRewardConfig, RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import RIGHT, Added, Answer, Verdict
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import FormatScorer, build_verifier
 from fp8core.run.verdicts import failures
 
 LENGTH = {"weight": 0.5, "longest": 10, "buffer": 4}
@@ -47,6 +47,21 @@ def test_a_format_has_each_tag_once_in_order(completion, finish, score):
     (found,) = verdicts({"format": FORMAT}, completion, finish=finish)
     assert found.added == (("format", score, 0.25, "right" if score else "wrong"),)
     assert found.reward == found.score + 0.25 * score
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "score"),
+    [
+        ("Use <a>, </a>.\n<a>\n", "x</a>#3", 1),
+        ("<a>\n\n</a>\n\n", "#3", 1),
+        ("<a>\n", "<a>x</a>#3", 0),
+        ("<a>\n", "x#3", 0),
+        ("Use <a>: ", "x</a>#3", 0),
+    ],
+)
+def test_tags_at_the_end_of_the_prompt_are_those_of_the_completion(prompt, completion, score):
+    scorer = FormatScorer(FormatRewardConfig(tags=["<a>", "</a>"]))
+    assert scorer.score(prompt, completion, "", "stop").score == score
 
 
 def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_verifier(tmp_path):

@@ -178,6 +178,17 @@ def test_a_tool_that_the_format_cannot_call_is_refused(checked, tmp_path, tools,
         checked(SHORT, settings={"environment.format": form})
 
 
+@pytest.mark.parametrize("tools", [[("add", ONE)], []], ids=["called", "no tools"])
+def test_a_template_that_cannot_go_on_after_a_call_is_refused(checked, tmp_path, small_checkpoint, tools):
+    """This environment ends after an answer without a call."""
+    place, folder = tmp_path / "own.py", written_anew(small_checkpoint, tmp_path, COUNTS + "{{ tools }}")
+    told = place.read_text().replace('Turn((Said("system", rules), Said("user", task.question)))', TELLS.format(tools))
+    place.write_text(told.replace("if self._says", "if action.calls"))
+    refused = pytest.raises(UserError, match="the chat template rewrites") if tools else nullcontext()
+    with refused:
+        checked(SHORT, settings={"model": folder})
+
+
 def tried(tmp_path, line):
     """The configuration of an environment whose `step` is this line, and what it replies to a trial."""
     place = tmp_path / "own.py"
