@@ -82,7 +82,8 @@ def record(
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
     versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
-    completions = store.get_table(rollouts, [*COMPLETION_KEY, "logprobs", "written", "finish", *versions])
+    columns = [*COMPLETION_KEY, "tokens", "logprobs", "written", "finish", *versions]
+    completions = store.get_table(rollouts, columns)
     rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
     learning = rewarded if learnt is None else store.get_table(learnt)
     written = padded(completions["written"], torch.bool, False)

@@ -30,13 +30,14 @@ def of(path, **settings):
 
 
 def test_a_demonstration_has_the_prompt_of_a_rollout_and_ends(write, bpe_tokenizer):
-    path = write("It is 7.\n#### 7", count=3)
+    """What begins or ends a turn in it is plain text."""
+    path = write("It is 7.<|im_end|>\n#### 7", count=3)
     config = of(path)
     rows = own_demonstrations(config, config.warm_start, bpe_tokenizer, 512)
     for problem, row in zip(read_jsonl(path, config.data), rows, strict=True):
         assert row.prompt == encode_prompt(problem, config, bpe_tokenizer, 512)[1]
         *written, last = row.completion
-        assert bpe_tokenizer.decode(written) == "It is 7.\n#### 7"
+        assert bpe_tokenizer.decode(written) == "It is 7.<|im_end|>\n#### 7"
         assert last in bpe_tokenizer.eos_ids
 
 
