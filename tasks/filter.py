@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8core.config.section import Section
 from fp8core.errors import UserError
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import centred, counted_rows, rows_with_signal, turn_advantages_asked
+from fp8core.run.update_inputs import counted_rows, rows_with_signal, turn_advantages_asked
 from fp8core.store.artifacts import Ref
 from tasks.step import step
 
@@ -40,22 +40,22 @@ class FilterOptions(Section):
 def filter(
     run: RunContext, index: int, options: FilterOptions, rewards: Ref, turns: Ref | None = None
 ) -> dict[str, Ref]:
-    """Clear `keep` of every completion of a group that stays out of the loss.
+    """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal.
 
-    With `environment.advantage: turn` a group has a signal where returns of its `turns` differ.
+    What shaping and other verifiers add to the rewards does not count. With `environment.advantage: turn` a group has a
+    signal where returns of its `turns` differ.
     """
     store, by_turn = run.directory.store, turn_advantages_asked(run.config)
     if by_turn and turns is None:
         # Runs that began before this step read turns have it so, and go on.
-        run.console.note(f"step {index}: the filter gets no turns, so it compares whole rewards")
+        run.console.note(f"step {index}: the filter gets no turns, so it compares whole scores")
     played = store.get_table(turns) if by_turn and turns is not None else None
     table = store.get_table(rewards)
-    compared = None if run.config.correction.baseline == "kept" else counted_rows(table, run.config)
-    kept = keep_informative(table, options.groups, played, compared)
+    kept = keep_informative(table, options.groups, played, counted_rows(table, run.config))
     found = len({row["group"] for row in kept.to_pylist() if row["keep"]})
     if options.groups is not None and found < options.groups and options.shortfall == "error":
         raise UserError(
-            f"step {index}: {found} of {options.groups} wanted groups have rewards that differ; "
+            f"step {index}: {found} of {options.groups} wanted groups have scores that differ; "
             "raise rollout.oversample or set shortfall: log"
         )
     return {"filtered": store.put_table("rewards", kept)}
@@ -64,24 +64,14 @@ def filter(
 def keep_informative(
     rewards: pa.Table, groups: int | None, turns: pa.Table | None = None, compared: Tensor | None = None
 ) -> pa.Table:
-    """A table of kind `rewards` that keeps groups of which a kept row has a signal, the first `groups` of them.
+    """A table of kind `rewards` that keeps the first `groups` groups with a signal (`rows_with_signal`).
 
-    By turn a signal is that of `rows_with_signal`.
-
-    `compared`: bool [rows], those that make the baseline of advantages; None: kept rows alone, as with
-    `correction.baseline: kept`. Else a kept row learns from a sibling that is not kept, too.
+    `compared`: bool [rows], those that may make the baseline of advantages, as far as they are kept; None: all.
     """
+    keep = torch.tensor(rewards["keep"].to_pylist(), dtype=torch.bool)
+    counted = keep if compared is None else keep & compared
+    signal = (keep & rows_with_signal(rewards, turns, counted)).tolist()
     rows = rewards.to_pylist()
-    keep = torch.tensor([row["keep"] for row in rows])
-    compared = keep if compared is None else compared
-    if turns is None:
-        # A row at the mean of those that are compared learns nothing.
-        values = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
-        differs = centred(values, torch.tensor([row["group"] for row in rows]), compared) != 0
-    else:
-        differs = rows_with_signal(rewards, turns, compared)
-    signal = (keep & differs).tolist()
-    informative = sorted({row["group"] for row, has_signal in zip(rows, signal, strict=True) if has_signal})
-    wanted = {*informative[:groups]}
+    wanted = {*sorted({row["group"] for row, differs in zip(rows, signal, strict=True) if differs})[:groups]}
     chosen = [{**row, "keep": row["keep"] and row["group"] in wanted} for row in rows]
     return pa.Table.from_pylist(chosen, schema=rewards.schema)

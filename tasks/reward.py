@@ -28,7 +28,7 @@ def reward(
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
     table = reward_table(run, store.get_table(prompts), completions, played)
-    return {"rewards": store.put_table("rewards", table)}
+    return {"rewards": store.put_table("rewards", table if run.records_scores(index) else table.drop_columns("score"))}
 
 
 def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:
@@ -41,7 +41,7 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
     tell_failures(run, "rewards", [found.verdict for found in scored])
     none = {f"{SCORE}{part.name}": 0.0 for found in scored for part in found.verdict.added}
     rows = []
-    for key, (verdict, value) in zip(keys_of(rollouts), scored, strict=True):
+    for key, (verdict, value, own) in zip(keys_of(rollouts), scored, strict=True):
         check_reward(value, key)
         scores = {f"{SCORE}{part.name}": part.score for part in verdict.added} or none
         rows.append(
@@ -51,6 +51,7 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
                 "outcome": verdict.outcome,
                 "detail": verdict.record,
                 "keep": counts(verdict.outcome, run.config),
+                "score": own,
                 **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),
             }
         )

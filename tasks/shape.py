@@ -9,6 +9,7 @@ from fp8core.rl.advantages import overlong_penalty
 from fp8core.rl.batch import padded
 from fp8core.run.context import RunContext
 from fp8core.store.artifacts import Ref
+from fp8core.store.tables import REWARDS, scores_of
 from tasks.step import step
 
 
@@ -33,13 +34,13 @@ class ShapeOptions(Section):
     options=ShapeOptions,
 )
 def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rewards: Ref) -> dict[str, Ref]:
-    """Rewards less the overlong penalty. Completions that were cut off may leave the loss, and with
-    `correction.baseline: kept` the baseline.
+    """Rewards less the overlong penalty; scores stay. Completions that were cut off may leave loss and baseline.
 
     Lengths are of what the policy wrote: what an environment answers is no choice of the policy.
     """
     store = run.directory.store
-    return {"shaped": store.put_table("rewards", shaped(store.get_table(rollouts), store.get_table(rewards), options))}
+    table = shaped(store.get_table(rollouts), store.get_table(rewards), options)
+    return {"shaped": store.put_table("rewards", table if run.records_scores(index) else table.drop_columns("score"))}
 
 
 def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
@@ -47,8 +48,11 @@ def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.T
     lengths = padded(rollouts["written"], torch.bool, False).sum(dim=1)
     penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
     dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]
+    scores, schema = scores_of(rewards).to_pylist(), rewards.schema
     rows = [
-        {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop}
-        for row, penalty, drop in zip(rewards.to_pylist(), penalties, dropped, strict=True)
+        {**row, "reward": row["reward"] + penalty, "keep": row["keep"] and not drop, "score": score}
+        for row, penalty, drop, score in zip(rewards.to_pylist(), penalties, dropped, scores, strict=True)
     ]
-    return pa.Table.from_pylist(rows, schema=rewards.schema)
+    return pa.Table.from_pylist(
+        rows, schema=schema if "score" in schema.names else schema.append(REWARDS.field("score"))
+    )

@@ -9,13 +9,14 @@ from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
 from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, padded
+from fp8core.rl.objective import row_advantages
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.context import RunContext
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import compared_rows, stored_scores, trainer_of_policy
 from fp8core.run.update_inputs import UPDATE_COLUMNS, observed_tokens, rollout_batch
 from fp8core.store.artifacts import Ref
-from fp8core.store.tables import keys_of
+from fp8core.store.tables import ADVANTAGES, COMPLETION_KEY, keys_of
 from fp8core.training.trainer import ScoringTrainer, TrainReport
 from tasks.step import step
 
@@ -29,7 +30,7 @@ from tasks.step import step
         "scales": "scales",
     },
     optional_inputs={"reference": "logprobs", "teacher": "logprobs", "turns": "turns"},
-    outputs={"next_policy": "policy", "train_report": "train_report"},
+    outputs={"next_policy": "policy", "train_report": "train_report", "advantages": "advantages"},
     redo=True,
 )
 def train(
@@ -50,7 +51,7 @@ def train(
     table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
     batch, masking = update_batch(run, index, table, store.get_table(logprobs), signals)
     report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
-    return stored_update(run, report, masking)
+    return stored_update(run, index, report, masking, batch, table)
 
 
 @step(
@@ -59,6 +60,7 @@ def train(
     outputs={
         "next_policy": "policy",
         "train_report": "train_report",
+        "advantages": "advantages",
         "logprobs": "logprobs",
         "kv_statistics": "kv_statistics",
     },
@@ -100,7 +102,8 @@ def train_scoring(
     report, scored = trainer.scored_step(batch, config.rollout.temperature, read_scales(run, scales).layers)
     if sampled:
         scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
-    return stored_update(run, report, masking) | stored_scores(run, version, table, scored)
+    learnt = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
+    return stored_update(run, index, report, masking, learnt, table) | stored_scores(run, version, table, scored)
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,23 @@ def update_batch(
     return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
 
 
-def stored_update(run: RunContext, report: TrainReport, masking: dict[str, float]) -> dict[str, Ref]:
-    """The next policy and the report of its update, as artifacts."""
+def stored_update(
+    run: RunContext, index: int, report: TrainReport, masking: dict[str, float], batch: RolloutBatch, rollouts: pa.Table
+) -> dict[str, Ref]:
+    """The next policy, the report of its update and the advantages that it used, as artifacts.
+
+    `batch`: what was learnt from, with its old log-probs; its rows are those of the rollouts.
+    """
     store, report = run.directory.store, replace(report, correction=report.correction | masking)
-    return {
+    outputs = {
         "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
         "train_report": store.put_json("train_report", asdict(report)),
     }
+    if run.records_scores(index):
+        values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
+        columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
+        outputs["advantages"] = store.put_table("advantages", pa.table(columns, schema=ADVANTAGES))
+    return outputs
 
 
 def refuse_edited_loss(run: RunContext) -> None:

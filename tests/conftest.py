@@ -354,7 +354,9 @@ class LoopRun:
 
     def forge_update(self, index: int) -> None:
         """Let the ledger say that a step's update gave what that of step 1 gave."""
-        earlier = {name: self.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report")}
+        earlier = {
+            name: self.ledger.artifacts(1)[name].model_dump() for name in ("next_policy", "train_report", "advantages")
+        }
 
         def forged(entry: dict[str, Any]) -> None:
             if entry.get("step") == index and entry.get("task") == "train":

@@ -1,7 +1,6 @@
 """The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
 
 from flows.tracking.tracker import Table
-from fp8core.config.shipped_steps import UPDATES
 from fp8core.report.completions import (
     Row,
     heldout_pairs,
@@ -11,19 +10,20 @@ from fp8core.report.completions import (
     turn_mismatch,
 )
 from fp8core.report.run_data import compared_artifacts
-from fp8core.rewards.scorer import Key
 from fp8core.run.context import RunContext
-from fp8core.run.update_inputs import ADVANTAGE_COLUMNS, rollout_batch
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START
 from fp8core.store.run_view import RunView
-from fp8core.store.tables import key_of, keys_of
+from fp8core.store.tables import key_of
 
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
 ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 # As wide as MLflow shows them, the first six fit beside its list of files.
-COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample")
+COMPLETION_COLUMNS = (
+    *("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample"),
+    *("outcome", "detail"),
+)
 HELDOUT_COLUMNS = (
     *("prompt", "first", "first_reward", "last", "last_reward"),
     *("first_length", "last_length", "first_step", "last_step"),
@@ -91,7 +91,7 @@ def completion_table(run: RunContext) -> Table | None:
     """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
 
     `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
-    thinned out, or that another task trained, has no advantages.
+    thinned out, or that an earlier version or another task trained, has no advantages.
     """
     view = RunView.read(run.directory.path)
     # The report names the unreadable files.
@@ -101,13 +101,13 @@ def completion_table(run: RunContext) -> Table | None:
     groups = picked.in_order()
     steps = {rows[0]["step"] for rows in groups}
     prompts = {step: _prompts(run, step) for step in steps}
-    advantages = {step: _advantages(run, step) for step in steps}
 
     def cells(row: Row) -> tuple[object, ...]:
         step, key = row["step"], key_of(row)
         prompt = prompts[step].get(row["prompt_id"], row["prompt_id"])
-        numbers = (row["reward"], advantages[step].get(key), largest_difference(row))
-        return prompt, row["text"], *(None if number is None else _short(number) for number in numbers), step, *key
+        numbers = (row["reward"], row["advantage"], largest_difference(row))
+        shown = (None if number is None else _short(number) for number in numbers)
+        return prompt, row["text"], *shown, step, *key, row["outcome"], row["detail"]
 
     return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
 
@@ -154,23 +154,3 @@ def _prompts(run: RunContext, index: int) -> dict[str, str]:
     store = run.directory.store
     tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]
     return {row["prompt_id"]: row["text"] for rows in tables for row in rows}
-
-
-def _advantages(run: RunContext, index: int) -> dict[Key, float]:
-    """Advantage of each completion of a step, as the update computed it; a mean over its tokens where they differ."""
-    store, artifacts = run.directory.store, run.directory.ledger.artifacts(index)
-    planned = next((step for step in run.graph.steps if step.uses in UPDATES), None)
-    if planned is None:
-        return {}
-    ports = [port for port in ("rollouts", "rewards", "logprobs", "reference", "turns") if port in planned.inputs]
-    refs = {port: artifacts[planned.inputs[port]] for port in ports}
-    if not all(store.path(ref).exists() for ref in refs.values()):
-        return {}
-    columns = {"rollouts": ADVANTAGE_COLUMNS}
-    tables = {port: store.get_table(ref, columns.get(port)) for port, ref in refs.items()}
-    rewards, old, reference = tables["rewards"], tables.get("logprobs"), tables.get("reference")
-    batch, _ = rollout_batch(tables["rollouts"], rewards, old, reference, run.config, tables.get("turns"))
-    values = batch.advantages
-    if values.dim() == 2:
-        values = (values * batch.mask).sum(dim=1) / batch.mask.sum(dim=1).clamp_min(1)
-    return dict(zip(keys_of(rewards), values.tolist(), strict=True))

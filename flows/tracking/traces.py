@@ -19,9 +19,11 @@ from flows.tracking.tables import COMPLETION_COLUMNS
 from flows.tracking.tracker import Table, Tracker
 from fp8core.errors import printable_lines
 from fp8core.report.completions import Row
+from fp8core.run.verdicts import JUDGE, ended_as
 
 _NAME = "completion"
 _ASKED, _WROTE = "prompt", "completion"
+_FAILED = "STATUS_CODE_ERROR"
 
 
 def log_traces(
@@ -54,7 +56,7 @@ def log_traces(
         spoken = turns.get((cells["step"], cells["group"], cells["sample"]), [])
         client.start_trace(info)
         try:
-            client.log_spans(tracker.experiment_id, [span, *_turn_spans(digest, spoken, when)])
+            client.log_spans(tracker.experiment_id, [span, *_turn_spans(digest, spoken, when, cells)])
         except NotImplementedError:
             return  # A server older than MLflow 3.4 takes no spans.
 
@@ -66,7 +68,7 @@ def _trace(tracker: Tracker, digest: str, cells: Mapping[str, object], milliseco
         trace_id=identity,
         trace_location=TraceLocation.from_experiment_id(tracker.experiment_id),
         request_time=milliseconds,
-        state=TraceState.OK,
+        state=TraceState.ERROR if _status(cells)["code"] == _FAILED else TraceState.OK,
         request_preview=prompt,
         response_preview=completion,
         execution_duration=0,
@@ -80,11 +82,25 @@ def _trace(tracker: Tracker, digest: str, cells: Mapping[str, object], milliseco
         SpanAttributeKey.OUTPUTS: completion,
         **{name: value for name, value in cells.items() if name not in (_ASKED, _WROTE)},
     }
-    return info, _span(digest, digest[:16], None, _NAME, attributes, milliseconds)
+    return info, _span(digest, digest[:16], None, _NAME, attributes, milliseconds, _status(cells))
 
 
-def _turn_spans(digest: str, turns: Sequence[Row], milliseconds: int) -> Iterator[Span]:
-    """A span for each turn of the policy: what the environment had said as input, what the policy wrote as output."""
+def _status(judged: Mapping[str, object]) -> dict[str, str]:
+    """Of OpenTelemetry. A failure is what was judged and not right, with outcome and detail as the message.
+
+    A turn before the last has the outcome "", a completion whose rewards gc removed None.
+    """
+    outcome = judged["outcome"]
+    if outcome in ("right", "", None):
+        return {"code": "STATUS_CODE_UNSET" if outcome is None else "STATUS_CODE_OK", "message": ""}
+    return {"code": _FAILED, "message": ended_as(str(outcome), str(judged["detail"] or ""))}
+
+
+def _turn_spans(digest: str, turns: Sequence[Row], milliseconds: int, cells: Mapping[str, object]) -> Iterator[Span]:
+    """A span for each turn of the policy: what the environment had said as input, what the policy wrote as output.
+
+    The outcome of a last turn that the verifier judged is that of the whole episode (`cells`).
+    """
     for before, turn in pairwise(turns):
         numbers = {name: turn[name] for name in ("failed", "reward", "mismatch", "differing", "outcome", "detail")}
         attributes = {
@@ -98,7 +114,8 @@ def _turn_spans(digest: str, turns: Sequence[Row], milliseconds: int) -> Iterato
         }
         own = hashlib.sha256(f"{digest}/{turn['turn']}".encode()).hexdigest()[:16]
         # A viewer orders spans by their time.
-        yield _span(digest, own, digest[:16], f"turn {turn['turn']}", attributes, milliseconds, turn["turn"])
+        status = _status(cells if turn["outcome"] == JUDGE else turn)
+        yield _span(digest, own, digest[:16], f"turn {turn['turn']}", attributes, milliseconds, status, turn["turn"])
 
 
 def _span(
@@ -108,6 +125,7 @@ def _span(
     name: str,
     attributes: Mapping[str, object],
     milliseconds: int,
+    status: Mapping[str, str],
     place: int = 0,
 ) -> Span:
     """A span of the trace of a digest; `own` and `parent` are 16 hex digits, `place` its order in the trace."""
@@ -119,7 +137,7 @@ def _span(
         "name": name,
         "start_time_unix_nano": nanoseconds,
         "end_time_unix_nano": nanoseconds,
-        "status": {"code": "STATUS_CODE_OK", "message": ""},
+        "status": dict(status),
         "events": [],
         "attributes": {key: json.dumps(value) for key, value in attributes.items()},
     }

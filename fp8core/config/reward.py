@@ -6,7 +6,7 @@ from fp8core.config.section import Section, UserSource, check_choice, name_patte
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
-_REWARD_METRICS = ("mean", "std", "groups_with_signal", "kept_share", "verdict", "length", "format")
+_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict", "length", "format")
 
 
 class LengthRewardConfig(Section):

@@ -238,7 +238,7 @@ class CorrectionConfig(Section):
         "update, with any method (off-policy sequence masking of DeepSeek-V3.2).",
     )
     baseline: Literal["all", "kept"] = Field(
-        "all", description="Whether rejected rows stay in the baseline of their prompt group."
+        "all", description="Whether rows that the correction rejects stay in the baseline of their group."
     )
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, repeat, zip_longest
 from typing import Any
 
@@ -33,6 +34,8 @@ THRESHOLDS = (1e-3, 1e-2, 1e-1)
 """Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
 _COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
+_JUDGED = {"reward": "rewards", "outcome": "rewards", "detail": "rewards", "advantage": "advantages"}
+"""What is shown of a completion -> the kind of the table that has it; of several tables of a step the last."""
 
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
@@ -59,7 +62,7 @@ class ShownTurn:
 class ShownCompletion:
     """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`.
 
-    `unverified`: it is none of the share whose log-probs were computed again.
+    `unverified`: it is none of the share whose log-probs were computed again. `advantage`: of the update.
     """
 
     reward: float | None
@@ -67,6 +70,7 @@ class ShownCompletion:
     left_out: int
     turns: Sequence[ShownTurn] = ()
     unverified: bool = False
+    advantage: float | None = None
 
 
 @dataclass(frozen=True)
@@ -252,9 +256,9 @@ def _kept(view: RunView, commit: Commit, names: tuple[str, str]) -> bool:
 
 
 def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
-    """By prompt a row for each completion of a step, with its log-probs under both policies, and its reward.
+    """By prompt a row for each completion of a step: log-probs under both policies, reward, outcome and advantage.
 
-    `trained` is None where they were not compared.
+    `trained` is None where they were not compared, `advantage` in steps of earlier versions.
     """
     store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
@@ -262,12 +266,11 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread)
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
         turns = played_turns(store, commit, rollouts)
-        rewards = {
-            key_of(row): row["reward"]
-            for ref in commit.artifacts.values()
-            if ref.kind == "rewards" and not was_removed(view, ref)
-            for row in store.get_table(ref, [*COMPLETION_KEY, "reward"]).to_pylist()
-        }
+        judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
+        for ref in commit.artifacts.values():
+            if (columns := [name for name, kind in _JUDGED.items() if kind == ref.kind]) and not was_removed(view, ref):
+                for row in store.get_table(ref, [*COMPLETION_KEY, *columns]).to_pylist():
+                    judged[key_of(row)] |= row
         trained: list[Sequence[float] | None] = table["logprobs"].to_pylist()
         if scored.kind == "behaviour":
             by_key = dict(zip(keys_of(table), trained, strict=True))
@@ -283,8 +286,8 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread)
     found: dict[str, list[Row]] = defaultdict(list)
     for row, values in zip(rows, trained, strict=True):
         key = key_of(row)
-        more = {"step": commit.step, "trained": values, "reward": rewards.get(key), "turns": turns.get(key, [])}
-        found[row["prompt_id"]].append({**row, **more})
+        more = {"step": commit.step, "trained": values, "turns": turns.get(key, [])}
+        found[row["prompt_id"]].append({**row, **judged[key], **more})
     return found
 
 
@@ -317,16 +320,17 @@ def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
 
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
     shown, unverified = row["tokens"][:MOST_TOKENS], row["trained"] is None
+    complete = partial(ShownCompletion, reward=row["reward"], advantage=row["advantage"], unverified=unverified)
     if decode is None:
         # The tokens of a part of the text are not known.
-        return ShownCompletion(row["reward"], [Piece(row["text"][:MOST_CHARACTERS], None)], 0, _told(row), unverified)
+        return complete(pieces=[Piece(row["text"][:MOST_CHARACTERS], None)], left_out=0, turns=_told(row))
     trained = repeat(None) if unverified else row["trained"]
     pieces = [
         Piece(text, level_of(p - g) if written and p is not None else None)
         for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
-    turns = list(_shown_turns(row, pieces))
-    return ShownCompletion(row["reward"], list(_joined(pieces)), len(row["tokens"]) - len(shown), turns, unverified)
+    left_out, turns = len(row["tokens"]) - len(shown), list(_shown_turns(row, pieces))
+    return complete(pieces=list(_joined(pieces)), left_out=left_out, turns=turns)
 
 
 def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:

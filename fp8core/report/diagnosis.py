@@ -3,7 +3,7 @@
 The console, the report, MLflow and summary.json show this sentence. `_RULES` has a row for each cause, the likeliest
 first; the first that fits is the diagnosis.
 
-In a step without a signal the rewards of every group are equal, so that no completion has an advantage. REINFORCE++
+In a step without a signal the scores of every group are equal, so that no completion has an advantage. REINFORCE++
 compares all rewards of a step; there a step has no signal where all of them are equal.
 """
 
@@ -26,7 +26,18 @@ from fp8core.report.tokens import was_removed
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
-from fp8core.store.metrics import CUT_OFF, ENTROPY, LENGTH, OUTCOME, REWARD, SIGNAL, SPREAD, STEP, History
+from fp8core.store.metrics import (
+    CUT_OFF,
+    EARLIER_SPREAD,
+    ENTROPY,
+    LENGTH,
+    OUTCOME,
+    REWARD,
+    SIGNAL,
+    SPREAD,
+    STEP,
+    History,
+)
 from fp8core.store.run_view import RunView
 
 _RIGHT = f"{OUTCOME}right"
@@ -86,7 +97,7 @@ class Evidence:
         if not self._needs_rewards:
             return []
         signal = SPREAD if loss is not None and loss.advantage == "reinforce_plus_plus" else SIGNAL
-        silent = [row for row in self.measured if row.get(signal, row[SIGNAL]) == 0]
+        silent = [row for row in self.measured if row.get(signal, row.get(EARLIER_SPREAD, row[SIGNAL])) == 0]
         many = _MOST if self.learning == "too short to tell" else _MANY
         return silent if len(silent) >= many * len(self.measured) else []
 
@@ -115,7 +126,7 @@ class Evidence:
         words = [f"{100 * shares[name]:.0f} % {name}" for name in ordered]
         if self.silent:
             steps = counted(len(self.measured), "step")
-            words.append(f"the rewards of every group were equal in {len(self.silent)} of {steps}")
+            words.append(f"the scores of every group were equal in {len(self.silent)} of {steps}")
         return ", ".join(words)
 
     @property

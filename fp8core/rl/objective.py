@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, LossConfig, unmeant_loss
+from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig, unmeant_loss
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.alignment_metrics import clamp_exponent
@@ -235,7 +235,7 @@ class Objective:
         assert old is not None, "old log-probs are given, or those of the call"
         # In bypass mode of the current policy, as verl (`compute_policy_loss_bypass_mode`).
         judged = self._weighed(current, batch)[0] if self._bypass else batch
-        advantages = self._advantages(batch)
+        advantages = _applied_advantages(batch, self._distillation)
         return LossInputs(
             current=current,
             old=old,
@@ -256,22 +256,6 @@ class Objective:
         # Over all that the loss divides by, as in slime.
         far = off_policy_rows(current, batch.rollout_logprobs, advantages, batch.mask, self._off_policy_delta)
         return torch.where(far, 0.0, weights)
-
-    def _advantages(self, batch: RolloutBatch) -> Tensor:
-        """Those of rewards, or with a teacher's part by token, [B, C]: rewards * A + weight * log teacher / old.
-
-        With `rewards` 1 that is slime's (`apply_opd_kl_to_advantages` of slime/backends/megatron_utils/loss.py), with
-        `rewards` 0 and `weight` 1 NeMo RL's (`OPDAdvantageEstimator` of nemo_rl/algorithms/advantage_estimator.py,
-        arXiv 2601.02780, eq. 8) and SkyRL's (examples/train/on_policy_distillation).
-        """
-        if self._distillation.weight == 0:
-            return batch.advantages
-        assert batch.teacher_logprobs is not None, "loss.distillation needs the teacher step"
-        towards_teacher = self._distillation.weight * _towards_teacher(batch)
-        if self._distillation.rewards == 0:
-            return towards_teacher
-        by_token = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
-        return self._distillation.rewards * by_token.double() + towards_teacher
 
     def _bonus(self, entropy: Tensor | None, mask: Tensor, denominator: Denominator) -> Tensor | float:
         """The weighted entropy, aggregated like the policy loss (verl: verl/workers/actor/dp_actor.py)."""
@@ -311,6 +295,37 @@ def reward_slope(loss: Tensor, current: Tensor, batch: RolloutBatch, denominator
     lengths = batch.mask.sum(dim=1).clamp_min(1)
     push = torch.where(batch.mask, -slope.double(), 0.0).sum(dim=1) / lengths
     return (push * batch.centred_rewards.double()).sum() * denominator.tokens / max(denominator.sequences, 1)
+
+
+def row_advantages(batch: RolloutBatch, loss: LossConfig, correction: CorrectionConfig) -> Tensor:
+    """FP64 [B]: what the loss multiplies by, a mean over the tokens of a row where it differs; 0 without a token.
+
+    `batch` has its old log-probs. Tokens are those that no filter and no correction has rejected.
+    """
+    assert batch.old_logprobs is not None, "the update was made"
+    mask = batch.mask & batch.keep[:, None]
+    kept = correct(named_correction(correction).rule, batch.old_logprobs, batch.rollout_logprobs, mask).mask
+    values = _applied_advantages(batch, loss.distillation).double()
+    if values.dim() == 1:
+        return torch.where(kept.any(dim=1), values, 0.0)
+    return torch.where(kept, values, 0.0).sum(dim=1) / kept.sum(dim=1).clamp_min(1)
+
+
+def _applied_advantages(batch: RolloutBatch, distillation: DistillationConfig) -> Tensor:
+    """Those of rewards, or with a teacher's part by token, [B, C]: rewards * A + weight * log teacher / old.
+
+    With `rewards` 1 that is slime's (`apply_opd_kl_to_advantages` of slime/backends/megatron_utils/loss.py), with
+    `rewards` 0 and `weight` 1 NeMo RL's (`OPDAdvantageEstimator` of nemo_rl/algorithms/advantage_estimator.py,
+    arXiv 2601.02780, eq. 8) and SkyRL's (examples/train/on_policy_distillation).
+    """
+    if distillation.weight == 0:
+        return batch.advantages
+    assert batch.teacher_logprobs is not None, "loss.distillation needs the teacher step"
+    towards_teacher = distillation.weight * _towards_teacher(batch)
+    if distillation.rewards == 0:
+        return towards_teacher
+    by_token = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+    return distillation.rewards * by_token.double() + towards_teacher
 
 
 def _towards_teacher(batch: RolloutBatch) -> Tensor:

@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fp8core.config.run import RunConfig
+from fp8core.config.shipped_steps import UPDATES
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
@@ -99,6 +100,13 @@ class RunContext:
     def takes_recorded(self) -> bool:
         """True in a replay that takes the recorded answers of environments."""
         return self.replayed is not None and self.replayed.environment is not None
+
+    def records_scores(self, index: int) -> bool:
+        """False for a step that an earlier version made: without scores and advantages, it is made again as it was."""
+        ledger = self.directory.ledger if self.replayed is None else self.replayed.ledger
+        stored = [ledger.tasks(index).get(planned.name) for planned in self.graph.steps if planned.uses in UPDATES]
+        made = [ref.kind for task in stored if task is not None for ref in task.outputs.values()]
+        return not made or "advantages" in made
 
     def new_kernels(self) -> int | None:
         """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""

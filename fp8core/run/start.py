@@ -185,7 +185,7 @@ def style_accuracy(run: RunContext, config: WarmStartConfig) -> list[dict[str, A
     player = EpisodePlayer.of(run.config, run.tokenizer, run.arch)
     played = player.play(run.ready_engine(), prompt_groups(run, START, prompts), asked, player.sampling())
     endings = [ending_of(one, run.config, run.tokenizer) for batch in played for one in batch]
-    for one, (verdict, _) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
+    for one, (verdict, *_) in zip(endings, score(run.verifier.main, asked, endings), strict=True):
         right[style_of(one.text)].append(verdict.outcome == "right")
     targets = {"step_by_step": config.step_by_step_target, "bare": config.bare_target}
     return [

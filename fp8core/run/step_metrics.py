@@ -22,7 +22,7 @@ from fp8core.rl.staleness import lag_metrics, staleness_metrics
 from fp8core.rollout.stream import LEFT
 from fp8core.run.turns import episode_means
 from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal
-from fp8core.store.tables import LOGPROBS, SCORE, key_of
+from fp8core.store.tables import LOGPROBS, SCORE, key_of, scores_of
 from fp8core.training.trainer import REPORTED
 
 
@@ -40,17 +40,22 @@ def torch_threads(count: int) -> Iterator[None]:
 def reward_metrics(rewards: pa.Table, config: RunConfig, turns: pa.Table | None = None) -> dict[str, float]:
     """Mean, spread, share of each outcome, share of groups with a signal, and the mean of each verifier.
 
-    Spread and signal are those of `counted_rows`. `turns`: as of `rows_with_signal`.
+    Spread and signal are those of `counted_rows`. `turns`: as of `rows_with_signal`. The spread of scores is left out
+    where the table has none, as those of earlier versions.
     """
-    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    values, scores = (
+        torch.tensor(column.to_pylist(), dtype=torch.float64) for column in (rewards["reward"], scores_of(rewards))
+    )
     groups = torch.tensor(rewards["group"].to_pylist())
     counted = counted_rows(rewards, config)
+    spread = float(scores[counted].std(correction=0)) if counted.any() else 0.0
     mixed = groups[rows_with_signal(rewards, turns, counted)]
     outcomes = Counter(rewards["outcome"].to_pylist())
     return {
         "reward/mean": float(values.mean()),
         # A replay may find that all episodes failed.
         "reward/std": float(values[counted].std(correction=0)) if counted.any() else 0.0,
+        **({"reward/score_std": spread} if "score" in rewards.column_names else {}),
         "reward/groups_with_signal": len(mixed.unique()) / len(groups.unique()),
         "reward/kept_share": sum(rewards["keep"].to_pylist()) / rewards.num_rows,
         **{f"reward/outcome_{name}": outcomes[name] / rewards.num_rows for name in OUTCOMES},

@@ -23,13 +23,11 @@ from fp8core.rl.correction import correct, log_ratio, row_error_metrics, row_err
 from fp8core.rl.objective import named_correction
 from fp8core.run.scoring import SCORED_COLUMNS, policy_batch
 from fp8core.run.verdicts import counts
-from fp8core.store.tables import keys_of, row_numbers
+from fp8core.store.tables import keys_of, row_numbers, scores_of
 from fp8core.training.trainer import minibatches
 
 UPDATE_COLUMNS = (*SCORED_COLUMNS, "written", "logprobs")
 """Columns of rollouts that an update is made of."""
-ADVANTAGE_COLUMNS = tuple(name for name in UPDATE_COLUMNS if name != "experts")
-"""Those without which `rollout_batch` has no advantages: experts are much larger, and change none."""
 
 
 def rollout_batch(
@@ -105,8 +103,13 @@ def turn_rewards(rewards: pa.Table, turns: pa.Table) -> list[TurnReward]:
 
 
 def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
-    """Bool [rows]: those that make the baseline of their group, whether a filter or a bound keeps them or not."""
-    return torch.tensor([counts(outcome, config) for outcome in rewards["outcome"].to_pylist()], dtype=torch.bool)
+    """Bool [rows]: those that make the baseline of their group, whether a bound rejects them or not.
+
+    Those that a step has left out do not: their siblings would learn from rewards that the policy is not to get.
+    """
+    outcomes, keep = rewards["outcome"].to_pylist(), rewards["keep"].to_pylist()
+    pairs = zip(outcomes, keep, strict=True)
+    return torch.tensor([kept and counts(outcome, config) for outcome, kept in pairs], dtype=torch.bool)
 
 
 def turn_advantages_asked(config: RunConfig) -> bool:
@@ -115,8 +118,8 @@ def turn_advantages_asked(config: RunConfig) -> bool:
 
 
 def rows_with_signal(rewards: pa.Table, turns: pa.Table | None, keep: Tensor | None = None) -> Tensor:
-    """Bool [rows]: those of groups whose kept rewards differ or, with `turns`, those of the same turn of theirs."""
-    values = torch.tensor(rewards["reward"].to_pylist(), dtype=torch.float64)
+    """Bool [rows]: those of groups whose kept scores differ or, with `turns`, those of the same turn of theirs."""
+    values = torch.tensor(scores_of(rewards).to_pylist(), dtype=torch.float64)
     groups = torch.tensor(rewards["group"].to_pylist())
     if turns is None:
         return informative(values, groups, keep)

@@ -76,10 +76,11 @@ def stored_endings(rollouts: pa.Table, turns: pa.Table | None) -> list[Ending]:
 
 
 class ScoredEpisode(NamedTuple):
-    """The verdict on an episode, and its whole reward."""
+    """The verdict on an episode, its whole reward, and that without what other verifiers add: its score."""
 
     verdict: Verdict
     reward: float
+    score: float
 
 
 def answers(asked: Sequence[Mapping[str, Any]], endings: Sequence[Ending]) -> list[Answer]:
@@ -104,10 +105,14 @@ def score(verifier: Verifier, asked: Sequence[Mapping[str, Any]], endings: Seque
     for one in endings:
         if one.outcome == JUDGE:
             verdict = next(verdicts)
-            found.append(ScoredEpisode(verdict, verdict.reward + one.reward if one.reward else verdict.reward))
+            # Adding 0 would take the sign off a score of -0.
+            both = (verdict.reward, verdict.score)
+            found.append(ScoredEpisode(verdict, *(value + one.reward if one.reward else value for value in both)))
         else:
             right = float(one.outcome == "right")
-            found.append(ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward))
+            found.append(
+                ScoredEpisode(Verdict(right, cast(VerdictOutcome, one.outcome), one.detail), one.reward, one.reward)
+            )
     return found
 
 

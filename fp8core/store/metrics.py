@@ -15,7 +15,9 @@ STEP = "step"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
-SIGNAL, SPREAD = "reward/groups_with_signal", "reward/std"
+SIGNAL = "reward/groups_with_signal"
+# Of scores; steps of earlier versions have that of rewards alone.
+SPREAD, EARLIER_SPREAD = "reward/score_std", "reward/std"
 # Followed by an outcome.
 OUTCOME = "reward/outcome_"
 CUT_OFF = "rollout/cut_off_share"

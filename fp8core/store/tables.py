@@ -132,8 +132,14 @@ REWARDS = pa.schema(
         ("outcome", pa.string()),
         ("detail", pa.string()),
         ("keep", pa.bool_()),
+        # What the verifier or the environment gave (`scores_of`); `reward` may have other rewards and penalties, too.
+        ("score", pa.float64()),
     ]
 )
+_SCORE = REWARDS.field("score")
+
+# What the loss of the step's update multiplied by (`objective.row_advantages`).
+ADVANTAGES = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("advantage", pa.float64())])
 
 SCORE = "score_"
 """Begins the name of a column of `rewards` with the scores of one of several verifiers."""
@@ -157,6 +163,13 @@ def keys_of(table: pa.Table) -> list[Key]:
 def row_numbers(table: pa.Table) -> dict[Key, int]:
     """Key -> number of its row."""
     return {key: number for number, key in enumerate(keys_of(table))}
+
+
+def scores_of(rewards: pa.Table) -> pa.ChunkedArray:
+    """The scores by which a group has a signal; where a table of kind `rewards` has none, the reward is the score."""
+    if _SCORE.name not in rewards.column_names:
+        return rewards["reward"]
+    return pc.coalesce(rewards[_SCORE.name], rewards["reward"])
 
 
 def nested_turns(rollouts: pa.Table, turns: pa.Table) -> pa.Array:
@@ -223,7 +236,13 @@ TABLES = {
     ),
     "episodes": TableSchema(PLAYED_EPISODES, tokens=("tokens", "logprobs", "versions", "written"), whole=False),
     "segments": TableSchema(SEGMENTS, tokens=("tokens", "logprobs"), whole=False),
-    "rewards": TableSchema(REWARDS, key=COMPLETION_KEY, missing=("detail",)),
+    "rewards": TableSchema(
+        pa.schema([field for field in REWARDS if field != _SCORE]),
+        pa.schema([_SCORE]),
+        COMPLETION_KEY,
+        missing=("detail", "score"),
+    ),
+    "advantages": TableSchema(ADVANTAGES, key=COMPLETION_KEY),
     "logprobs": TableSchema(LOGPROBS, key=COMPLETION_KEY, tokens=("logprobs", "entropy")),
     "behaviour": TableSchema(LOGPROBS, key=COMPLETION_KEY, tokens=("logprobs", "entropy"), whole=False),
 }

@@ -13,7 +13,7 @@ from fp8core.errors import UserError
 from fp8core.run.step_metrics import mismatch, reward_metrics, rollout_metrics
 from fp8core.run.update_inputs import centred, counted_rows, rollout_batch
 from fp8core.run.verdicts import counts
-from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
+from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS, scores_of
 from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.shape import ShapeOptions, shaped
 
@@ -70,13 +70,6 @@ def kept(table):
     return [row["keep"] for row in table.to_pylist()]
 
 
-def test_filter_keeps_groups_whose_rewards_differ():
-    table = rewards_table(
-        (0, 1.0, True), (0, 0.0, True), (1, 1.0, True), (1, 1.0, True), (2, 0.0, True), (2, 1.0, True)
-    )
-    assert kept(keep_informative(table, None)) == [True, True, False, False, True, True]
-
-
 def test_filter_keeps_the_first_groups_with_a_signal():
     table = rewards_table(
         (0, 1.0, True), (0, 1.0, True), (1, 1.0, True), (1, 0.0, True), (2, 0.0, True), (2, 1.0, True)
@@ -85,26 +78,51 @@ def test_filter_keeps_the_first_groups_with_a_signal():
 
 
 @pytest.mark.parametrize("baseline", ["all", "kept"])
-def test_filter_keeps_groups_with_advantages_and_restores_no_row(baseline):
-    """Group 0 differs from a row alone that is not kept, group 1 has none that is, and in group 2 all are equal."""
+def test_rows_that_left_the_loss_leave_the_baseline_and_make_no_signal(baseline):
+    """Group 0 differs from a row alone that is not kept, group 1 has none that is, group 2 differs without one."""
     table = rewards_table(
         *((0, 1.0, True), (0, 1.0, True), (0, 0.0, False), (1, 1.0, False), (1, 0.0, False), (1, 0.0, False)),
-        *((2, 1.0, True), (2, 1.0, True), (2, 1.0, False)),
+        *((2, 1.0, True), (2, 0.0, True), (2, 0.0, False)),
     )
-    compared = [None if baseline == "kept" else torch.ones(rows, dtype=torch.bool) for rows in (9, 7)]
-    found = kept(keep_informative(table, None, compared=compared[0]))
+    config = load_config("tiny", {"correction.baseline": baseline, "loss.advantage": "dr_grpo"})
     rollouts = rollouts_table(*(([5, 6], [-1.0] * 2, [True] * 2, "stop") for _ in range(9)))
     logprobs = logprobs_table(*(([-1.0] * 2, [0.1] * 2) for _ in range(9)))
-    batch, _ = rollout_batch(
-        rollouts, table, logprobs, None, load_config("tiny", {"correction.baseline": baseline}), None
-    )
-    assert found == ((batch.advantages != 0) & batch.keep).tolist() == [baseline == "all"] * 2 + [False] * 7
-    # A group without a kept row, or with one at the mean of others alone, is none of the wanted ones.
-    later = rewards_table(
-        *((0, 1.0, False), (0, 0.0, False), (1, 0.5, True), (1, 0.0, False), (1, 1.0, False)),
-        *((2, 1.0, True), (2, 0.0, True)),
-    )
-    assert kept(keep_informative(later, 1, compared=compared[1])) == [False] * 5 + [True] * 2
+    batch, _ = rollout_batch(rollouts, table, logprobs, None, config)
+    assert batch.advantages.tolist() == [0.0] * 6 + [0.5, -0.5, 0.0]
+    assert reward_metrics(table, config)["reward/groups_with_signal"] == 1 / 3
+    for compared in (None, torch.ones(9, dtype=torch.bool), counted_rows(table, config)):
+        assert kept(keep_informative(table, 1, None, compared)) == [False] * 6 + [True, True, False]
+
+
+SHAPING = ShapeOptions(max_length=8, buffer=4, penalty=0.5, drop_cut_off=True)
+
+
+@pytest.mark.parametrize("before", ["shape", "own step", "other verifiers", "all of them", "none"])
+@pytest.mark.parametrize(("scores", "signal"), [([0.0] * 3, False), ([1.0] * 3, False), ([1.0, 0.0, 0.0], True)])
+def test_a_signal_is_that_of_scores_whatever_changes_rewards(before, scores, signal):
+    """Lengths differ, and so do the other rewards, but for those that hide a right answer."""
+    lengths = [2, 7, 8]
+    rollouts = rollouts_table(*(([5] * n, [-1.0] * n, [True] * n, "stop") for n in lengths))
+    table = rewards_table(*((0, score, True) for score in scores))
+    rewards = [0.5, 0.2, 0.1] if signal is False else [0.5] * 3
+    rows = [{**row, "score": row["reward"]} for row in table.to_pylist()]
+    if before in ("other verifiers", "all of them"):
+        rows = [{**row, "reward": reward} for row, reward in zip(rows, rewards, strict=True)]
+    elif before != "own step":
+        # As earlier versions stored it, or a step that knows nothing of scores.
+        rows = [{**row, "score": None} for row in rows]
+    table = pa.Table.from_pylist(rows, schema=REWARDS)
+    if before in ("shape", "all of them"):
+        stored = table if before == "all of them" else table.drop_columns("score")
+        table = shaped(rollouts, stored, SHAPING)
+        assert len({*table["reward"].to_pylist()}) > 1
+    if before == "own step":
+        table = table.set_column(table.column_names.index("reward"), "reward", pa.array(rewards))
+    assert scores_of(table).to_pylist() == scores
+    assert kept(keep_informative(table, None)) == [signal] * 3
+    metrics = reward_metrics(table, load_config("tiny"))
+    assert metrics["reward/groups_with_signal"] == signal
+    assert (metrics["reward/score_std"] > 0) == signal
 
 
 @pytest.mark.parametrize("failed", ["leave_out", "count"])
@@ -143,7 +161,7 @@ def test_a_shortfall_is_fewer_groups_than_are_wanted(run_copy):
         rewards = run.directory.store.put_table("rewards", table)
         found = filter(run, 5, FilterOptions(groups=2, shortfall="error"), rewards)["filtered"]
         assert kept(run.directory.store.get_table(found)) == [True] * 4 + [False]
-        with pytest.raises(UserError, match="2 of 3 wanted groups have rewards that differ"):
+        with pytest.raises(UserError, match="2 of 3 wanted groups have scores that differ"):
             filter(run, 5, FilterOptions(groups=3, shortfall="error"), rewards)
         assert filter(run, 5, FilterOptions(groups=3), rewards)["filtered"] == found
 
@@ -314,7 +332,8 @@ def test_rows_of_large_error_leave_the_loss_and_are_counted_as_nemo_rl_does():
         },
         rel=1e-6,
     )
-    assert batch.advantages.tolist() == pytest.approx([score - fmean(scores) for score in scores])
+    # The correction's rows stay in the baseline; one that was out before does not.
+    assert batch.advantages.tolist() == pytest.approx([score - 0.5 for score in scores[:4]] + [0.0])
     alone = config.model_copy(update={"correction": config.correction.model_copy(update={"baseline": "kept"})})
     among_kept = rollout_batch(rollouts, rewards, logprobs, None, alone)[0].advantages
     assert among_kept.tolist() == pytest.approx([0.5, 0.0, -0.5, 0.0, 0.0])

@@ -87,6 +87,17 @@ def test_the_metric_is_the_mean_gap_and_the_gap_closes(distilled):
     assert gaps[-1] < gaps[0]
 
 
+def test_stored_advantages_are_the_ones_that_the_loss_multiplies_by(distilled):
+    """Rewards weigh nothing here: of a row it is the mean of log teacher - log old over what the policy wrote."""
+    artifacts = distilled.ledger.artifacts(2)
+    read = ("rollouts", "logprobs", "teacher", "advantages")
+    tables = (distilled.store.get_table(artifacts[name]).to_pylist() for name in read)
+    for row, ours, theirs, stored in zip(*tables, strict=True):
+        parts = zip(ours["logprobs"], theirs["logprobs"], row["written"], strict=True)
+        gaps = [teacher - old for old, teacher, written in parts if written]
+        assert stored["advantage"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -14,6 +14,7 @@ from fp8core.report.console import Console
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
+from fp8core.run.verdicts import JUDGE
 
 DIGITS = Path(__file__).parents[2] / "parts" / "digits_environment.py"
 SPOKEN = {
@@ -54,6 +55,32 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn(
         assert {(span.attributes["mismatch"], span.attributes["differing"]) for span in turns} == {(0, 0)}
         assert turns[-1].attributes["outcome"] == rows[-1]["outcome"]
     assert max(len(trace.data.spans) for trace in traces) > 2, "no episode of several turns"
+
+
+def test_only_the_trace_of_a_right_answer_is_green(tracker: Tracker) -> None:
+    """A turn before the last is judged by nothing; the last one of an episode that the verifier judges, by that."""
+    judged: dict[str | None, tuple[str, str]] = {
+        **{"right": ("OK", ""), "wrong": ("ERROR", "wrong: 7, not 5"), "unparsed": ("ERROR", "unparsed: 7, not 5")},
+        **{"timeout": ("ERROR", "timeout: 7, not 5"), "crashed": ("ERROR", "crashed: 7, not 5")},
+        None: ("UNSET", ""),
+    }
+    rows = [
+        ("2+3=", "7", 0.0, None, None, 1, group, 0, outcome, "" if outcome in ("right", None) else "7, not 5")
+        for group, outcome in enumerate(judged)
+    ]
+    told = {"begin": 0, "end": 0, "said": "", "text": "", "calls": "", "malformed": "", "failed": 0, "reward": 0.0}
+    turn = {**told, "mismatch": None, "differing": None, "detail": ""}
+    turns = [{**turn, "turn": number, "outcome": outcome} for number, outcome in enumerate(["", "", JUDGE])]
+    spoken = {(1, group, 0): turns for group in range(len(judged))}
+    log_traces(tracker, (COMPLETION_COLUMNS, rows), {1: 1_700_000_000_000}, spoken)
+    traces = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    assert len(traces) == len(judged)
+    for trace in traces:
+        whole, first, last = sorted(trace.data.spans, key=lambda span: span.start_time_ns)
+        code, message = judged[whole.attributes["outcome"]]
+        assert trace.info.state == ("ERROR" if code == "ERROR" else "OK")
+        for span, (wanted, text) in ((whole, (code, message)), (first, ("OK", "")), (last, (code, message))):
+            assert (span.status.status_code, span.status.description) == (wanted, text)
 
 
 def test_an_episode_that_was_played_ahead_has_no_lag_for_a_mismatch(small: dict[str, Any], tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_steps_without_a_signal_are_marked() -> None:
     for step, share in enumerate((0.0, 0.25, 0.0), start=1):
         console.step(METRICS | {"step": step, "reward/groups_with_signal": share}, 1.0, {"rollout": 0.5})
     legend, header, *lines = file.getvalue().splitlines()[1:]
-    assert legend.startswith("!: the rewards of every group were equal")
+    assert legend.startswith("!: the scores of every group were equal")
     assert header.endswith("slowest task")
     assert [line.endswith(" ! rollout 50%") for line in lines] == [True, False, True]
 
