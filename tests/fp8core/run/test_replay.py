@@ -60,7 +60,7 @@ def test_every_step_comes_out_equal_and_the_run_is_only_read(whole_run, replayed
     assert [(verdict.step, verdict.outcome, verdict.level) for verdict in verdicts] == [
         (step, "equal", "exact") for step in range(5)
     ]
-    assert [verdict.artifacts for verdict in verdicts] == [5, 11, 11, 11, 11]
+    assert [verdict.artifacts for verdict in verdicts] == [5, 12, 12, 12, 12]
     assert not any((*verdict.causes, *verdict.difference) for verdict in verdicts)
     assert "warm start taken from" not in whole_run.said, "the warm start was made again, not taken from the shelf"
     assert tree(whole_run.folder.parent) == before
