@@ -25,8 +25,8 @@ def test_equal_steps_are_a_line_each(whole_run, replay, tmp_path):
     code, lines, errors = replay(whole_run.folder, "--from", 3, "--json", tmp_path / "verdicts.json")
     assert code == 0
     assert [re.sub(r"\d+\.\d s", "T", line) for line in lines] == [
-        "step 3: equal (exact; 11 artifacts, T)",
-        "step 4: equal (exact; 11 artifacts, T)",
+        "step 3: equal (exact; 12 artifacts, T)",
+        "step 4: equal (exact; 12 artifacts, T)",
     ]
     assert errors == ""
     written = json.loads((tmp_path / "verdicts.json").read_text())
