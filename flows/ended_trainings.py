@@ -41,8 +41,6 @@ _OF_ALL = frozenset({401, 429, 502, 503, 504})
 
 
 class EndedTrainings:
-    """Looks from time to time for what is left of trainings that ended."""
-
     def __init__(self, client: SyncPrefectClient, recorded: timedelta = _RECORDED) -> None:
         """`recorded`: time after the end of a training in which the server may still record ends below it."""
         self._client, self._recorded = client, recorded
@@ -62,8 +60,7 @@ class EndedTrainings:
     def settle(self) -> None:
         """A step or task that began has crashed, one that did not begin is deleted, and one that is refused stays.
 
-        Raises:
-            httpx.HTTPError: the server does not answer, or refuses to list runs.
+        Raises httpx.HTTPError: the server does not answer, or refuses to list runs.
         """
         places = [run for run in self._left(_TRAINING) if run.task_key == FLOW]
         # Where a step is refused its place stays too: by the place the next look finds the step.
@@ -73,7 +70,6 @@ class EndedTrainings:
                 self._settle(run)
 
     def _steps(self, places: Sequence[TaskRun]) -> list[FlowRun]:
-        """Flow runs under way at these places."""
         if not places:
             return []
         above = FlowRunFilterParentTaskRunId(any_=[place.id for place in places])

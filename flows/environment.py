@@ -152,7 +152,6 @@ def hold_prefect_home() -> AbstractContextManager[object]:
 
 
 def prefect_database() -> str:
-    """The database of a Prefect server that this process starts, in words."""
     named = next((name for name in _DATABASE if os.environ.get(name)), None)
     return str(_prefect_home() / "prefect.db") if named is None else f"that of {named}"
 
@@ -196,7 +195,6 @@ def _new_login() -> str:
 
 
 def _guarded_server(login: str, origins: str) -> dict[str, str]:
-    """Settings with which Prefect's server answers to nobody else, and those of its clients."""
     return {
         # A user's own server may have a path before its API, where ours is not asked.
         "PREFECT_SERVER_API_BASE_PATH": "",
@@ -259,8 +257,7 @@ def start_prefect(flow: str) -> str:
 def refuse_malformed_settings() -> None:
     """Import Prefect's settings.
 
-    Raises:
-        UserError: Prefect cannot read one, which is named with its variable, or a file of settings.
+    Raises UserError: Prefect cannot read one, which is named with its variable, or a file of settings.
     """
     from pydantic import ValidationError
 

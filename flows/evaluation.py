@@ -57,13 +57,9 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A checkpoint to evaluate.
+    """A checkpoint to evaluate: the model of `config` is its folder; `home` is that too, or the run's.
 
-    Attributes:
-        config: its `model` is the folder with the weights.
-        home: folder of the run, or of the checkpoint.
-        step: of the run; None: a folder.
-        weights_digest: of the FP32 weights, if known.
+    `step` is None for a folder; `weights_digest` is of the FP32 weights, if known.
     """
 
     config: RunConfig
@@ -75,8 +71,7 @@ class EvaluatedPolicy:
 def refuse(asked: EvaluationRequest) -> None:
     """Check the parameters before anything is loaded.
 
-    Raises:
-        UserError: there is no such target, step or configuration, or parameters contradict each other.
+    Raises UserError: there is no such target, step or configuration, or parameters contradict each other.
     """
     if len(set(asked.precisions)) < len(asked.precisions):
         raise UserError(f"precisions: {', '.join(asked.precisions)} names one twice")
@@ -102,8 +97,7 @@ def refuse(asked: EvaluationRequest) -> None:
 def refuse_unread(asked: EvaluationRequest) -> None:
     """Read what is asked and who answers, but for weights: each problem has room, and a reference that can be read.
 
-    Raises:
-        UserError: an engine, the model, the verifier, the environment or a problem cannot be used.
+    Raises UserError: an engine, the model, the verifier, the environment or a problem cannot be used.
     """
     config = _config(asked, Path(asked.target))
     model = _model(asked)
@@ -140,8 +134,7 @@ def _model(asked: EvaluationRequest) -> FoundModel:
 def opened(asked: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
     """The checkpoint while the block lasts: a step without one is restored for that time.
 
-    Raises:
-        UserError, RedoError: as `stored_policy`.
+    Raises UserError, RedoError: as `stored_policy`.
     """
     if _is_checkpoint(asked.target):
         folder = Path(asked.target).absolute()
@@ -174,8 +167,7 @@ def problems(asked: EvaluationRequest, config: RunConfig) -> list[Problem]:
 def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
     """The configuration in each precision, with the environment that all of their engines need.
 
-    Raises:
-        UserError: an engine is not available, or they need to be started differently.
+    Raises UserError: an engine is not available, or they need to be started differently.
     """
     found = _in_precisions(asked, config)
     nodes = {name: members_node(one) for name, one in found.items()}
@@ -197,7 +189,6 @@ def _in_precisions(asked: EvaluationRequest, config: RunConfig) -> dict[Precisio
 
 
 def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
-    """The configuration with the requested settings, whose model is a folder."""
     own: Mapping[str, Any] = {
         "model": str(weights),
         "revision": None,
@@ -217,7 +208,6 @@ def _config(asked: EvaluationRequest, weights: Path) -> RunConfig:
 
 
 def _given(asked: EvaluationRequest) -> dict[str, Any]:
-    """Parameters that are settings of a configuration."""
     settings = {
         "data.source": asked.data,
         "data.split": asked.split,

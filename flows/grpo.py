@@ -160,8 +160,6 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
 
 
 class FlowExecution(PrefectExecution):
-    """A training whose tasks are Prefect's, and which the console, MLflow and Prefect's artifacts follow."""
-
     def __init__(
         self,
         session: Session,
@@ -253,7 +251,6 @@ def _note_missing_metric(run: RunContext, index: int, metrics: Mapping[str, floa
 
 
 def finish(session: Session, console: Console) -> Summary:
-    """Curves, summary and report, in the folder and in MLflow."""
     run, tracker = session.run, session.tracker
     metrics, bounds, view = history(run), stop_bounds(run.config), RunView.read(run.directory.path)
     crossed = run.directory.ledger.bounds(START + 1)
@@ -290,8 +287,7 @@ def finish(session: Session, console: Console) -> Summary:
 def pause(reason: str) -> State[Any]:
     """The state of a flow run that a user continues by its name.
 
-    Raises:
-        Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
+    Raises Pause: the flow run came from a deployment, where it is suspended now: resumed, it goes to a worker again.
     """
     if runtime.deployment.id is None:
         return Paused(message=reason)

@@ -102,7 +102,6 @@ def long_part(name: str) -> Part:
 
 
 def stopped(reason: str, code: int) -> int:
-    """Print in one line why the command ends; returns `code`."""
     say(f"fp8-grpo: {printable(reason)}", sys.stderr)
     return code
 

@@ -81,7 +81,6 @@ class PrefectExecution(Execution):
         self._step_runs.begin(index, self._last)
 
     def end_step(self) -> None:
-        """They belong to the training's again."""
         self._last = self._step_runs.end() or self._last
 
     def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
@@ -139,8 +138,6 @@ class TaskCall:
 
 
 class TaskOutcome(NamedTuple):
-    """A result of a task, and its task run."""
-
     result: Any
     run: RunInput
 
@@ -193,7 +190,6 @@ def _value(result: TaskOutcome | State[Any] | None) -> TaskOutcome:
 
 
 def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
-    """The steps of the same iteration whose artifacts a step reads."""
     read = set(reader.inputs.values())
     return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
 
@@ -363,7 +359,6 @@ class PrefectArtifacts:
             self._run.console.note(f"left out of what Prefect shows: {first_line(error)}")
 
     def caught_up(self) -> str:
-        """Nothing that is worth a word."""
         return ""
 
     def _create(self, kind: str, name: str, data: object, words: str) -> UUID:

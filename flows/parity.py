@@ -106,7 +106,6 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
 
 
 def _verdict(plan: ParityPlan, golden: Golden, failures: dict[tuple[str, int], str]) -> Any:
-    """Judge what is on disk, and write, post and log the report."""
     runs: dict[str, list[Any]] = {variant: [] for variant in plan.variants}
     measured: list[Measured] = []
     memory = read_memory(plan.folder / MEMORY)

@@ -50,8 +50,6 @@ USUAL_VARIANTS: tuple[VariantName, ...] = (
 
 @dataclass(frozen=True)
 class ParityRequest:
-    """The parameters of the flow."""
-
     config: str = "tiny-nightly"
     name: str | None = None
     seeds: Sequence[int] | None = None
@@ -62,8 +60,6 @@ class ParityRequest:
 
 @dataclass(frozen=True)
 class Training:
-    """One training: its checked configuration, and the parameters that the training flow finds it from."""
-
     variant: str
     seed: int
     config: RunConfig
@@ -76,7 +72,6 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
         return self.config.runs.absolute() / str(self.config.run)
 
 
@@ -92,17 +87,14 @@ class ParityPlan:
 
     @property
     def folder(self) -> Path:
-        """Of the verdict and the report."""
         return self.config.runs.absolute() / PARITY_DIR / self.name
 
     @cached_property
     def corrected(self) -> RunConfig:
-        """The configuration with the correction that the corrected variant has."""
         return self.config.model_copy(update={"correction": corrected(self.config)})
 
     @property
     def platform(self) -> str:
-        """Where the rollout engine computes."""
         return members_node(self.config).platform if engine_entry(self.config).gpus(self.config) else "cpu"
 
 
@@ -154,7 +146,6 @@ def _digest(config: RunConfig) -> str:
 
 
 def committed(folder: Path) -> int | None:
-    """The last committed step of a run; None when there is none."""
     if read_description(folder) is None:
         return None
     steps = RunView.read(folder).steps
@@ -162,7 +153,6 @@ def committed(folder: Path) -> int | None:
 
 
 def record_of(plan: ParityPlan, verdict: ParityVerdict) -> ParityResult:
-    """Record for the next parity run to compare itself with."""
     return ParityResult(
         name=plan.name,
         config=plan.config.name,

@@ -97,7 +97,6 @@ def _stop_with_parent() -> None:
 
 
 def _train(flow_run: UUID, memory: Path) -> int:
-    """The exit code; the flow run holds the details."""
     # An exception, so that the run is closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -156,19 +156,15 @@ def worker_start(pool: str) -> list[str]:
 
 
 def is_polled(client: SyncPrefectClient, pool: str, worker: str) -> bool:
-    """True if the worker of that name looks for runs of a pool."""
     return worker in _online(client, pool)
 
 
 class Unserved:
-    """Pools for which this machine starts no worker, and their runs."""
-
     def __init__(self, client: SyncPrefectClient, pools: Sequence[str]) -> None:
         self._client, self._pools = client, pools
         self._told: set[UUID] = set()
 
     def deployments(self) -> list[str]:
-        """The deployments of these pools, as `prefect deployment run` takes them."""
         if not self._pools:
             return []
         flows = {flow.id: flow.name for flow in self._client.read_flows()}
@@ -213,7 +209,6 @@ def _named(pools: Sequence[str]) -> WorkPoolFilter:
 
 
 def _online(client: SyncPrefectClient, pool: str) -> set[str]:
-    """Names of the workers that look for runs of a pool."""
     found = client.read_workers_for_work_pool(pool)
     return {worker.name for worker in found if worker.status == WorkerStatus.ONLINE}
 

@@ -50,8 +50,6 @@ _STOP_SECONDS = 10.0
 
 
 class PrefectServer:
-    """The server as its training sees it."""
-
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
         # The socket is handed over and not its number: a port that was free may be taken when the server has started.
@@ -218,7 +216,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def main(kind: str, *arguments: str) -> None:
-    """Run the process of the command line."""
     if kind == "command":
         prepare_sqlite()
         from prefect.cli import app

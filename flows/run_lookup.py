@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 def find_run(text: str, runs: Path | None = None) -> Path:
     """The absolute folder of a run: a path, or a name below a folder of runs; None: ./runs.
 
-    Raises:
-        UserError: neither holds a run.
+    Raises UserError: neither holds a run.
     """
     from fp8core.store.run_directory import read_description  # Imports torch.
 
@@ -70,8 +69,7 @@ def _names_of_runs(folder: Path) -> list[str]:
 def load_settings(config: str, overrides: Overrides) -> RunConfig:
     """The configuration of a shipped name, of a file, or of the folder of a run that is continued as it was begun.
 
-    Raises:
-        UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
+    Raises UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
     """
     from fp8core.store.run_directory import read_description  # Imports torch.
 
@@ -117,7 +115,6 @@ def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
 
 
 def description_of(folder: Path) -> "RunDescription":
-    """The run.json of a folder that `find_run` found."""
     from fp8core.store.run_directory import stored_description  # Imports torch.
 
     return stored_description(folder)
@@ -182,7 +179,6 @@ def admit_code(
 
 
 def _listed(found: Mapping[str, str], of_code: str, of_cluster: str) -> str:
-    """Keys and values of a configuration (`own_code`), after words for code and words for a cluster."""
     cluster = {key: value for key, value in found.items() if key == CLUSTER}
     parts = (of_code, {key: value for key, value in found.items() if key not in cluster}), (of_cluster, cluster)
     shown = (f"{words}: {', '.join(f'{key}={value}' for key, value in part.items())}" for words, part in parts if part)

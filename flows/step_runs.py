@@ -63,8 +63,6 @@ class _BusyError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Place:
-    """A step in the graph of its training: a task run, which comes after others."""
-
     step: int
     id: UUID
     after: tuple[RunInput, ...]
@@ -82,8 +80,6 @@ def step_client() -> SyncPrefectClient:
 
 
 class StepRuns:
-    """Flow runs `step N` of a training."""
-
     def __init__(self, client: SyncPrefectClient, note: Callable[[str], None]) -> None:
         """`client` is a `step_client` for the thread alone; `note` gets the reason when a server is lost."""
         self._client, self._note = client, note
@@ -158,7 +154,6 @@ class StepRuns:
     # ---- in the training's thread ----
 
     def _announce(self, index: int, after: Collection[RunInput]) -> None:
-        """The place of a step in the training's graph comes after `after`."""
         known = self._places.get(index)
         self._places[index] = _Place(index, uuid4() if known is None else known.id, (*after,))
         self._draw(self._places[index], Pending())
@@ -177,7 +172,6 @@ class StepRuns:
         emit_task_run_state_change_event(run, None, state)
 
     def _order(self, index: int) -> None:
-        """Make the flow run of an announced step."""
         if index not in self._ahead:
             self._ahead[index] = self._send(partial(self._make, index, self._places[index].id))
 
@@ -310,7 +304,6 @@ class StepRuns:
             self._delete_announced(FlowRunFilter(id=FlowRunFilterId(any_=list(above))))
 
     def _delete_announced(self, trainings: FlowRunFilter) -> None:
-        """The places of steps that an earlier process announced and did not begin."""
         waiting = TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.PENDING]), name=None)
         request = partial(
             self._client.read_task_runs, flow_run_filter=trainings, task_run_filter=TaskRunFilter(state=waiting)
@@ -324,7 +317,6 @@ class StepRuns:
             self._delete(made.result())
 
     def _delete(self, run: FlowRun) -> None:
-        """A step that does not begin, with its place in the training's graph."""
         self._ask(partial(self._client.delete_flow_run, run.id))
         assert run.parent_task_run_id is not None, "it has a place"
         self._delete_place(run.parent_task_run_id)

@@ -61,8 +61,6 @@ class StopRequest:
 
 
 class Interrupt:
-    """Record of Ctrl-C, whatever became of it."""
-
     def __init__(self) -> None:
         self.came = False
 

@@ -160,8 +160,7 @@ def stored_update(
 def refuse_edited_loss(run: RunContext) -> None:
     """The trainer holds the loss that the run began with, and the record of the step names it.
 
-    Raises:
-        UserError: the user's file has changed since.
+    Raises UserError: the user's file has changed since.
     """
     if run.loss_source is not None and loss_source(run.config.loss.policy) != run.loss_source:
         raise UserError(f"loss.policy={run.config.loss.policy}: its file changed while the run uses it; start it again")

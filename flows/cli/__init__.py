@@ -10,7 +10,6 @@ from flows.termination import keep_interrupt, leave
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; mistakes of the user are one line on stderr."""
     with keep_interrupt(leave("interrupted")):
         from flows.cli.commands import call
     return call(arguments)

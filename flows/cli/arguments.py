@@ -12,13 +12,11 @@ from fp8core.store.outputs import Kind, Output, refuse_in_run
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """A configuration and its overrides."""
     parser.add_argument("config", metavar="CONFIG", help="a shipped configuration (tiny, gsm8k) or a YAML file")
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser, text: str = "override a setting") -> None:
-    """`--set KEY=VALUE`, any number of times, as `overrides`."""
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help=text)
 
 
@@ -28,7 +26,6 @@ def add_output(parser: argparse.ArgumentParser, option: str, kind: Kind, text: s
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """`--force`, for a command that writes outputs."""
     parser.add_argument("--force", action="store_true", help="replace a file even if this program did not write it")
 
 
@@ -55,8 +52,6 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """The type of an argument that counts something."""
-
     def count(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number from {least}, found {text!r}")

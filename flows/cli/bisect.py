@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("bisect", help="rank layers or operations by their share of the log-prob error")
     parser.add_argument("target", metavar="RUN|MODEL", help="a run (name or folder), or the folder of a checkpoint")
     parser.add_argument(
@@ -50,7 +49,6 @@ def add_command(commands: Any) -> None:
 
 
 def bisect_target(options: argparse.Namespace) -> int:
-    """Measure, print and draw; returns the exit code, raises UserError."""
     from fp8core.report.text import bisection_text
 
     subject = _subject(options)
@@ -97,7 +95,6 @@ def _subject(options: argparse.Namespace) -> "Subject":
 
 
 def _prepare(config: RunConfig) -> None:
-    """For the trainer and the engine that are built."""
     import torch
 
     set_engine_variables(config)

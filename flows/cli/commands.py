@@ -142,8 +142,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """`--version`: print it and end."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         say(f"fp8-grpo {version('fp8-grpo')}")
         parser.exit(ExitCode.DONE)
@@ -176,7 +174,6 @@ def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Itera
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
     parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND")

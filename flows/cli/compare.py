@@ -18,7 +18,6 @@ _WHY = {"steps": " (the last step of a run always evaluates)"}
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("compare", help="name the first difference between two runs")
     parser.add_argument("runs", metavar="RUN", nargs="*", help="two runs (names or folders)")
     add_output(parser, "--json", json_output("equal", "configuration"), "write the comparison as JSON")
@@ -41,7 +40,6 @@ def compare_runs(options: argparse.Namespace) -> int:
 
 
 def comparison_text(found: "Comparison") -> str:
-    """The differences, a line each, and the verdict."""
     lines = [f"configuration  {difference}" for difference in found.configuration]
     lines += [f"circumstances  {difference} (from step {step})" for step, difference in found.circumstances]
     if found.first_step is not None:

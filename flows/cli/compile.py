@@ -11,14 +11,12 @@ from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("compile", help="compile a training's kernels")
     add_config(parser)
     parser.set_defaults(command=compile_config)
 
 
 def compile_config(options: argparse.Namespace) -> int:
-    """Compile what is missing; returns the exit code, raises UserError."""
     from fp8core.config.capability import this_platform
     from fp8core.config.load import load_config
     from fp8core.errors import UserError

@@ -12,7 +12,6 @@ from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     text = "print a configuration with the origin of each value"
     checks = "Names, types and bounds of settings are checked here; files, data, model and machine by run."
     parser = commands.add_parser("config", help=text, description=f"{text.capitalize()}. {checks}")
@@ -21,7 +20,6 @@ def add_command(commands: Any) -> None:
 
 
 def print_config(options: argparse.Namespace) -> int:
-    """Print a setting a line; returns the exit code, raises UserError."""
     from fp8core.alignment.bounds import stop_bounds
     from fp8core.config.load import leaves, load_config, origins
 

@@ -10,7 +10,6 @@ from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("convert", help="write a GGUF checkpoint as a Hugging Face folder")
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the .gguf file")
     add_target(parser)
@@ -18,7 +17,6 @@ def add_command(commands: Any) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Write `options.source` as `options.target`; returns the exit code, raises UserError."""
     from fp8core.models.gguf import convert_gguf
 
     arch, elements = convert_gguf(options.source, options.target)

@@ -8,7 +8,6 @@ from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("doctor", help="say what this machine can run")
     text = "say, too, what a Ray cluster has: HOST:PORT of its head, or auto"
     parser.add_argument("--address", type=_address, metavar="ADDRESS", help=text)
@@ -16,7 +15,6 @@ def add_command(commands: Any) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what was found; returns the exit code, raises UserError."""
     from fp8core.report.doctor import examine
 
     say(examine(options.address))
@@ -24,7 +22,6 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _address(text: str) -> str:
-    """One that `cluster.address` takes."""
     from pydantic import ValidationError
 
     from fp8core.config.cluster import ClusterConfig

@@ -16,7 +16,6 @@ from fp8core.store.outputs import EVALUATION
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, maj@k and intervals, by precision")
     parser.add_argument("target", metavar="RUN|FOLDER", help="a run (name or folder), or the folder of a checkpoint")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="step of the run (default: its last)")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("export", help="write the policy after a step as a Hugging Face folder")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
     add_target(parser)
@@ -92,7 +91,6 @@ def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "
 def _writer(
     written: str, policy: "ExportedPolicy", config: "RunConfig", plan: "CheckpointConversion | None"
 ) -> Callable[[Path], None]:
-    """A function that fills a folder in a format; `plan` is the conversion to block FP8."""
     from fp8core.run.export import copy_folder, write_adapter
 
     match written:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("gc", help="list what artifacts.keep does not keep of a run, and remove it with --yes")
     parser.add_argument("run", metavar="RUN", help="a run: its folder, or a name below ./runs")
     parser.add_argument("--yes", action="store_true", help="remove what is listed")
@@ -67,7 +66,6 @@ def collect(options: argparse.Namespace) -> int:
 
 
 def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
-    """Steps to keep and to remove, the size of each kind to remove, and every path that goes, as aligned lines."""
     from fp8core.store.run_view import spans
 
     kinds: dict[str, list[int]] = defaultdict(list)

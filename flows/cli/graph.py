@@ -12,14 +12,12 @@ from flows.termination import ExitCode
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("graph", help="draw the iteration of a configuration")
     add_config(parser)
     parser.set_defaults(command=graph)
 
 
 def graph(options: argparse.Namespace) -> int:
-    """Print both; returns the exit code, raises UserError."""
     from fp8core.config.load import load_open_config
     from fp8core.report.text import pipeline_mermaid, pipeline_text
     from fp8core.run.checks.settings import pipeline_of

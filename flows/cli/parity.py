@@ -16,7 +16,6 @@ from fp8core.config.run import RUN_NAME
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("parity", help="train in BF16 and in FP8, and judge whether FP8 learns the same")
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"

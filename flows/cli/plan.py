@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("plan", help="say what memory a training takes, and whether it fits")
     add_config(parser)
     parser.add_argument(

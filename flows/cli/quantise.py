@@ -16,7 +16,6 @@ _SHOWN = 8
 
 
 def add_command(commands: Any) -> None:
-    """Declare both commands on the parser's subcommands."""
     quantise = _add(commands, "quantise", quantise_folder, "write a checkpoint's linears in block FP8")
     quantise.add_argument("--first", type=at_least(0), default=0, metavar="N", help="keep the first N layers in BF16")
     quantise.add_argument("--last", type=at_least(0), default=0, metavar="N", help="keep the last N layers in BF16")
@@ -30,7 +29,6 @@ def add_command(commands: Any) -> None:
 
 
 def quantise_folder(options: argparse.Namespace) -> int:
-    """Convert `options.source` to block FP8 in `options.target`; returns the exit code, raises UserError."""
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
 
     kept = KeptInBf16(options.first, options.last, tuple(options.keep))
@@ -42,7 +40,6 @@ def quantise_folder(options: argparse.Namespace) -> int:
 
 
 def dequantise_folder(options: argparse.Namespace) -> int:
-    """Convert block FP8 in `options.source` to BF16 in `options.target`; returns the exit code, raises UserError."""
     from fp8core.models.quantised_checkpoint import plan_dequantisation
 
     plan = plan_dequantisation(options.source)
@@ -60,7 +57,6 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 
 
 def print_remarks(plan: "CheckpointConversion") -> None:
-    """Print limits of a quantisation: tensors not converted, files not copied, tensors that others may not read."""
     _print_names("kept in BF16, unrecognised", plan.unrecognised)
     narrow = [_kind(spec.name) for spec in plan.converted if any(side < 128 for side in spec.shape)]
     _print_names("narrower than a tile of 128, so vLLM may refuse them", [*dict.fromkeys(narrow)])

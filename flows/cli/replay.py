@@ -23,7 +23,6 @@ _WITHIN = "equal within the bounds"
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("replay", help="make steps of a run again and compare them with what is stored")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -59,7 +58,6 @@ def replay_steps(options: argparse.Namespace) -> int:
 
 
 def verdict_lines(verdict: "ReplayResult") -> list[str]:
-    """The verdict as text: one line for an equal step, causes and the first difference after it for others."""
     words = {"equal": "equal", "within": _WITHIN, "different": "different"}
     asked = f", {verdict.asked_again} answers of environments asked again" if verdict.asked_again else ""
     cost = f"{verdict.level}; {verdict.artifacts} artifacts{asked}, {verdict.seconds:.1f} s"

@@ -14,7 +14,6 @@ from fp8core.store.outputs import PAGE, PICTURE
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are overlaid")
     add_output(parser, "--out", PAGE, f"the page to write (default {PAGE.kept_as})", PAGE.kept_as)
@@ -46,7 +45,6 @@ def report_runs(options: argparse.Namespace) -> int:
 
 
 def _error(folder: Path) -> str | None:
-    """The error that a training failed with, by its record for MLflow."""
     try:
         record = read_record(folder)
     except StoredFileError:

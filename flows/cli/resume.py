@@ -14,7 +14,6 @@ from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("resume", help="continue a run with the configuration it was begun with")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
     add_output(parser, "--json", SUMMARY, "write the summary as JSON")
@@ -26,7 +25,6 @@ def add_command(commands: Any) -> None:
 
 
 def resume_run(options: argparse.Namespace) -> int:
-    """Continue `options.run`; returns the exit code, raises UserError."""
     folder, others = find_run_in(options.run, options.overrides)
     here = Path.cwd()
     overrides = enter_origin(folder, others)

@@ -15,7 +15,6 @@ from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("run", help="train, or continue a run")
     add_config(parser)
     add_output(parser, "--json", SUMMARY, "write the summary as JSON")
@@ -24,7 +23,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train to the last step; returns the exit code, raises UserError."""
     from fp8core.config.load import load_config
 
     search_last(Path.cwd())

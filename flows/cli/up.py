@@ -86,7 +86,6 @@ class Service:
     """A child with a process group and a log of its own: neither Ctrl-C nor a signal to our group reaches it."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], place: Path, log: Path):
-        """Start `command` in the folder `place`; its output is appended to `log`."""
         self.name, self._log = name, log
         with log.open("ab") as output:
             self._begin = output.tell()
@@ -105,11 +104,9 @@ class Service:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, or None while it runs."""
         return self._process.poll()
 
     def death(self) -> ServiceError:
-        """The signal that ended it, or its exit code and the reason in its output."""
         code = self.exit_code
         assert code is not None, "it has ended"
         if code < 0:
@@ -157,7 +154,6 @@ class Service:
         return [process for process, parent in _running(self.group) if parent == self.group]
 
     def kill(self) -> None:
-        """End it and its group at once."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -172,7 +168,6 @@ class Services:
     """
 
     def __init__(self, environment: Mapping[str, str], place: Path, logs: Path) -> None:
-        """Commands run with `environment` in the folder `place` and write to `logs`."""
         self._environment, self._place, self._logs = environment, place, logs
         self._lasting: list[Service] = []
         self._all: list[tuple[Service, float, Callable[[Service], None]]] = []
@@ -206,18 +201,13 @@ class Services:
         patience: float,
         after: Callable[[Service], None] = lambda service: None,
     ) -> None:
-        """Start our Python with `arguments`, as a lasting service.
+        """Start our Python with `arguments`, as a lasting service that may take `patience` seconds to end.
 
-        Args:
-            name: of the service, in messages and its log's name.
-            arguments: of Python.
-            patience: seconds that it may take to end.
-            after: called when this object has ended it, while the services that started earlier still run.
+        `after` is called when this object has ended it, while the services that started earlier still run.
         """
         self._lasting.append(self._launch(name, arguments, patience, after))
 
     def begin(self, name: str, arguments: Sequence[str]) -> Service:
-        """Start our Python with `arguments`, to be waited for by `finish`."""
         return self._launch(name, arguments, SERVER_SECONDS, lambda service: None)
 
     def finish(self, service: Service) -> None:
@@ -246,7 +236,6 @@ class Services:
             time.sleep(_POLL_SECONDS)
 
     def watch(self, look: Callable[[], None]) -> NoReturn:
-        """Wait until `check` raises, and `look` every few seconds."""
         due = time.monotonic()
         while True:
             self.check()
@@ -275,7 +264,6 @@ def _running(group: int) -> list[tuple[psutil.Process, int]]:
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("up", help="start Prefect, MLflow, deployments and workers here, from a checkout")
     parser.add_argument("--prefect-port", type=int, default=4200, metavar="PORT", help="default 4200")
     parser.add_argument("--mlflow-port", type=int, default=5000, metavar="PORT", help="default 5000")
@@ -338,7 +326,6 @@ def _finish_pools(services: Services, made: Service) -> None:
 
 
 def server_command(port: int) -> list[str]:
-    """Arguments of Python for a Prefect server with its UI on this machine."""
     return running("flows.prefect_server", "lasting", str(port))
 
 
@@ -436,7 +423,6 @@ def _report_crashed(new_client: Callable[[], "SyncPrefectClient"], worker: Servi
 
 
 def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
-    """The lines that name the deployments for a GPU, and the command of a worker on another machine."""
     from flows.pools import GPU, worker_start
 
     ports = " ".join(f"-L {port}:127.0.0.1:{port}" for port in (url.rpartition(":")[2] for url in (prefect, mlflow)))

@@ -27,7 +27,6 @@ _NAME_WIDTH = 16
 
 
 def add_command(commands: Any) -> None:
-    """Declare the command on the parser's subcommands."""
     parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
     parser.add_argument(
@@ -112,7 +111,6 @@ def verify_run(options: argparse.Namespace) -> int:
 
 
 def _store(text: str) -> str:
-    """`none`, or one that `tracking.uri` takes."""
     from pydantic import ValidationError
 
     from fp8core.config.run import TrackingConfig
@@ -128,7 +126,6 @@ def _store(text: str) -> str:
 def _anchors(
     view: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
 ) -> "tuple[dict[str, str], list[Finding]]":
-    """Anchors of the chain outside of the folder: lines by anchor, and findings."""
     from flows.environment import bound_mlflow_requests
     from flows.tracking.store import quiet_store_logs
     from flows.tracking.tracker import compare_with_mlflow

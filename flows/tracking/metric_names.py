@@ -55,12 +55,10 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shown_name(name: str) -> str:
-    """MLflow's name of a metric."""
     return _HEADLINE.get(name, f"{DETAIL}{name}")
 
 
 def seconds_name(task: str) -> str:
-    """MLflow's name of the time that a task takes."""
     return shown_name(f"time/{task}_seconds")
 
 

@@ -87,7 +87,6 @@ class MlflowBacklog:
         self._comparisons.append(self._confirm)
 
     def publish(self) -> Iterator[None]:
-        """Publishes what is missing (`session.Destination.publish`)."""
         with store_errors(self._tracker.uri):
             self._sample()
             for _ in self._pieces():
@@ -181,12 +180,10 @@ class MlflowBacklog:
         return entry.step in self._models and self._models[entry.step] in (None, entry.weights_digest)
 
     def caught_up(self) -> str:
-        """The last step that MLflow holds, in words."""
         return f"; it has every step up to {self.published}"
 
     @property
     def idle_seconds(self) -> float | None:
-        """Seconds between samples of the machine's load."""
         return None if self._load is None else self._load.interval
 
     def _sample(self) -> None:
@@ -203,7 +200,6 @@ def _work_through(pieces: deque[Callable[[], None]]) -> Iterator[None]:
 
 
 def system_load(run: RunContext, tracker: Tracker) -> "SystemLoad | None":
-    """The samples of this process; None where the configuration turns them off."""
     if not run.config.tracking.system_metrics:
         return None
     description = run.directory.description()
@@ -215,7 +211,6 @@ class SystemLoad:
     """Samples of one process. Their step is the training's age in seconds, which no two processes share."""
 
     def __init__(self, tracker: Tracker, created: str) -> None:
-        """`created` is the ISO time in run.json."""
         self._monitor = SystemMetricsMonitor(tracker.run_id, tracking_uri=tracker.uri)
         self._created = datetime.fromisoformat(created).timestamp()
         self._waiting: deque[list[Metric]] = deque(maxlen=_WAITING_SAMPLES)
@@ -228,7 +223,6 @@ class SystemLoad:
         return max(1.0, float(self._monitor.sampling_interval))
 
     def sample(self) -> None:
-        """Take a sample when one is due."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self.interval

@@ -61,7 +61,6 @@ _DIGEST_DIGITS = 12
 
 
 def publish_description(run: RunContext, tracker: Tracker) -> None:
-    """Facts from before the first step: parameters, the configuration, the graph and the data."""
     bounds = stop_bounds(run.config)
     tracker.log_params(flat(public_dump(run.config)) | bounds.described())
     tracker.set_tags({"alignment_contract": bounds.contract, "alignment_bounds": bounds.summary})
@@ -80,14 +79,12 @@ def publish_inexact(tracker: Tracker) -> None:
 
 
 def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
-    """A tag that names the bound of `alignment.stop` that was crossed last, and the action taken."""
     tracker.set_tags(
         {BOUNDS: "crossed", BOUND_CROSSED: f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
     )
 
 
 def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
-    """A committed iteration: its metrics, the head of the chain, its manifest and, where they are due, its tables."""
     manifest = stored_manifest(run, index)
     seconds = manifest.observed.timings
     total = sum(seconds.values())
@@ -114,7 +111,6 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
 
 
 def publish_result(run: RunContext, tracker: Tracker) -> None:
-    """The picture, the summary and the report of a completed training, completions, and what they came to."""
     tracker.log_file(run.directory.path / CURVES, "pictures")
     for name in (SUMMARY, REPORT):
         tracker.log_file(run.directory.path / name, None)
@@ -142,14 +138,12 @@ def precision(config: RunConfig) -> str:
 
 
 def _note(run: RunContext) -> str:
-    """The description of a run, in markdown."""
     config = run.config
     what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
     return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
 
 
 def _headline(run: RunContext) -> str:
-    """A table of the headline metrics at the first and the last step that measured them."""
     steps = range(START, (run.directory.ledger.last_step() or START) + 1)
     rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
     lines = ["| metric | first | last |", "| --- | --- | --- |"]
@@ -282,7 +276,6 @@ def _params(config: RunConfig, step: int) -> dict[str, str]:
 
 
 def _metric_rows(run: RunContext, model: LoggedModel, step: int) -> list[Metric]:
-    """The step's metrics as rows of the model, each with the data it was measured on."""
     training, heldout = training_prompts(run.config, run.source), heldout_prompts(run.config, run.source)
     committed = committed_step(run, step).committed_ms
     return [
@@ -301,7 +294,6 @@ def _metric_rows(run: RunContext, model: LoggedModel, step: int) -> list[Metric]
 
 
 def training_prompts(config: RunConfig, source: PromptSource) -> Dataset:
-    """The data that prompts of the iterations are drawn from."""
     training = source.training_set()
     kind, place = _place(config.data)
     rows = "generated" if training.rows is None else training.rows
@@ -310,7 +302,6 @@ def training_prompts(config: RunConfig, source: PromptSource) -> Dataset:
 
 
 def heldout_prompts(config: RunConfig, source: PromptSource) -> Dataset:
-    """The data that held-out accuracy is measured on."""
     problems = source.heldout(config.evaluation.prompts)
     own_file = config.evaluation.source
     kind, place = _place(config.data) if own_file is None else _file(own_file)
@@ -366,7 +357,6 @@ def _name(data: DataConfig) -> str:
 
 
 def _place(data: DataConfig) -> tuple[str, dict[str, Any]]:
-    """MLflow's type of source, and its fields."""
     if data.source == "chain":
         return "generated", {"generator": "fp8core.data.chain", **data.chain.model_dump()}
     if _is_file(data):

@@ -70,7 +70,6 @@ class TrackingRecord(BaseModel):
 
     @property
     def lay_at(self) -> str | None:
-        """The folder's path when a process opened it last."""
         return None if self.place is None else self.place.path
 
     @classmethod
@@ -90,7 +89,6 @@ class TrackingRecord(BaseModel):
         )
 
     def running(self) -> "TrackingRecord":
-        """Of a training that is running."""
         return self.changed(status="RUNNING", error=None, ended_ms=None, told=False)
 
     def ended(self, status: RunOutcome, error: str | None, ended_ms: int) -> "TrackingRecord":
@@ -98,7 +96,6 @@ class TrackingRecord(BaseModel):
         return self.changed(status=status, error=error, ended_ms=ended_ms, told=False)
 
     def changed(self, **fields: Any) -> "TrackingRecord":
-        """A copy with other values, checked."""
         return TrackingRecord.model_validate({**self.model_dump(), **fields})
 
 
@@ -114,23 +111,18 @@ class TrackingFile:
 
     @property
     def record(self) -> TrackingRecord:
-        """The record as it is on disk."""
         return self._record
 
     def holds_step(self, step: int) -> None:
-        """MLflow holds everything up to this step."""
         self._change(published=step)
 
     def holds_model(self, step: int) -> None:
-        """MLflow holds the checkpoints up to this step as models."""
         self._change(models=step)
 
     def told(self) -> None:
-        """MLflow shows the training's status."""
         self._change(told=True)
 
     def ended(self, status: RunOutcome, error: str | None) -> TrackingRecord:
-        """The training is over."""
         return self._change(status=status, error=error, ended_ms=time.time_ns() // 1_000_000, told=False)
 
     def _change(self, **fields: Any) -> TrackingRecord:
@@ -238,7 +230,6 @@ def tell(folder: Path, store: str | None = None) -> bool:
 
 
 def is_settled(record: TrackingRecord) -> bool:
-    """True if a training has ended and MLflow shows it."""
     return record.status != "RUNNING" and record.told
 
 

@@ -80,7 +80,6 @@ def tracked(folder: Path, step: int) -> Tracked:
 
 
 def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
-    """The LoggedModel of a step's checkpoint."""
     experiment = client.get_run(run_id).info.experiment_id
     own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
     found = client.search_logged_models([experiment], own, max_results=1)
@@ -89,8 +88,6 @@ def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
 
 @dataclass(frozen=True)
 class EvaluationPlace:
-    """Destination of an evaluation's log: store, experiment, and the model it is about, if MLflow has it."""
-
     uri: str
     experiment_id: str
     model_id: str | None
@@ -133,11 +130,7 @@ def _exported_model(client: MlflowClient, folder: Path) -> str | None:
 def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, dataset: Dataset) -> str:
     """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
 
-    Args:
-        folder: of the run when the result has a step, else of the checkpoint.
-        config: names the store of a checkpoint's evaluation.
-        result: what is logged.
-        dataset: the problems, as a dataset of MLflow.
+    `folder` is of the run when the result has a step, else of the checkpoint, whose store `config` names.
     """
     try:
         with store_errors(_store_of(folder, config, result)):
@@ -155,7 +148,6 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, da
 
 
 def _store_of(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
-    """The name of the store of an evaluation for people; empty where a run has none."""
     if result.step is None:
         return resolve_tracking_uri(config.tracking.uri, config.runs)
     record = read_record(folder)
@@ -225,13 +217,8 @@ def _params(result: EvaluationResult) -> dict[str, str]:
 def log_parity(result: ParityResult, config: RunConfig, files: list[Path], trainings: Iterable[Path]) -> str:
     """Log a verdict with its files; returns a line with the place, or the reason why not. The files stay in any case.
 
-    A parity run that is judged again, after more of its trainings, continues its MLflow run.
-
-    Args:
-        result: the verdict.
-        config: names the store.
-        files: what is shown with it.
-        trainings: folders of its runs, which MLflow shows below it.
+    A parity run that is judged again, after more of its trainings, continues its MLflow run. MLflow shows the runs in
+    the folders `trainings` below it.
     """
     uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     try:

@@ -54,8 +54,6 @@ STOPPED_PATIENCE_SECONDS = 5.0
 
 
 class Destination(Protocol):
-    """A service that shows a training."""
-
     name: str
     patience: float
     """Longest wait of a finished training, in seconds, while the service does not answer."""
@@ -85,8 +83,6 @@ class Abandoned(Exception):
 
 
 class _Line:
-    """The state of one destination."""
-
     def __init__(self, destination: Destination, console: Console) -> None:
         self.destination = destination
         self.over = False
@@ -105,7 +101,6 @@ class _Line:
 
     @property
     def ready(self) -> bool:
-        """True if there may be something to publish, and it is time to."""
         return self._woken and not self.over and self.due <= time.monotonic()
 
     def advance(self, closed_at: float | None, patience: float | None) -> None:
@@ -168,7 +163,6 @@ class Publisher:
         self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
 
     def add(self, destination: Destination) -> None:
-        """Serve another destination, too."""
         self._lines = [*self._lines, _Line(destination, self._console)]
         self._wake.set()
 
@@ -234,8 +228,7 @@ class Publisher:
 def publishing(console: Console, first: Destination) -> Iterator[Publisher]:
     """A publisher while the block lasts; what is committed in it is published when it ends, unless a service is away.
 
-    Raises:
-        UserError: the run cannot be published.
+    Raises UserError: the run cannot be published.
     """
     publisher = Publisher(console, first)
     try:
@@ -248,8 +241,6 @@ def publishing(console: Console, first: Destination) -> Iterator[Publisher]:
 
 @dataclass
 class Session:
-    """The live run, its MLflow run, what is written to it and by whom, and the clock readings of this process."""
-
     run: RunContext
     tracker: Tracker
     mlflow: MlflowBacklog
@@ -258,7 +249,6 @@ class Session:
 
 
 def follow_ledger(session: Session) -> None:
-    """Let MLflow follow the ledger, now that what an earlier process did not publish can be read."""
     run = session.run
     for index in range(max(START, session.mlflow.published + 1), next_step(run)):
         recompute_kinds_if_damaged(run, index, published_kinds(run, index))
@@ -382,7 +372,6 @@ def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: s
 
 
 def _restoration(tracker: Tracker) -> str:
-    """The words for a restoration in MLflow that has to come before a resume."""
     deleted = None
     with suppress(Outage, Refusal), store_errors(tracker.uri):
         deleted = tracker.deleted()
@@ -390,7 +379,6 @@ def _restoration(tracker: Tracker) -> str:
 
 
 def _missing(directory: RunDirectory, file: TrackingFile) -> str | None:
-    """Parts of an ended training that MLflow lacks, in words."""
     last, published = directory.ledger.last_step(), file.record.published
     if last is not None and published < last:
         return f"steps {published + 1} to {last}" if published + 1 < last else f"step {last}"

@@ -71,8 +71,7 @@ def quiet_store_logs() -> None:
 def default_tracking_uri(runs: Path) -> str:
     """The sqlite store beside the run folders.
 
-    Raises:
-        UserError: the path has a character that MLflow and SQLAlchemy read differently in a URI.
+    Raises UserError: the path has a character that MLflow and SQLAlchemy read differently in a URI.
     """
     path = runs.absolute() / _DEFAULT
     if set("%?") & set(str(path)):
@@ -88,8 +87,7 @@ def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
 def named_store(configured: str | None) -> str | None:
     """The URI that the user's configuration names, else the one of MLFLOW_TRACKING_URI; None: neither does.
 
-    Raises:
-        UserError: its password could not be told from the text around it.
+    Raises UserError: its password could not be told from the text around it.
     """
     named = configured or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
     if named is not None and re.search(r"://[^/@]*:[^@]*\s[^@]*@", named):
@@ -182,7 +180,6 @@ def _sqlite_file(uri: str) -> Path | None:
 
 
 def is_missing(uri: str) -> bool:
-    """True if the file of a sqlite store is gone."""
     return uri.startswith("sqlite") and not Path(make_url(uri).database or "").is_file()
 
 
@@ -350,7 +347,6 @@ def refuse_silence(configured: str | None) -> None:
 
 
 def artifact_root(runs: Path) -> str:
-    """The folder for artifacts of new experiments, beside the run folders."""
     return (runs.absolute() / "mlartifacts").as_uri()
 
 
@@ -368,7 +364,6 @@ class Unwritable(Outage):
 
     @property
     def shown(self) -> str:
-        """As `Outage.shown`."""
         return f"cannot write ({self})"
 
 
@@ -377,7 +372,6 @@ class Lost(Outage):
 
     @property
     def shown(self) -> str:
-        """As `Outage.shown`."""
         return f"lost what it confirmed ({self})"
 
 
@@ -386,7 +380,6 @@ class Refusal(UserError):
 
     @property
     def shown(self) -> str:
-        """As `Outage.shown`."""
         return f"refuses a request ({self})"
 
 
@@ -395,7 +388,6 @@ class Unauthorised(Refusal):
 
     @property
     def shown(self) -> str:
-        """As `Outage.shown`."""
         return f"{super().shown}: renew the credentials, or the user's rights in the store"
 
 

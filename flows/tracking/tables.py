@@ -55,7 +55,6 @@ def sample_table(run: RunContext, index: int) -> Table:
 
 
 def artifact_table(run: RunContext, index: int) -> Table:
-    """The step's artifacts, which stay in the run's folder: kind, size and place."""
     root = run.directory.path
     rows = [
         (index, task, name, ref.kind, ref.digest, ref.size, str(root / ref.uri))
@@ -83,7 +82,6 @@ def samples_due(run: RunContext, index: int) -> bool:
 
 
 def published_kinds(run: RunContext, index: int) -> set[str]:
-    """The kinds of artifacts that are read to publish a step."""
     return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
 
 
@@ -149,7 +147,6 @@ def _short(number: float) -> float:
 
 
 def _prompts(run: RunContext, index: int) -> dict[str, str]:
-    """Text of each prompt of a step, by its id."""
     found = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind == "prompts"]
     store = run.directory.store
     tables = [store.get_table(ref, ["prompt_id", "text"]).to_pylist() for ref in found if store.path(ref).exists()]

@@ -180,14 +180,9 @@ class Tracker:
     ) -> None:
         """Write metrics of one step, and tags with them; a second call with equal arguments changes nothing.
 
-        Args:
-            step: the step of every metric.
-            metrics: MLflow key -> finite value. Each thousand, MLflow's limit, is one transaction.
-            timestamp_ms: the ledger's commit time of this step, milliseconds since the epoch; never the present.
-            tags: set or replaced in the request of the first metrics, so that they cost none of their own.
-
-        Raises:
-            UserError: a value is NaN or infinite; nothing of the step is written.
+        Values are finite; each thousand, MLflow's limit, is one transaction. `timestamp_ms` is the ledger's commit
+        time, never the present. `tags` are in the first request, and cost none of their own. Raises UserError: a value
+        is NaN or infinite; nothing of the step is written.
         """
         for key, value in metrics.items():
             if not math.isfinite(value):
@@ -198,7 +193,6 @@ class Tracker:
         self.log_metrics([row for batch in others for row in batch])
 
     def log_metrics(self, rows: Sequence[Metric]) -> None:
-        """Write metric rows, as they are."""
         for batch in _batches(rows, MAX_METRICS_PER_BATCH):
             self.client.log_batch(self.run_id, metrics=batch)
 
@@ -208,11 +202,9 @@ class Tracker:
         self.client.log_text(self.run_id, shown, artifact_file)
 
     def log_dict(self, value: Mapping[str, Any], artifact_file: str) -> None:
-        """Write or replace a .json or .yaml artifact."""
         self.client.log_dict(self.run_id, dict(value), artifact_file)
 
     def log_file(self, path: Path, folder: str | None) -> None:
-        """Copy a file into an artifact folder, or to the top, replacing one of the same name."""
         self.client.log_artifact(self.run_id, str(path), folder)
 
     def log_tables(self, tables: Mapping[str, Table]) -> None:
@@ -233,7 +225,6 @@ class Tracker:
         self.set_tags({MLFLOW_LOGGED_ARTIFACTS: json.dumps(listed)})
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set or replace tags of the run."""
         rows = [RunTag(key, printable_lines(value)) for key, value in tags.items()]
         for batch in _batches(rows, MAX_PARAMS_TAGS_PER_BATCH):
             self.client.log_batch(self.run_id, tags=batch)
@@ -290,8 +281,7 @@ def standing(directory: RunDirectory, head: Head) -> Literal["held", "ahead", "o
 def ahead_of(directory: RunDirectory, tracker: Tracker, head: Head | None) -> str | None:
     """Lead of MLflow's run over a folder, in words; None when the folder holds all of the run.
 
-    Raises:
-        UserError: the folder's chain is not the one that MLflow holds.
+    Raises UserError: the folder's chain is not the one that MLflow holds.
     """
     stands = "held" if head is None else standing(directory, head)
     if head is None or stands == "held":
@@ -315,14 +305,10 @@ def refuse_other_chain(directory: RunDirectory, tracker: Tracker) -> None:
 
 
 def compare_with_mlflow(view: RunView, links: Chain, store: str | None) -> str | Finding:
-    """The line of an audit that compares a run's chain with the head that MLflow holds.
+    """The line of an audit that compares the chain of a run, which may be live, with the head that MLflow holds.
 
-    Args:
-        view: of the run's folder; it may be live.
-        links: its chain, as it was read.
-        store: the tracking store to read; None reads the one that the folder names, where that may be used.
-
-    Returns: words; a finding when the heads differ (error), or when they cannot be compared (note).
+    `store` None reads the one that the folder names, where that may be used. Returns words; a finding when the heads
+    differ (error), or when they cannot be compared (note).
     """
     try:
         record = read_record(view.folder)
@@ -353,7 +339,6 @@ def compare_with_mlflow(view: RunView, links: Chain, store: str | None) -> str |
 
 
 def _beyond(folder: Path, record: TrackingRecord | None, head: Head, place: str, last: int | None) -> str | Finding:
-    """Meaning of a head in MLflow beyond the end of the chain that was read."""
     if _committed_since(folder, head):
         return f"{place} holds {head}, which was committed after the audit began"
     placed = record.place if record is not None and (folder / LEDGER).exists() else None
@@ -365,7 +350,6 @@ def _beyond(folder: Path, record: TrackingRecord | None, head: Head, place: str,
 
 
 def _committed_since(folder: Path, head: Head) -> bool:
-    """True if a live run's folder holds a head by now."""
     try:
         entry = LedgerView.glance(folder / LEDGER).step(head.step)
         return entry is not None and Head.of(read_manifest(ArtifactStore(folder), folder, entry)) == head
