@@ -38,8 +38,7 @@ def find_neighbours(path: str) -> None:
 def load_code(path: str, kind: str) -> UserCode:
     """The function or class of a path; `kind` is the word for it in errors.
 
-    Raises:
-        UserError: there is no such module, file or name, importing it fails, or it cannot be called.
+    Raises UserError: there is no such module, file or name, importing it fails, or it cannot be called.
     """
     place, _, attribute = path.rpartition(":")
     module, file, digest = _loaded(place)
@@ -52,8 +51,7 @@ def load_code(path: str, kind: str) -> UserCode:
 def digest_of_code(path: str) -> tuple[Path, str]:
     """The file that a path names, and its SHA-256 as it is now; a module is imported to find its file.
 
-    Raises:
-        UserError: the file cannot be read, or the module cannot be imported.
+    Raises UserError: the file cannot be read, or the module cannot be imported.
     """
     place = path.rpartition(":")[0]
     if (file := file_of_path(path)) is not None:
@@ -163,7 +161,6 @@ def import_attribute(path: str, place: str) -> Any:
 
 
 def _own_modules(folder: Path = Path()) -> list[str]:
-    """Names of the Python files in a folder, by default that of the process."""
     return [file.stem for file in folder.glob("*.py")]
 
 

@@ -44,8 +44,7 @@ def open_input(path: Path) -> BufferedReader:
 def read_input(path: Path, largest: int) -> bytes:
     """The content of a regular file.
 
-    Raises:
-        UserError: naming the file: it cannot be read, is no regular file, or has more than `largest` bytes.
+    Raises UserError: naming the file: it cannot be read, is no regular file, or has more than `largest` bytes.
     """
     try:
         with open_input(path) as file:

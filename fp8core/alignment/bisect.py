@@ -69,8 +69,6 @@ class DecoderPart:
 
 @dataclass(frozen=True)
 class Unit:
-    """Places that are flipped together."""
-
     name: str
     places: frozenset[DecoderPart]
 
@@ -84,7 +82,6 @@ class Side:
 
     @classmethod
     def of(cls, formats: Formats, masters: Mapping[str, Tensor]) -> "Side":
-        """From FP32 weights by Hugging Face name, stored in these formats."""
         return cls(formats, stored_weights(masters, formats.stored_names(), formats.scale_rule))
 
 
@@ -155,12 +152,7 @@ class Bisection:
 def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units: Sequence[Unit]) -> Bisection:
     """Measure every unit alone and taken out; 2 passes a unit and 2 more.
 
-    Args:
-        arch: shape of the decoder of both sides.
-        reference: A.
-        suspect: B; equal to A in all that is to be left out of the question.
-        task: tokens, temperature, scales.
-        units: what to flip (`units_of`).
+    `suspect` (B) is equal to `reference` (A) in all that is to be left out of the question.
     """
     baseline = logprobs(arch, reference, task)
 
@@ -195,7 +187,6 @@ def units_of(arch: Architecture, granularity: Granularity) -> list[Unit]:
 
 
 def mixed(base: Side, other: Side, places: frozenset[DecoderPart]) -> Side:
-    """`base`, with formats and weights of `other` at these places."""
     return Side(
         formats=_mixed_formats(base.formats, other.formats, places),
         stored={name: tensor for name, tensor in other.stored.items() if place_of(name) in places}

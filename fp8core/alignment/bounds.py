@@ -84,22 +84,18 @@ class StopBounds:
 
     @property
     def judges(self) -> bool:
-        """True if any step can cross a bound."""
         return self.action != "none" and bool(self.limits)
 
     def settings(self) -> dict[str, float | int | str]:
-        """Every setting of `alignment.stop` as it is in force."""
         limits = {name: int(limit) if limit.is_integer() else limit for name, limit in self.limits.items()}
         return {name: limits.get(name, "none") for name in BOUNDED} | {"patience": self.patience, "action": self.action}
 
     def described(self) -> dict[str, str]:
-        """Dotted setting -> its value and where the value comes from, as people read it."""
         shown = {n: f"{value:g}" if isinstance(value, float) else str(value) for n, value in self.settings().items()}
         return {f"alignment.stop.{name}": f"{value} ({self.sources[name]})" for name, value in shown.items()}
 
     @property
     def summary(self) -> str:
-        """One line: by which contract, and what follows which values."""
         if not self.judges:
             return f"nothing is bounded (alignment.stop, {self.contract} contract)"
         crossings = ", ".join(
@@ -123,7 +119,6 @@ class Crossing:
 
     @property
     def reason(self) -> str:
-        """The bound, where the metric was, and for how long."""
         side = "below" if self.bound.rpartition(".")[2] in _LOWER else "above"
         steps = "1 step" if len(self.values) == 1 else f"{len(self.values)} steps in a row"
         return f"{self.bound}={self.limit:g}: {side} it for {steps} ({', '.join(f'{v:.4g}' for v in self.values)})"
@@ -161,7 +156,6 @@ def is_known(config: RunConfig) -> bool:
 
 
 def contract_of(config: RunConfig) -> tuple[Contract, str]:
-    """The contract of a configuration for the two policies, and its reason."""
     contract, reason = _contract_at_rest(config)
     if contract in EQUAL and not config.pipeline.recompute_kv_cache_after_weight_update:
         return "kept_cache", "the engine keeps the cache of older weights, and no pass gives such log-probs"
@@ -200,7 +194,6 @@ def only_equal_bits(config: RunConfig) -> str | None:
 
 
 def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
-    """The contract of what is computed with one version of the weights."""
     if differing := _differing(config):
         corrected = config.correction.method != "none" or not config.precision.accept_mismatch
         return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"
@@ -217,7 +210,6 @@ def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
 
 
 def _differing(config: RunConfig) -> list[str]:
-    """Formats that are not the same on both sides."""
     rollout, training = config.precision.rollout, config.precision.training
     pairs = {name: (getattr(rollout, name), getattr(training, name)) for name in ("linear", "kv_cache", "head")}
     return [f"{name} {a} and {b}" for name, (a, b) in pairs.items() if a != b]
@@ -237,7 +229,6 @@ def _default_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
 
 
 def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
-    """The default bounds on the importance ratios of the first update."""
     if contract in EQUAL:
         return {} if ratio_holds_age(config) else _SAME_RATIO
     if named_correction(config.correction).mode == "bypass":
@@ -263,14 +254,9 @@ def beyond(bounds: StopBounds, name: str, value: float) -> bool:
 
 
 def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Crossing | None:
-    """The first bound that each step of `history` was beyond; None when there is none.
+    """The first bound that each step was beyond; None when there is none.
 
-    Args:
-        bounds: of the run.
-        history: metrics of consecutive steps, oldest first, one at least.
-
-    Raises:
-        UserError: no step of the pipeline measures what is bounded.
+    `history`: of consecutive steps, oldest first, one at least. Raises UserError: no step measures what is bounded.
     """
     for name, limit in bounds.limits.items():
         metric, bound = BOUNDED[name], f"alignment.stop.{name}"

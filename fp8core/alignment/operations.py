@@ -67,7 +67,6 @@ class Operation:
     codes: Mapping[str, QuantiseValues]
 
     def after(self, values: Values) -> Values:
-        """All values after it."""
         return values | dict(zip(self.writes, self.compute(values), strict=True))
 
 
@@ -99,12 +98,7 @@ def operations(
 ) -> list[Operation]:
     """Every operation of a forward over one sequence, in order.
 
-    Args:
-        arch: of the decoder.
-        formats: of the reference.
-        weights: ready weights.
-        tokens: int64 [T].
-        scales: of Q, K and V per layer; required by FP8 attention.
+    `tokens` are int64 [T]; `scales` are of Q, K and V per layer, required by FP8 attention.
     """
     parts = _Parts(Decoder(arch, formats), weights, len(tokens))
 
@@ -124,8 +118,6 @@ def operations(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Makes the operations of layers."""
-
     decoder: Decoder
     weights: PolicyWeights
     length: int

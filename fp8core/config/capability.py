@@ -58,8 +58,6 @@ class Node:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that cannot be, why, and what to do."""
-
     setting: str
     reason: str
     advice: str
@@ -80,7 +78,6 @@ def this_platform() -> str:
 
 
 def this_node(packages: Iterable[str] = ()) -> Node:
-    """The machine of this process, with the versions of those `packages` that are installed."""
     import torch
 
     versions = dict[str, str]()
@@ -98,13 +95,7 @@ def this_node(packages: Iterable[str] = ()) -> Node:
 def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:
     """Refuse a contract that the platform cannot keep, or whose sides differ with nothing to correct for it.
 
-    Args:
-        contract: formats of both sides.
-        platform: see `this_platform`.
-        corrected: whether importance sampling or rejection acts on the mismatch.
-
-    Raises:
-        UserError: every refusal, in one line.
+    Raises UserError with every refusal, in one line.
     """
     refusals = [*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)]
     if refusals:

@@ -31,7 +31,6 @@ class ChainTaskConfig(Section):
 
     @property
     def digits(self) -> int:
-        """Of every number."""
         return len(str(self.modulus)) - 1
 
     @model_validator(mode="after")

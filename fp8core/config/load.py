@@ -184,7 +184,6 @@ def _ranks_count(dump: Mapping[str, Any]) -> bool:
 
 
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:
-    """Overrides with further settings on top, dotted keys."""
     if isinstance(overrides, Mapping):
         return {**overrides, **flat}
     return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
@@ -383,7 +382,6 @@ def override_value(text: str) -> tuple[str, Any]:
 
 
 def _nested(dotted: str, value: Any, place: str) -> Block:
-    """The layer that sets one dotted key."""
     parts = dotted.split(".")
     if not all(parts):
         raise UserError(f"{place} {dotted}: the key has an empty part")
@@ -455,7 +453,6 @@ def _nodes(value: Any, prefix: str = "", place: str = "") -> Iterator[tuple[str,
 
 
 def leaves(dump: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dumped configuration by dotted key."""
     return {key: value for key, value, _ in _nodes(dump) if not _children(value, "")}
 
 

@@ -182,7 +182,6 @@ def _is_mean_over_rows(loss: LossConfig) -> bool:
 
 
 def unmeant_loss(loss: LossConfig) -> dict[str, str]:
-    """Settings of the loss that do nothing, or not what its source means, as `run.unmeant`."""
     found, traits = dict[str, str](), SHIPPED_LOSSES.get(loss.policy, OWN_LOSS)
     if loss.dual_clip is not None and traits.dual_clip == "unmeant":
         found["loss.dual_clip"] = f"policy={loss.policy} has none; set it to null"

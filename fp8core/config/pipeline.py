@@ -27,7 +27,6 @@ class StepConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
 
     def inputs(self) -> dict[str, str]:
-        """Input ports and the artifacts they read."""
         return dict(self.needs) if isinstance(self.needs, dict) else {name: name for name in self.needs}
 
 
@@ -89,7 +88,6 @@ class PipelineConfig(Section):
 
     @property
     def in_turn(self) -> bool:
-        """True where nothing is generated while the policy learns."""
         return self.mode == "synchronous" or self.ahead_tokens == 0
 
     @property

@@ -51,7 +51,6 @@ class TrainingPrecision(SidePrecision):
 
     @property
     def backward_format(self) -> LinearFormat:
-        """The format of dgrad and wgrad with the default resolved."""
         return self.linear if self.backward is None else self.backward
 
     @model_validator(mode="after")

@@ -158,12 +158,10 @@ class RolloutConfig(Section):
 
     @property
     def drawn_prompts(self) -> int:
-        """Prompts drawn a step."""
         return math.ceil(self.prompts_per_step * self.oversample)
 
     @property
     def truncated_by(self) -> str | None:
-        """The setting that leaves out a part of the vocabulary, with its value; None where none does."""
         if self.top_p < 1:
             return f"rollout.top_p={self.top_p}"
         return None if self.top_k is None else f"rollout.top_k={self.top_k}"
@@ -198,7 +196,6 @@ class CalibrationConfig(Section):
 
     @property
     def covered_percentile(self) -> float:
-        """The share of elements that scales cover, in percent: 100 for amax."""
         return 100.0 if self.statistic == "amax" else self.percentile
 
 
@@ -546,7 +543,6 @@ def shown_place(config: RunConfig, name: str) -> str:
 
 
 def resume_command(config: RunConfig, name: str) -> str:
-    """The command that continues a run of this name."""
     command, store = f"fp8-grpo resume {shown_place(config, name)}", config.tracking.uri
     if store is not None and store == without_passwords(store):
         # `resume` takes no store from the folder, which may be a stranger's.

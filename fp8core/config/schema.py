@@ -49,7 +49,6 @@ _INSERTION = {
 
 
 def file_schema() -> dict[str, Any]:
-    """The schema of a file."""
     schema = RunConfig.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
     changed = {key: value for key, value in definitions["StepConfig"].items() if key != "required"}
@@ -90,11 +89,9 @@ class Place:
         )
 
     def item(self) -> "Place | None":
-        """The place of an item of a list."""
         return self._below(option.get("items") for option in self._options)
 
     def fits(self, text: str) -> bool:
-        """True if the pattern of a text allows this one."""
         return self.is_open or any(re.search(pattern, text) for pattern in self._patterns)
 
     def _below(self, found: Iterable[Any]) -> "Place | None":
@@ -106,7 +103,6 @@ class Place:
 
 @cache
 def whole_file() -> Place:
-    """The place of a whole configuration."""
     schema = file_schema()
     return Place([schema], schema["$defs"])
 
@@ -159,7 +155,6 @@ def _layer(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str,
 
 
 def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
-    """A schema without references and words."""
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, Mapping):
@@ -181,7 +176,6 @@ def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mappin
 
 
 def _paths(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dotted paths of a section and of the sections in it, with the schemas of their values."""
     for key, value in section["properties"].items():
         yield prefix + key, value
         options = [option for option in value.get("anyOf", [value]) if option != _NULL]
@@ -190,6 +184,5 @@ def _paths(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[
 
 
 def _is_open(value: Mapping[str, Any]) -> bool:
-    """True if a value may be a mapping whose keys are not settings."""
     options = value.get("anyOf", [value])
     return any(option.get("type") == "object" and option.get("additionalProperties") is not False for option in options)

@@ -45,7 +45,6 @@ _OWN = r".+:[^\W\d]\w*"
 
 
 def name_pattern(shipped: Iterable[str]) -> str:
-    """A regular expression of the names of what is shipped, and of import paths of the user's own."""
     return f"^({'|'.join(shipped)}|{_OWN})$"
 
 
@@ -110,7 +109,6 @@ def _dotted(error: ErrorDetails, given: Mapping[str, Any]) -> str:
 
 
 def step_name(item: Any) -> str | None:
-    """The name of an item of a list of steps."""
     name = item.get("name") if isinstance(item, Mapping) else None
     return name if isinstance(name, str) else None
 
@@ -148,7 +146,6 @@ def _known_keys(model: type[BaseModel], section: Sequence[int | str]) -> list[st
 
 
 def places_of(model: type[BaseModel], word: str, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a model's settings that end in a word, in all sections."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{info.alias or name}"
         if word == (info.alias or name):

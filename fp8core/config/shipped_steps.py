@@ -31,7 +31,6 @@ def is_shipped(path: str) -> bool:
 
 
 def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
-    """Refuse settings that `pipeline.mode` would not follow."""
     if pipeline.mode == "asynchronous":
         return
     refused = {
@@ -48,8 +47,7 @@ def _refuse_unfollowed(pipeline: PipelineConfig) -> None:
 def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
     """The steps as `pipeline.mode` has them: two steps over the stream of completions replace prompts and rollout.
 
-    Raises:
-        ValueError: the steps do not fit the mode.
+    Raises ValueError: the steps do not fit the mode.
     """
     _refuse_unfollowed(pipeline)
     streamed = [step for step in pipeline.steps if step.uses in (_FINISH, _FINISH_EPISODES, _AHEAD)]
@@ -93,8 +91,7 @@ def with_mode(pipeline: PipelineConfig) -> PipelineConfig:
 def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
     """The steps as `logprobs.source` has them: `pass` leaves them, else one step is both the pass and the update.
 
-    Raises:
-        ValueError: the steps do not fit the source.
+    Raises ValueError: the steps do not fit the source.
     """
     found = {uses: [step for step in pipeline.steps if step.uses == uses] for uses in (_PASS, _UPDATE, _SCORING_UPDATE)}
     scoring, updates, joined = found.values()
@@ -131,8 +128,7 @@ def with_source(pipeline: PipelineConfig, source: str) -> PipelineConfig:
 def with_episodes(pipeline: PipelineConfig) -> PipelineConfig:
     """The steps as `environment` has them: rollout and evaluation store turns, and whoever can read turns gets them.
 
-    Raises:
-        ValueError: there is not one step that generates.
+    Raises ValueError: there is not one step that generates.
     """
     if any(step.uses in (_EPISODES, _FINISH_EPISODES) for step in pipeline.steps):
         return pipeline

@@ -41,13 +41,10 @@ class StepSpec:
 
     @property
     def input_kinds(self) -> dict[str, str]:
-        """Every input port, required ones first, with its kind."""
         return {**self.inputs, **self.optional_inputs}
 
 
 class Step(Protocol):
-    """A callable that declares what it needs and what it provides."""
-
     @property
     def spec(self) -> StepSpec: ...
 

@@ -130,7 +130,6 @@ class TrainingConfig(Section):
 
     @property
     def computes_packed(self) -> bool:
-        """True if a torch trainer of these settings is the one for packed sequences."""
         return self.device == "cuda" if self.packed is None else self.packed
 
     @model_validator(mode="after")

@@ -171,13 +171,7 @@ def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confi
 
 @dataclass(frozen=True)
 class PromptScore:
-    """The results of one prompt's samples.
-
-    Attributes:
-        prompt_id: see Problem.
-        outcomes: outcome -> samples.
-        measured: pass@k and maj@k of this prompt, by name.
-    """
+    """The results of one prompt's samples: their number by outcome, and its pass@k and maj@k by name."""
 
     prompt_id: str
     outcomes: dict[str, int]
@@ -227,7 +221,6 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
-    """Means over prompts, with intervals of one kind."""
     outcomes: Counter[str] = Counter()
     for score in scores:
         outcomes.update(score.outcomes)
@@ -295,8 +288,7 @@ def heldout_problems(config: RunConfig) -> list[Problem]:
 def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
     """Different questions of `data.source`, all or the first `count` by prompt_id: a fair sample of a sorted file.
 
-    Raises:
-        UserError: the data cannot be read, is generated without end, or has fewer.
+    Raises UserError: the data cannot be read, is generated without end, or has fewer.
     """
     if config.data.source == "chain":
         raise UserError("data: the chain task has no rows; omit data to ask its held-out questions")

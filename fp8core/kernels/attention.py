@@ -63,7 +63,6 @@ def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
-    """Where sequences start and how long the longest is, for queries and for keys."""
     return pack.starts, pack.starts, pack.sequences.longest, pack.sequences.longest
 
 

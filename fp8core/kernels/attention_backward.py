@@ -64,12 +64,7 @@ class Shape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Successive sequences of a pack that are computed at once.
-
-    Attributes:
-        shape: their class.
-        starts: where each begins in the pack, and where the last one ends.
-    """
+    """Successive sequences of a pack that are computed at once; `starts` has where the last one ends, too."""
 
     shape: Shape
     starts: tuple[int, ...]
@@ -118,7 +113,6 @@ def attention_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], p
 
 
 def describe(head_dim: int, device: torch.device) -> str:
-    """The kernel that gradients come from, with its versions."""
     if (found := library(head_dim, device)) is None:
         return "FlashAttention 2 of torch"
     version = found.backend_version()
@@ -140,7 +134,6 @@ def _frontend() -> Any | None:
 
 
 def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack: DevicePack) -> Heads:
-    """As `attention_gradients`, by FlashAttention 2."""
     out, logsumexp = saved
     q, k, v = heads
     longest = pack.sequences.longest
@@ -155,7 +148,6 @@ def flash_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], pack:
 
 
 def cudnn_gradients(grad: Tensor, heads: Heads, saved: tuple[Tensor, ...], parts: Sequence[Part]) -> Heads:
-    """As `attention_gradients`, by cuDNN, of the parts of the pack."""
     out, logsumexp = saved
     q, k, v = (x.contiguous() for x in heads)
     layout, device = HeadLayout(q.shape[1], k.shape[1], q.shape[2]), q.device
@@ -188,7 +180,6 @@ def _widths(layout: HeadLayout) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=_GRAPHS)
 def _graph(shape: Shape, layout: HeadLayout, device: torch.device) -> "Graph":
-    """The graph of a class, for all layers."""
     frontend = _frontend()
     assert frontend is not None, "cuDNN's frontend is not installed"
     graph = Graph(frontend, shape, layout, _handle(device))

@@ -31,13 +31,7 @@ _MARKS = "fp8-grpo"
 
 @dataclass(frozen=True)
 class KernelFolders:
-    """Where kernels are kept.
-
-    Attributes:
-        deep_gemm: DeepGEMM's.
-        triton: Triton's.
-        own: those of `kernels.cuda`.
-    """
+    """Where the kernels of DeepGEMM, of Triton and of `kernels.cuda` are kept."""
 
     deep_gemm: Path
     triton: Path

@@ -31,16 +31,10 @@ class Kernel:
     """One function of one compiled source, on the device that was current when it was made."""
 
     def __init__(self, name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int) -> None:
-        """Compile and load.
+        """Compile and load a `kernel` of the source `name`: CUDA C++ with `extern "C"` kernels, behind attention.cuh.
 
-        Args:
-            name: of the source: CUDA C++ with `extern "C"` kernels, behind attention.cuh.
-            kernel: its name there.
-            definitions: macros.
-            shared: bytes of dynamic shared memory of a block.
-
-        Raises:
-            CudaError: the source does not compile for this device, or the driver does not load it.
+        `shared`: bytes of dynamic shared memory of a block. Raises CudaError: the source does not compile for this
+        device, or the driver does not load it.
         """
         torch.cuda.synchronize()  # Makes torch's context, for the driver to find.
         major, minor = torch.cuda.get_device_capability()
@@ -71,7 +65,6 @@ class Kernel:
 def cuda_kernel(
     name: str, kernel: str, definitions: tuple[tuple[str, int], ...], shared: int, device: torch.device
 ) -> Kernel:
-    """The kernel for a device, compiled once per process."""
     with torch.cuda.device(device):
         return Kernel(name, kernel, definitions, shared)
 
@@ -83,13 +76,11 @@ def _c_value(argument: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_longl
 
 
 def source(name: str) -> str:
-    """CUDA C++ of the kernels `name`, with what they share."""
     shared, own = (_FOLDER / "attention.cuh").read_text(), (_FOLDER / f"{name}.cu").read_text()
     return f'{shared}#line 1 "{name}.cu"\n{own}'
 
 
 def kept_folder() -> Path:
-    """The user's compiled kernels, each by what it was compiled from."""
     return Path.home() / ".cache" / "fp8-grpo" / "kernels"
 
 
@@ -114,7 +105,6 @@ def kept_image(folder: Path, name: str, options: Sequence[str]) -> bytes:
 
 
 def nvrtc_version() -> str:
-    """Of the compiler in this process."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _nvrtc("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"

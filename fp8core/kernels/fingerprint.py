@@ -79,15 +79,9 @@ def _fingerprint_kernel(
 
 
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
-    """Sums over at least one slice, all on one GPU, of any dtypes but complex ones and any shapes.
+    """Sums over at least one slice (`numerics.fingerprint.Slice`), all on one GPU: int64 [slices, 2], there.
 
-    A slice that is not contiguous, or not aligned to 16 bytes, is copied first.
-
-    Args:
-        elements, firsts, ends: the fields of `numerics.fingerprint.Slice`.
-
-    Returns:
-        int64 [slices, 2] on the GPU. Raises TypeError for a complex tensor.
+    A slice that is not contiguous, or not aligned to 16 bytes, is copied first. Raises TypeError for a complex tensor.
     """
     # The pieces keep copies alive until the launch, whose stream then orders what takes their memory.
     pieces = [_aligned(bytes_in_order(tensor)) for tensor in elements]

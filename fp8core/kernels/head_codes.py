@@ -159,7 +159,6 @@ def _parts(qkv: Tensor, layout: HeadLayout, scales: LayerScales, dtype: torch.dt
 
 
 def _sizes(qkv: Tensor, layout: HeadLayout) -> tuple[int, int, int]:
-    """Tokens, columns of Q, columns of K and of V."""
     return len(qkv), layout.query_heads * layout.head_dim, layout.kv_heads * layout.head_dim
 
 

@@ -73,12 +73,10 @@ def _tally_kernel(
 
 
 def tally(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
-    """Histogram and extremes."""
     _launch(into, x, valid, limit, window=_WINDOW, rows=2, warps=4)
 
 
 def tally_amax(into: Tensor, x: Tensor, valid: Tensor, limit: float) -> None:
-    """Extremes alone."""
     _launch(into, x, valid, limit, window=0, rows=8, warps=8)
 
 

@@ -47,7 +47,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def to_bf16(x: tl.tensor) -> tl.tensor:
-    """BF16 of FP32."""
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -97,7 +96,6 @@ def _quotient(x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor
 
 @triton.jit
 def scale_and_inverse(amax: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr) -> tl.tuple:
-    """Scales for groups of the given largest magnitudes, and their reciprocals."""
     floored = tl.maximum(amax, floor)
     if pow2:
         # 448 is 1.75 * 2^8: the exponent of amax less 8, and one more where its mantissa exceeds 1.75.
@@ -281,7 +279,6 @@ class ColumnCodes(NamedTuple):
 
     @property
     def words(self) -> Tensor:
-        """The codes four by four."""
         return self.codes.view(torch.int32)
 
     def result(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -301,7 +298,6 @@ class TileCodes(NamedTuple):
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles across and down."""
         return self.by_row.scales.shape[0], self.by_column.scales.shape[0]
 
     def arguments(self, not_finite: Tensor) -> tuple[Any, ...]:
@@ -311,7 +307,6 @@ class TileCodes(NamedTuple):
         return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches
 
     def result(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Those of the rows and those of the columns."""
         return self.by_row.result(), self.by_column.result(self.by_row.codes.shape[0])
 
 

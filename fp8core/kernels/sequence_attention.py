@@ -54,13 +54,7 @@ class Batch(NamedTuple):
 def batches(
     spans: Sequence[Span], group: int, longest: int, device: torch.device, partition: int | None = None
 ) -> list[Batch]:
-    """The work of some spans.
-
-    Args:
-        spans: number i has row i of the block table.
-        group, longest, partition: as for `SequenceAttention`.
-        device: where it is needed.
-    """
+    """The work of some spans, of which number i has row i of the block table."""
     partition = partition or partition_of(longest)
     lengths = copied(torch.tensor([span.keys for span in spans], dtype=torch.int32), device)
     made, pairs, work = list[Batch](), list[tuple[int, int]](), list[tuple[int, int, int, int]]()

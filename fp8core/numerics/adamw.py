@@ -54,14 +54,7 @@ class AdamWStep(NamedTuple):
 
 @with_kernel("adamw")
 def adamw(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: AdamWStep) -> None:
-    """Update a master and its moments in place.
-
-    Args:
-        master: FP32, contiguous.
-        grad: FP32, like it.
-        first, second: moments, FP32 or BF16, like it.
-        step: the numbers of this update.
-    """
+    """Update a contiguous FP32 master, by an FP32 gradient, and its moments, FP32 or BF16, in place."""
     grad = grad * step.gradient_factor
     m = first.float().mul_(step.beta1).add_(grad, alpha=1 - step.beta1)
     v = second.float().mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)

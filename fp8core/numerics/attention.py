@@ -50,9 +50,7 @@ class AttentionFormat(Protocol):
         """K and V as the cache holds them."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
-        """Attention of fresh queries over stored K and V."""
-        ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor: ...
 
 
 class Fp8Attention:
@@ -178,13 +176,9 @@ def decode_attention_reference(
     queries: Queries,
     scales: tuple[Tensor, Tensor, Tensor],
 ) -> Tensor:
-    """The result of the kernel for queries that are all tokens in their order, in FP64 with its roundings.
+    """The kernel's result for queries that are all tokens in their order, with its roundings, but not the one to BF16.
 
-    Args:
-        query, keys, values, queries, scales: as there; any device.
-
-    Returns:
-        FP64 [tokens, heads, head_dim], not rounded to BF16.
+    FP64 [tokens, heads, head_dim], on any device.
     """
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
     group = query.shape[1] // keys.shape[2]

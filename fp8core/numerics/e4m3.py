@@ -43,7 +43,6 @@ Codes = tuple[Tensor, Tensor]
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple, or the value if it is one."""
     return -(-value // multiple) * multiple
 
 
@@ -60,14 +59,8 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     """Round FP32 values to the E4M3 grid; magnitudes above 448 saturate to 448, NaN stays NaN.
 
     Adding and subtracting 1.5 * 2^(e + 20) makes the FP32 adder round at bit 2^(e - 3), E4M3's last mantissa bit for
-    exponent e (2^-9 for subnormals). The bytes are those of the cast, signed zeros included, without torch's scalar FP8
-    conversion.
-
-    Args:
-        x: FP32, any shape.
-
-    Returns:
-        FP32 of the same shape, every value representable in E4M3.
+    exponent e (2^-9 for subnormals). The bytes are those of the cast, signed zeros included, without torch's scalar
+    FP8 conversion.
     """
     clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
     exponent = (clamped.view(torch.int32) & _EXPONENT_BITS).clamp_(min=_SMALLEST_NORMAL_EXPONENT)
@@ -77,18 +70,9 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) -> Tensor:
-    """Scale (the factor that multiplies codes back) for groups of the given largest magnitudes.
+    """FP32 scales (factors that multiply codes back) for groups of these largest magnitudes: positive and finite.
 
-    Args:
-        amax: FP32, non-negative, any shape.
-        rule: `pow2` or `fp32`.
-        floor: what a smaller amax counts as, at least `GRADIENT_FLOOR`.
-
-    Returns:
-        FP32 scales of the same shape, positive and finite.
-
-    Raises:
-        GroupNotFinite: an amax is NaN or infinite.
+    A smaller amax counts as `floor`, at least `GRADIENT_FLOOR`. Raises GroupNotFinite: an amax is NaN or infinite.
     """
     if not bool(torch.isfinite(amax).all()):
         raise GroupNotFinite("cannot quantise: the tensor holds NaN or infinity")
@@ -102,17 +86,10 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) ->
 
 
 def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE, floor: float = AMAX_FLOOR) -> tuple[Tensor, Tensor]:
-    """Quantise in 1 x `group` groups along the last dimension (activations and output gradients).
+    """Quantise FP32 [rows, columns] in 1 x `group` groups along the last dimension (activations and output gradients).
 
-    Args:
-        x: FP32 [rows, columns]; the last group of a row may be shorter than `group`.
-        rule: scale rule.
-        group: columns that share a scale.
-        floor: of amax; `GRADIENT_FLOOR` for gradients.
-
-    Returns:
-        grid: FP32 [rows, columns] on the E4M3 grid.
-        scales: FP32 [rows, ceil(columns / group)].
+    The last group of a row may be shorter. Returns FP32 [rows, columns] on the E4M3 grid, and scales, FP32 [rows,
+    ceil(columns / group)]. `floor`, of amax, is `GRADIENT_FLOOR` for gradients.
     """
     rows, columns = x.shape
     if columns % group == 0:
@@ -125,31 +102,19 @@ def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE, floor: float = 
 
 
 def quantise_columns(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
-    """Quantise in `group` x 1 groups along the first dimension (both operands of wgrad), with the floor of gradients.
+    """Quantise FP32 [rows, columns] in `group` x 1 groups (both operands of wgrad), with the floor of gradients.
 
-    Args:
-        x: FP32 [rows, columns]; the last group of a column may be shorter than `group`.
-        rule: scale rule.
-        group: rows that share a scale.
-
-    Returns:
-        grid: FP32 [columns, rows], transposed so that the contraction runs along the last dimension.
-        scales: FP32 [columns, ceil(rows / group)].
+    The last group of a column may be shorter. Returns the E4M3 grid, FP32 [columns, rows], transposed so that the
+    contraction runs along the last dimension, and scales, FP32 [columns, ceil(rows / group)].
     """
     return quantise_rows(x.t().contiguous(), rule, group, GRADIENT_FLOOR)
 
 
 def quantise_tiles(x: Tensor, rule: ScaleRule, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """Quantise in `tile` x `tile` tiles (weights). Tiles at the lower and right edge may be smaller.
+    """Quantise FP32 [out, in] in `tile` x `tile` tiles (weights). Tiles at the lower and right edge may be smaller.
 
-    Args:
-        x: FP32 [out, in].
-        rule: scale rule.
-        tile: edge length.
-
-    Returns:
-        grid: FP32 [out, in] on the E4M3 grid.
-        scales: FP32 [ceil(out / tile), ceil(in / tile)], the layout of `weight_scale_inv`.
+    Returns FP32 [out, in] on the E4M3 grid, and scales, FP32 [ceil(out / tile), ceil(in / tile)], the layout of
+    `weight_scale_inv`.
     """
     out, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % tile, 0, -out % tile))
@@ -189,18 +154,10 @@ class FiniteFlag:
 
 @with_kernel("quantise")
 def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise in 1 x 128 groups along the last dimension.
+    """Quantise BF16 or FP32 [rows, columns], one element at least, in 1 x 128 groups along the last dimension.
 
-    Args:
-        x: BF16 or FP32 [rows, columns] with at least one element.
-        rule: scale rule.
-        flag: checked by the caller; None checks here.
-
-    Returns:
-        codes [rows, columns] and scales [rows, ceil(columns / 128)].
-
-    Raises:
-        GroupNotFinite: x holds NaN or infinity (without `flag`, or where the reference runs).
+    Returns codes [rows, columns] and scales [rows, ceil(columns / 128)]. Raises GroupNotFinite: x holds NaN or
+    infinity (without `flag`, which the caller checks, or where the reference runs).
     """
     return _encoded(quantise_rows(x.float(), rule))
 
@@ -211,27 +168,15 @@ def row_and_column_codes(
 ) -> tuple[Codes, Codes]:
     """Quantise in 1 x 128 groups for the tensor's own use and in 128 x 1 groups for that of its transpose.
 
-    Args:
-        x, rule, flag: as for `row_codes`.
-        floor: of the rows' amax; columns have that of gradients, as only a backward reads them.
-
-    Returns:
-        rows: as `row_codes` but for the floor.
-        columns: codes [columns, rows] and scales [columns, ceil(rows / 128)], transposed.
+    `floor` is of the rows' amax; columns have that of gradients, as only a backward reads them. Returns rows as
+    `row_codes`, and columns: codes [columns, rows] and scales [columns, ceil(rows / 128)], transposed.
     """
     return _encoded(quantise_rows(x.float(), rule, floor=floor)), _encoded(quantise_columns(x.float(), rule))
 
 
 @with_kernel("quantise")
 def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise in 128 x 128 tiles.
-
-    Args:
-        x, rule, flag: as for `row_codes`; x is [out, in], and may have no rows.
-
-    Returns:
-        codes [out, in] and scales [ceil(out / 128), ceil(in / 128)].
-    """
+    """Quantise [out, in], perhaps without rows, in 128 x 128 tiles; scales are [ceil(out / 128), ceil(in / 128)]."""
     return _encoded(quantise_tiles(x.float(), rule))
 
 
@@ -239,8 +184,7 @@ def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Co
 def finite_check(device: torch.device, flag: FiniteFlag | None) -> Iterator[Tensor]:
     """int32 [1] that a kernel sets where it finds NaN or infinity; checked at the end without a flag of the caller's.
 
-    Raises:
-        GroupNotFinite: the kernel found NaN or infinity and `flag` is None.
+    Raises GroupNotFinite: the kernel found NaN or infinity and `flag` is None.
     """
     own = flag or FiniteFlag(device)
     yield own.not_finite

@@ -114,12 +114,7 @@ FUSED = _points("fused", "tables", "weights", *_EXPERTS)
 
 
 def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
-    """`x / scale` on the E4M3 grid, FP64; saturated elements get no gradient, the others 1 / scale.
-
-    Args:
-        x: any float type, any shape.
-        scale: positive and finite.
-    """
+    """`x / scale` on the E4M3 grid, FP64; saturated elements get no gradient, the others 1 / scale (positive)."""
     grid: Tensor = _ToE4m3Grid.apply(x, scale)  # type: ignore[no-untyped-call]
     return grid
 
@@ -165,14 +160,9 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding, inner: Rounding) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4).
+    """RMSNorm over the last dimension (arXiv 1910.07467, equation 4) of FP32 [..., n], with weights FP32 [n].
 
-    Args:
-        x: FP32 [..., n].
-        weight: FP32 [n].
-        eps: added to the mean square.
-        rounding: output format.
-        inner: of the normalised values before the weight.
+    `inner` rounds the normalised values before the weight.
     """
     y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, inner)  # type: ignore[no-untyped-call]
     return y
@@ -187,11 +177,7 @@ def swiglu(gate: Tensor, up: Tensor, rounding: Rounding, inner: Rounding) -> Ten
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864) in the half-split layout of Hugging Face.
 
-    Args:
-        x: FP32 [B, heads, T, d].
-        cos: FP32 [B, 1, T, d / 2].
-        sin: FP32 [B, 1, T, d / 2].
-        rounding: output format.
+    x is FP32 [B, heads, T, d], cos and sin are FP32 [B, 1, T, d / 2].
     """
     first, second = x.chunk(2, dim=-1)
     return rounding(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
@@ -214,12 +200,8 @@ def processor_digest() -> str:
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
     """Llama 3.1's context extension: long wavelengths are divided by `factor`, with a smooth band between.
 
-    Args:
-        frequencies: FP32 [d / 2].
-        factor: stretch of the context.
-        low: `low_freq_factor`; wavelengths above original / low are stretched in full.
-        high: `high_freq_factor`; wavelengths below original / high are left alone.
-        original: context length the model was trained with.
+    Wavelengths above original / low are stretched in full, those below original / high are left alone; `original` is
+    the context length the model was trained with. Frequencies are FP32 [d / 2].
     """
     wavelengths = 2 * math.pi / frequencies
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)

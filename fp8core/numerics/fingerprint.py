@@ -155,7 +155,6 @@ class Slice(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Slice":
-        """All of a tensor."""
         return cls(tensor, 0, tensor.nbytes)
 
 
@@ -189,13 +188,7 @@ def hex_digits(sums: Sequence[int]) -> str:
 def lane_sums(elements: Sequence[Tensor], firsts: Sequence[int], ends: Sequence[int | None]) -> Tensor:
     """Sums of both lanes over slices of tensors (the fields of `Slice`); slices of one tensor add up to its sums.
 
-    On a GPU with kernels all of them come from one launch.
-
-    Returns:
-        int64 [slices, 2], on the GPU where kernels run, else on the host.
-
-    Raises:
-        TypeError: a tensor is complex.
+    int64 [slices, 2], on a GPU with kernels from one launch, else on the host. Raises TypeError: a tensor is complex.
     """
     parts = [Slice(*part) for part in zip(elements, firsts, ends, strict=True)]
     if len(parts) == 1 or any(part.elements.device.type != "cpu" for part in parts):

@@ -60,16 +60,7 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 def add_norm_row_codes(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
-    """`add_norm` for a linear whose input is not kept: normed as codes of 1 x 128 groups alone.
-
-    Args:
-        x, added, weight, eps: as for `add_norm`.
-        rule, flag: as for `e4m3.row_codes`.
-
-    Returns:
-        total: as `add_norm`.
-        rows: codes [tokens, hidden] and scales [tokens, ceil(hidden / 128)].
-    """
+    """`add_norm` for a linear whose input is not kept: the sum, and `e4m3.row_codes` of its norm."""
     total, normed, _inverse = add_norm(x, added, weight, eps)
     return total, row_codes(normed, rule, flag)
 
@@ -80,14 +71,7 @@ def add_norm_codes(
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     """`add_norm` for a linear that is trained: normed as codes for the forward and for the gradient of the weight.
 
-    Args:
-        x, added, weight, eps: as for `add_norm`.
-        rule, flag: as for `e4m3.row_codes`.
-
-    Returns:
-        total: as `add_norm`.
-        rows, columns: as `e4m3.row_and_column_codes` of normed.
-        inverse: as `add_norm`.
+    Returns the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms.
     """
     total, normed, inverse = add_norm(x, added, weight, eps)
     return total, *row_and_column_codes(normed, rule, flag), inverse
@@ -119,56 +103,25 @@ def add_norm_backward(
 
 @with_kernel("swiglu")
 def swiglu(gate_up: Tensor) -> Tensor:
-    """bf16(bf16(silu(gate)) * up).
-
-    Args:
-        gate_up: BF16 [tokens, 2 m], the gates and then the factors.
-
-    Returns:
-        BF16 [tokens, m].
-    """
+    """bf16(bf16(silu(gate)) * up), BF16 [tokens, m], of BF16 [tokens, 2 m]: the gates and then the factors."""
     return _swiglu(gate_up.float()).bfloat16()
 
 
 @with_kernel("swiglu")
 def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    """Codes of 1 x 128 groups of `swiglu`, for a linear whose input is not kept.
-
-    Args:
-        gate_up: as for `swiglu`.
-        rule, flag: as for `e4m3.row_codes`.
-
-    Returns:
-        codes [tokens, m] and scales [tokens, ceil(m / 128)].
-    """
+    """`e4m3.row_codes` of `swiglu`, [tokens, m], for a linear whose input is not kept."""
     return row_codes(swiglu(gate_up), rule, flag)
 
 
 @with_kernel("swiglu")
 def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
-    """Codes of `swiglu` for a linear that is trained.
-
-    Args:
-        gate_up: as for `swiglu`.
-        rule, flag: as for `e4m3.row_codes`.
-
-    Returns:
-        rows, columns: as `e4m3.row_and_column_codes` of `swiglu`.
-    """
+    """`e4m3.row_and_column_codes` of `swiglu`, for a linear that is trained."""
     return row_and_column_codes(swiglu(gate_up), rule, flag)
 
 
 @with_kernel("swiglu")
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of `gate_up`.
-
-    Args:
-        grad: BF16 [tokens, m].
-        gate_up: as for `swiglu`.
-
-    Returns:
-        BF16 [tokens, 2 m].
-    """
+    """Gradient of `gate_up`, BF16 [tokens, 2 m], by that of the result, BF16 [tokens, m]."""
     leaf = gate_up.float().requires_grad_()
     with torch.enable_grad():
         out = _swiglu(leaf)
@@ -179,15 +132,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 def swiglu_backward_codes(
     grad: Tensor, gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """Codes of `swiglu_backward`, for both gradients of the fused projection.
-
-    Args:
-        grad, gate_up: as for `swiglu_backward`.
-        rule, flag: as for `e4m3.row_codes`.
-
-    Returns:
-        rows, columns: as `e4m3.row_and_column_codes` of `swiglu_backward`, with the floor of gradients.
-    """
+    """`e4m3.row_and_column_codes` of `swiglu_backward`, with the floor of gradients, for the fused projection."""
     return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
 
 
@@ -248,16 +193,7 @@ def norm_rotate_backward(
     layout: HeadLayout,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of qkv and of the norms' weights.
-
-    Args:
-        grad: BF16 of qkv's shape.
-        qkv, norms, cos, sin, positions, layout, eps: as for `norm_rotate`.
-
-    Returns:
-        grad_qkv: BF16 of qkv's shape.
-        grad_q_norm, grad_k_norm: FP32 [head_dim]; None without norms.
-    """
+    """Gradients of qkv, BF16 of its shape, and of the norms' weights, FP32 [head_dim] each; None without norms."""
     leaf = qkv.float().requires_grad_()
     weights = None if norms is None else (norms[0].detach().requires_grad_(), norms[1].detach().requires_grad_())
     with torch.enable_grad():
@@ -292,15 +228,7 @@ def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
 
 @with_kernel("head_codes")
 def head_gradients(grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Tensor:
-    """Gradients of Q, K and V as one of qkv: those of saturated elements times zero, the others as they are.
-
-    Args:
-        grads: BF16, of the values.
-        qkv, layout, scales: what the codes are of.
-
-    Returns:
-        BF16 of qkv's shape.
-    """
+    """Gradients of Q, K and V as one of qkv, BF16: those of saturated elements times zero, the others as they are."""
     limits = limits_of(scales)
     # Compared in FP32: torch would round the limit to BF16 on a CPU and not on a GPU.
     parts = zip(grads, heads_of(qkv, layout), limits, strict=True)

@@ -51,18 +51,10 @@ def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: T
 
 
 def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
-    """`left @ right.T` for operands that are already multiplied by their power-of-two scales.
+    """`left @ right.T`, FP64 [M, N], for FP64 operands that are already multiplied by their power-of-two scales.
 
     Within one block every product carries the same power of two. So the block's dot stays exact in FP64 and the scales
     cost nothing in the inner loop. Equal to `block_gemm` bit for bit when all scales are powers of two.
-
-    Args:
-        left: FP64 [M, K], grid * scale.
-        right: FP64 [N, K], grid * scale.
-        block: width of a block.
-
-    Returns:
-        FP64 [M, N].
     """
     total = left[:, :block] @ right[:, :block].t()
     for start in range(block, left.shape[1], block):
@@ -75,15 +67,8 @@ def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float) -> Ten
     """`scaled_gemm`, bit for bit, with one product for all rows of `left` whose sums are exact as a whole.
 
     A term is a multiple of the last bit of its row of `left` times that of its row of `right`. In units of it, no
-    partial sum is above span * peak. So up to 2^53 each is exact, in any order, and blocks have the same sum.
-
-    Args:
-        left, right: as for `scaled_gemm`; E4M3 values times powers of two.
-        spans: FP64 [M], `row_spans` of `left`.
-        peak: `row_peak` of `right`.
-
-    Returns:
-        FP64 [M, N].
+    partial sum is above span * peak. So up to 2^53 each is exact, in any order, and blocks have the same sum. `spans`
+    are FP64 [M], `row_spans` of `left`, and `peak` is `row_peak` of `right`.
     """
     # Not `>`, which is false for NaN.
     blocked = ~(spans * peak <= _WIDEST_SPAN)
@@ -114,19 +99,12 @@ def row_peak(scales: Tensor) -> float:
 
 
 def align_rows(x: Tensor, bits: int) -> Tensor:
-    """Round each row to a fixed-point grid of `bits` bits below its largest magnitude.
+    """Round each row of FP64 [..., K] to a fixed-point grid of `bits` bits below its largest magnitude.
 
     Products of aligned rows are integers times a common power of two. So their sums are exact in FP64 whatever the
     order, as long as bits_left + bits_right + log2(K) <= 53. An element's error is at most 2^-bits of the row's amax.
     Products of BF16 data lose less by it than by FP32 accumulation, because most elements lie on the grid; those of
     FP32 data lose more.
-
-    Args:
-        x: FP64 [..., K].
-        bits: bits kept below the leading one.
-
-    Returns:
-        FP64 of the same shape.
     """
     amax = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny * 2.0**60)
     _, exponent = torch.frexp(amax)
@@ -137,12 +115,8 @@ def align_rows(x: Tensor, bits: int) -> Tensor:
 def aligned_gemm(left: Tensor, right_aligned: Tensor) -> Tensor:
     """`left @ right.T` of BF16 or FP32 operands that are put on fixed-point grids and then summed exactly.
 
-    Args:
-        left: [M, K], any float type.
-        right_aligned: FP64 [N, K] from `align_rows(right, alignment_bits(K))`.
-
-    Returns:
-        FP64 [M, N], equal for any order of summation.
+    `right_aligned` is FP64 [N, K] from `align_rows(right, alignment_bits(K))`; the result is FP64 [M, N], equal for
+    any order of summation.
     """
     return align_rows(left.double(), alignment_bits(left.shape[-1])) @ right_aligned.t()
 
@@ -151,15 +125,9 @@ def sliced_gemm(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right^T` of FP32 operands, more exact than FP32 accumulation and equal for any order of summation.
 
     Each operand is cut into two slices on fixed-point grids (`align_rows`). So the four products are exact in FP64
-    (Ozaki et al., "Error-free transformations of matrix multiplication", 2012). The part of an element that both slices
-    leave out is at most 2^-(2 * bits) of its row's amax, below the rounding of FP32.
-
-    Args:
-        left: FP32 or FP64 [..., M, K].
-        right: FP32 or FP64 [..., N, K].
-
-    Returns:
-        FP64 [..., M, N]; a row depends on its own row of `left` and on `right` alone.
+    (Ozaki et al., "Error-free transformations of matrix multiplication", 2012). The part of an element that both
+    slices leave out is at most 2^-(2 * bits) of its row's amax, below the rounding of FP32. Operands are [..., M, K]
+    and [..., N, K], the result is FP64 [..., M, N]. A row of it depends on its own row of `left` and on `right` alone.
     """
     bits = alignment_bits(left.shape[-1])
     (high, low), (other_high, other_low) = _slices(left.double(), bits), _slices(right.double(), bits)
@@ -176,13 +144,7 @@ def ordered_gemm(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, added up term by term in the order of the contraction: zeros at either end change nothing.
 
     For a contraction over keys, of which a batch has more or fewer before and after those that a query may see.
-
-    Args:
-        left: FP64 [..., M, K], 0 where a term does not count.
-        right: FP64 [..., K, N], finite.
-
-    Returns:
-        FP64 [..., M, N].
+    `left`, [..., M, K], is 0 where a term does not count; `right`, [..., K, N], is finite. All are FP64.
     """
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
     for k in range(left.shape[-1]):

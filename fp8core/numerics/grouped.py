@@ -43,12 +43,7 @@ def most_rows(slots: int, experts: int) -> int:
 
 
 def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
-    """Rows by ascending expert, those of one by ascending token.
-
-    Args:
-        chosen: integers [tokens, k] below `experts`, no expert twice in a row.
-        experts: how many there are.
-    """
+    """Rows by ascending expert, those of one by ascending token; `chosen` is [tokens, k], no expert twice in a row."""
     tokens, k = chosen.shape
     slots, device = tokens * k, chosen.device
     # A router of NaN may name an expert that does not exist. Its gates are NaN, which shows in the result.
@@ -69,12 +64,7 @@ def group_rows(chosen: Tensor, experts: int) -> GroupedRows:
 
 
 def gathered_codes(x: Codes, rows: Tensor) -> Codes:
-    """Codes and scales of rows, of which each may be taken several times; the scales are column-major.
-
-    Args:
-        x: codes [tokens, columns] and scales [tokens, groups].
-        rows: int64 [rows].
-    """
+    """Codes and column-major scales of these rows, int64 [rows], of which each may be taken several times."""
     codes, scales = x
     taken = codes.view(torch.uint8).index_select(0, rows).view(codes.dtype)
     return taken, scales.t().index_select(1, rows).t()
@@ -102,15 +92,9 @@ def grouped_gemm(x: Codes, weights: Codes, experts: Tensor) -> Tensor:
 
 
 def weighted_sum(outputs: Tensor, places: Tensor, gates: Tensor) -> Tensor:
-    """Sum over each token's slots, in their order, in FP32, rounded once.
+    """Sum over each token's slots, in their order, in FP32, rounded once to BF16 [tokens, hidden].
 
-    Args:
-        outputs: BF16 [rows, hidden].
-        places: int64 [tokens, k].
-        gates: FP32 [tokens, k].
-
-    Returns:
-        BF16 [tokens, hidden].
+    Outputs are BF16 [rows, hidden], places int64 [tokens, k] and gates FP32 [tokens, k].
     """
     total = torch.zeros(len(places), outputs.shape[1], dtype=torch.float32, device=outputs.device)
     for slot in range(places.shape[1]):

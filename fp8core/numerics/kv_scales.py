@@ -135,8 +135,6 @@ def _upper_edge(bucket: int) -> float:
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Scales of one layer's query, key and value tensors."""
-
     q: float
     k: float
     v: float
@@ -254,11 +252,7 @@ def average_amax(previous: list[LayerAmax], current: list[LayerAmax], weight: fl
 
 
 def scales_from_statistics(amax: list[LayerAmax], margin: float, rule: ScaleRule) -> list[LayerScales]:
-    """Scales that cover amax * margin.
-
-    Raises:
-        GroupNotFinite: a statistic is NaN or infinite.
-    """
+    """Scales that cover amax * margin. Raises GroupNotFinite: a statistic is NaN or infinite."""
     values = torch.tensor([[layer.q, layer.k, layer.v] for layer in amax]) * margin
     return [LayerScales(*row) for row in scale_from_amax(values, rule).tolist()]
 

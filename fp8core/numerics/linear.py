@@ -55,20 +55,16 @@ class LinearWeight:
 
     @cached_property
     def peak(self) -> float:
-        """`row_peak` of the weight."""
         assert self.row_scales is not None, "no codes have no last bit"
         return row_peak(self.row_scales)
 
     @cached_property
     def transposed_peak(self) -> float:
-        """`row_peak` of its transpose."""
         assert self.row_scales is not None, "no codes have no last bit"
         return row_peak(self.row_scales.t())
 
 
 class LinearFormat(Protocol):
-    """Multiplication by linear layers in one format."""
-
     name: str
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:

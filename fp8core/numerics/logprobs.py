@@ -69,8 +69,6 @@ class Truncation:
 
 
 class HeadFormat(Protocol):
-    """Multiplication by the head."""
-
     name: str
 
     def logits(self, hidden: Tensor, head: HeadWeight) -> Tensor:
@@ -133,15 +131,9 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 @with_kernel("softmax")
 def token_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, the one that `log_softmax` gives it, and entropy of each distribution.
+    """Log-prob of each target, the one that `log_softmax` gives it, and entropy of each distribution; FP32 [tokens].
 
-    Args:
-        logits: [tokens, vocabulary], FP32.
-        targets: int64 [tokens].
-        temperature: divides the logits.
-
-    Returns:
-        FP32 [tokens] each.
+    Logits are FP32 [tokens, vocabulary], targets int64 [tokens].
     """
     logp = log_softmax(logits, temperature)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1).float()
@@ -157,18 +149,9 @@ def logit_slopes(
     gradients: tuple[Tensor | None, Tensor | None],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient by the logits, from the gradients of log-probs and entropies.
+    """Gradient by the logits, [tokens, vocabulary], from `gradients` of log-probs and entropies, FP32 [tokens] each.
 
-    Args:
-        logits: [tokens, vocabulary], FP32.
-        targets: int64 [tokens].
-        entropy: FP32 [tokens], from `token_statistics`.
-        temperature: divides the logits.
-        gradients: of the log-probs and of the entropies, FP32 [tokens] each; None where nothing depends on them.
-        dtype: of the result.
-
-    Returns:
-        [tokens, vocabulary].
+    These are None where nothing depends on them; `entropy` is that of `token_statistics`.
     """
     scaled = (None if g is None else g / temperature for g in gradients)
     return logit_gradient(log_softmax(logits, temperature), targets, *scaled).to(dtype)
@@ -211,7 +194,6 @@ class ChunkedHead(ABC):
         return x
 
     def returned(self, grad_weight: Tensor) -> Tensor:
-        """The gradient of the weight as autograd receives it."""
         return grad_weight
 
 
@@ -253,24 +235,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def chunked_logprobs(
     hidden: Tensor, master: Tensor | None, head: ChunkedHead, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution.
+    """Log-probability of each target and entropy of each distribution, FP32 [tokens], in nats, both differentiable.
 
-    Args:
-        hidden: [tokens, hidden], after the final norm.
-        master: receives the gradient of the head's weight; None where nothing does.
-        head: what multiplies.
-        targets: int64 [tokens].
-
-    Returns:
-        log-probs and entropies FP32 [tokens], in nats, both differentiable.
+    `hidden` is [tokens, hidden], after the final norm; `master` receives the gradient of the head's weight, if any.
     """
     logprobs, entropy = _ChunkedLogprobs.apply(hidden, master, head, targets)  # type: ignore[no-untyped-call]
     return logprobs, entropy
 
 
 class ExactHead(ChunkedHead):
-    """A ready head in one of its formats."""
-
     chunk_elements = 1 << 24
 
     def __init__(self, head: HeadWeight, form: HeadFormat, temperature: float, truncation: Truncation | None) -> None:

@@ -18,16 +18,9 @@ _CHUNK = 1 << 15
 
 @with_kernel("lora")
 def merged_weight(base: Tensor, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    """W + factor * B A.
+    """W + factor * B A, FP32, where W is BF16 or FP32 [out, in], or some of its rows, and the factor is alpha / rank.
 
-    Args:
-        base: W, BF16 or FP32 [out, in], or some of its rows.
-        left: B, FP32 [out, rank], the same rows.
-        right: A, FP32 [rank, in].
-        factor: alpha / rank.
-
-    Returns:
-        FP32, like `base`.
+    B is FP32 [out, rank], the same rows, and A is FP32 [rank, in].
     """
     merged = torch.empty_like(base, dtype=torch.float32)
     step, wide = max(1, _CHUNK // base.shape[1]), right.double()

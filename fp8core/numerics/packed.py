@@ -149,8 +149,6 @@ class DevicePack(NamedTuple):
 
 
 class PackedAttention(ABC):
-    """Attention in one format."""
-
     name: str
 
     @abstractmethod
@@ -171,8 +169,6 @@ class PackedAttention(ABC):
 
 
 class Bf16PackedAttention(PackedAttention):
-    """BF16 Q, K, V and P."""
-
     name = "bf16"
 
     def __init__(self, exact: Bf16Attention) -> None:
@@ -277,15 +273,9 @@ class HeadOptions(NamedTuple):
 
 @with_kernel("hopper_gemm")
 def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.float32) -> Tensor:
-    """Logits.
+    """Logits, FP32 [tokens, vocabulary], with values of `output`: float32, or bfloat16, to which they are rounded.
 
-    Args:
-        hidden: BF16 [tokens, hidden].
-        weight: BF16 [vocabulary, hidden].
-        output: float32, or bfloat16, to which logits are rounded.
-
-    Returns:
-        FP32 [tokens, vocabulary], values of `output`.
+    Hidden states are BF16 [tokens, hidden], the weight is BF16 [vocabulary, hidden].
     """
     aligned = align_rows(weight.double(), alignment_bits(weight.shape[1]))
     return aligned_gemm(hidden, aligned).to(output).float()

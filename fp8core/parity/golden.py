@@ -42,13 +42,11 @@ class Golden:
 
 
 def preflight(config: RunConfig) -> Golden:
-    """The correction that a training of `config` would apply."""
     objective = Objective(config.loss, config.correction)
     return compare_golden(lambda batch: objective.corrected(batch)[0], config)
 
 
 def compare_golden(corrected: Corrected, config: RunConfig) -> Golden:
-    """Compare what `corrected` makes of the vectors with the answers for the correction of `config`."""
     found = corrected(golden_batch()).weights
     assert found is not None, "a corrected batch has weights"
     wrong = []

@@ -48,7 +48,6 @@ class Variant:
 
     @property
     def matched(self) -> bool:
-        """True if both sides compute in the same formats."""
         return self.rollout == self.training
 
 
@@ -145,11 +144,9 @@ class LearningCurve:
 
     @property
     def accuracies(self) -> list[float]:
-        """Of each step."""
         return [float(value) for value in self.scores.mean(axis=1)]
 
     def mean_of_last(self, count: int) -> float:
-        """Accuracy over the last `count` evaluations."""
         return float(self.scores[-count:].mean())
 
 
@@ -181,20 +178,11 @@ class Measured:
 
     @property
     def whole(self) -> bool:
-        """True if every requested step is committed."""
         return self.steps[0] == self.steps[1]
 
 
 def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[MemorySample] = ()) -> Measured:
-    """The numbers of a training.
-
-    Args:
-        run: its folder, as read.
-        variant: name of the variant that it trained.
-        seed: of the training.
-        last: how many held-out accuracies at the end count.
-        memory: samples of the process that trained.
-    """
+    """The numbers of a training, of whose held-out accuracies the `last` count; `memory` is of its process."""
 
     def values(metric: str) -> tuple[float, ...]:
         return tuple(series(run.history, metric)[1])
@@ -289,8 +277,6 @@ def block_means(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Curves of one seed: a variant's, and BF16's."""
-
     variant: LearningCurve
     baseline: LearningCurve
 
@@ -301,8 +287,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """A mean over pairs with its interval."""
-
     mean: float
     low: float
     high: float

@@ -43,7 +43,6 @@ def mean_history(runs: Sequence[RunData]) -> History:
 def parity_html(
     result: ParityResult, measured: Sequence[Measured], runs: Runs, before: ParityResult | None, config: ParityConfig
 ) -> str:
-    """The page."""
     compared, everything = _lines(_compared(runs)), _lines(runs)
     seeds = "Mean over the seeds of each variant."
     found = [
@@ -64,13 +63,11 @@ def parity_html(
 
 
 def parity_charts(runs: Runs, config: ParityConfig) -> list[Chart]:
-    """The few charts that a picture shows."""
     lines = _lines(_compared(runs))
     return [curve_chart(curve, lines, _verdict_bounds(curve, config)) for curve in (*LEARNING[:4], *ALIGNMENT[:2])]
 
 
 def parity_markdown(result: ParityResult, measured: Sequence[Measured], before: ParityResult | None) -> str:
-    """Verdict and tables where a page cannot be shown."""
     parts = [f"**{result.name}**: {result.headline}", _markdown(matrix_table(result)), _markdown(checks_table(result))]
     parts.append(_markdown(accuracy_table(result, measured)))
     section = _regression(result, before)
@@ -79,7 +76,6 @@ def parity_markdown(result: ParityResult, measured: Sequence[Measured], before: 
 
 
 def matrix_table(result: ParityResult) -> Table:
-    """The outcome of every check, a row for each, in the column of its variant."""
     found = {(check.name, check.variant): check.outcome for check in result.checks}
     # A check of the whole parity run, such as that of the preflight, has a column of its own.
     variants = dict.fromkeys([*result.variants, *(check.variant for check in result.checks)])
@@ -91,13 +87,11 @@ def matrix_table(result: ParityResult) -> Table:
 
 
 def checks_table(result: ParityResult) -> Table:
-    """Every check with its bound and the reason of the bound."""
     rows = [(c.outcome, c.variant, c.name, c.found, c.bound, c.reason) for c in result.checks]
     return Table("Checks", ["", "variant", "what", "found", "bound", "because"], rows)
 
 
 def accuracy_table(result: ParityResult, measured: Sequence[Measured]) -> Table:
-    """Held-out accuracy of every training."""
     of = {(one.variant, one.seed): one for one in measured}
     rows = [
         (variant, *(_accuracy(of.get((variant, seed))) for seed in result.seeds))
@@ -137,7 +131,6 @@ def _regression(result: ParityResult, before: ParityResult | None) -> Section:
 
 
 def changes_table(before: ParityResult, result: ParityResult) -> Table:
-    """The differences from an earlier parity run."""
     rows = [(change.kind, change.what, change.before, change.now) for change in changes(before, result)]
     return Table("What changed", ["kind", "what", "before", "now"], rows)
 

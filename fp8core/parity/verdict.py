@@ -62,8 +62,6 @@ class Check:
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """All checks; `outcome` is what they add up to."""
-
     checks: tuple[Check, ...]
 
     @property
@@ -76,12 +74,10 @@ class ParityVerdict:
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that are beyond their bounds."""
         return [check for check in self.checks if check.outcome == FAIL]
 
     @property
     def headline(self) -> str:
-        """The outcome and what made it, in a line."""
         made = [
             f"{check.variant}: {check.name} {check.found}" for check in self.checks if check.outcome == self.outcome
         ]
@@ -98,16 +94,9 @@ def judge(
     platform: str,
     failures: Mapping[tuple[str, int], str],
 ) -> ParityVerdict:
-    """The verdict.
+    """Judge each requested variant, whether it was measured or not; on the platform `cpu` speed is not judged.
 
-    Args:
-        measured: every training that there is, in any order.
-        golden: how the correction did on its golden vectors.
-        config: the bounds.
-        variants: names of all requested variants; each is judged, whether it was measured or not.
-        seeds: all requested seeds.
-        platform: where the rollout engine computes: `cpu`, or a GPU as `sm_90`. On a CPU speed is not judged.
-        failures: why a training failed, by variant and seed.
+    `failures`: why a training failed, by variant and seed.
     """
     by_variant = {name: [one for one in measured if one.variant == name] for name in variants}
     checks = [_golden_check(golden)]
@@ -316,7 +305,6 @@ class Change(BaseModel):
 
 
 def write_result(result: ParityResult, folder: Path) -> None:
-    """Write the result of a parity run into its folder."""
     durable.write_file(folder / RECORD, (result.model_dump_json(indent=2) + "\n").encode())
 
 
@@ -331,7 +319,6 @@ def last_passing(folder: Path, config: str, before: str) -> ParityResult | None:
 
 
 def changes(before: ParityResult, now: ParityResult) -> list[Change]:
-    """Differences of code, libraries, machine, settings, outcomes, and every number that was measured."""
     found = [
         *_differing("code", {"version": before.code_version}, {"version": now.code_version}),
         *_differing("code", before.git, now.git),

@@ -102,8 +102,7 @@ class Demand:
 def device_plans(demand: Demand, machine: Machine) -> tuple[DevicePlan, ...]:
     """The devices of a machine that a training uses, with the phases of each.
 
-    Raises:
-        UserError: there is no GPU to train on.
+    Raises UserError: there is no GPU to train on.
     """
     devices = _with_warm_start(_devices(demand, machine), demand, machine.gpu)
     return devices if demand.ahead is None else _with_policies(devices, machine.host, demand.ahead)
@@ -225,7 +224,6 @@ def _scoring(demand: Demand, parallel: Parallel, beside: tuple[Need, ...]) -> tu
 
 
 def _generating(engine: EngineMemory) -> Phase:
-    """The phase of GPUs that only generate."""
     return Phase("generating", engine.needs, engine.limit, engine.advice)
 
 

@@ -33,13 +33,7 @@ class FrozenTrainers:
 
 
 def frozen_trainers(config: RunConfig, arch: Architecture, parallel: Parallel | None) -> FrozenTrainers:
-    """Those of the pipeline's steps.
-
-    Args:
-        config: the training.
-        arch: shape of its model.
-        parallel: GPUs that train; None trains on the host.
-    """
+    """The memory of those that the pipeline's steps need; without `parallel` they compute on the host."""
     steps, found = {step.uses for step in config.pipeline.steps}, FrozenTrainers((), (), ())
     if REFERENCE in steps:
         found = _with(found, "reference", config, arch, parallel)

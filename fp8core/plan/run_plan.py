@@ -65,16 +65,11 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig, arch: Architecture, machine: Machine, parallel: Parallel | None = None) -> RunPlan:
-    """Plan a training.
+    """Plan a training; an engine generates on the machine's GPUs, or on the host of a machine without.
 
-    Args:
-        config: the training.
-        arch: shape of its model.
-        machine: what there is; an engine generates on its GPUs, or on the host of a machine without.
-        parallel: GPUs that train; colocated, those that generate are among them, in turn. None trains on the host.
-
-    Raises:
-        UserError: the engine cannot hold the model, it cannot be cut into `parallel`, or there is no GPU to train on.
+    `parallel`: GPUs that train; colocated, those that generate are among them, in turn. None trains on the host.
+    Raises UserError: the engine cannot hold the model, it cannot be cut into `parallel`, or there is no GPU to train
+    on.
     """
     entry = engine_entry(config)
     refuse(entry.check_model(config, arch))
@@ -136,7 +131,6 @@ def refuse_unfit(plan: RunPlan) -> None:
 
 
 def verdict(plan: RunPlan) -> str:
-    """In words, for a plan that is not refused."""
     phases = [phase for device in plan.devices for phase in device.phases]
     if all(phase.surely_fits for phase in phases):
         # An engine may fill its share of a GPU with its cache, and stays in it: nothing is left, and all fits.

@@ -69,7 +69,6 @@ class StepTime:
 
     @property
     def total(self) -> tuple[float, float]:
-        """Least and most."""
         least, most = self.rollout
         others = self.logprobs + self.train + self.rest
         return least + others, most + others
@@ -78,11 +77,7 @@ class StepTime:
 def step_time(config: RunConfig, arch: Architecture, gpu: Device | None, cache: CacheRoom | None) -> StepTime | None:
     """The time of a step by the first measured one that is like it, or None.
 
-    Args:
-        config: the training.
-        arch: shape of its model.
-        gpu: the GPU that generates and trains.
-        cache: of the engine; it must hold the completions that the measured engine decoded together.
+    `cache`, the engine's, must hold the completions that the measured engine decoded together.
     """
     if gpu is None or cache is None:
         return None

@@ -59,7 +59,6 @@ class TiedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The child's exit code, or None while it lives."""
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int:
@@ -67,11 +66,9 @@ class TiedProcess:
         return self._process.wait(seconds)
 
     def kill(self) -> None:
-        """Send SIGKILL to the child."""
         self._process.kill()
 
     def say(self, word: bytes) -> None:
-        """Let the child read `word`."""
         assert self._process.stdin is not None, "it was started with a pipe"
         with suppress(BrokenPipeError):  # Somebody killed it.
             self._process.stdin.write(word)
@@ -115,8 +112,7 @@ os.register_at_fork(after_in_child=_close_copies)
 def follow_parent() -> None:
     """From now on this process ends with the one that started it by `multiprocessing`; without one nothing happens.
 
-    Raises:
-        OSError: the kernel has no descriptors of processes (Linux before 5.3).
+    Raises OSError: the kernel has no descriptors of processes (Linux before 5.3).
     """
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -100,8 +100,6 @@ def ask_before_processes(theirs: socket.socket) -> None:
 
 
 class ProcessBound:
-    """The supervisor's side."""
-
     def __init__(self, listener: int, most: int) -> None:
         self.listener = listener
         self._most = most

@@ -35,7 +35,6 @@ class Lines:
 
     @property
     def has_outgoing(self) -> bool:
-        """True if something waits for the socket to take it."""
         return bool(self._outgoing)
 
     def send(self, line: bytes) -> None:
@@ -107,7 +106,6 @@ class SupervisedProcess:
 
 
 def described(code: int | None) -> str:
-    """The end of a process (`exit_code`), in words."""
     if code is None:
         return "it closed its channel"
     return f"its process ended ({f'exit code {code}' if code >= 0 else signal.Signals(-code).name})"

@@ -25,10 +25,8 @@ def refuse_others(required: Mapping[str, str], moment: str) -> None:
 
 
 def variables() -> dict[str, str]:
-    """All of them, as a child process would have them."""
     return dict(os.environ)
 
 
 def chosen_variables(names: Iterable[str]) -> dict[str, str]:
-    """Those of these names that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}

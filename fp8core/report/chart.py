@@ -41,7 +41,6 @@ class Series:
     mark: Mark = "line"
 
     def finite(self) -> list[tuple[float, float]]:
-        """The points that can be drawn."""
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
 
 
@@ -108,7 +107,6 @@ class Heatmap:
     value_label: str = ""
 
     def positive(self) -> list[float]:
-        """The values that have a colour."""
         values = (value for panel in self.panels.values() for row in panel for value in row)
         return [value for value in values if math.isfinite(value) and value > 0]
 
@@ -126,8 +124,6 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Boxes and the edges (from, to, name) between them."""
-
     title: str
     nodes: Sequence[Node]
     edges: Sequence[tuple[str, str, str]]
@@ -154,7 +150,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def colour(style: int) -> str:
-    """The colour of a style, as #RRGGBB."""
     return GREY if style == REFERENCE else COLOURS[style % len(COLOURS)]
 
 

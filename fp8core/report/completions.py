@@ -75,8 +75,6 @@ class ShownCompletion:
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, the step at which it was asked, and completions of it."""
-
     step: int
     prompt: str
     completions: Sequence[ShownCompletion]
@@ -92,12 +90,10 @@ class Examples:
 
     @property
     def differing(self) -> bool:
-        """True if a token that is shown has a colour."""
         return any(piece.level for piece in self._pieces())
 
     @property
     def compared(self) -> bool:
-        """True if a token that is shown was compared."""
         return any(piece.level is not None for piece in self._pieces())
 
     @property
@@ -106,7 +102,6 @@ class Examples:
         return all(completion.unverified for completion in self._completions())
 
     def in_order(self) -> list[Asked]:
-        """Early and late of the same prompt beside one another."""
         return [asked for pair in zip_longest(self.early, self.late) for asked in pair if asked is not None]
 
     def _completions(self) -> Iterator[ShownCompletion]:
@@ -130,17 +125,14 @@ class Picked:
     same: bool
 
     def in_order(self) -> list[Sequence[Row]]:
-        """Early and late of the same prompt beside one another."""
         return [rows for pair in zip_longest(self.early, self.late) for rows in pair if rows is not None]
 
 
 def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
     """Rows of the completions of a few prompts, with the log-probs of both policies and the reward; None without any.
 
-    Args:
-        view: of the run.
-        names: of the artifacts with the rollouts and with the log-probs.
-        missing: takes a line for what cannot be read and was not removed by gc.
+    `names` are of the artifacts with rollouts and with log-probs; `missing` takes a line for what cannot be read and
+    was not removed by gc.
     """
     commits = sorted(view.commits, key=lambda commit: commit.step)
     whole = [commit for commit in commits if commit.step > START and _kept(view, commit, names)]
@@ -207,7 +199,6 @@ def heldout_pairs(view: RunView, missing: list[str]) -> list[HeldoutPair]:
 
 
 def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
-    """The held-out prompts that a report shows; None without any."""
     if not pairs:
         return None
     early, late = (
@@ -294,8 +285,7 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread)
 def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Key, list[Row]]:
     """The turns of each episode of a step; none without an environment, or where gc was.
 
-    Raises:
-        ArtifactError: they cannot be read.
+    Raises ArtifactError: they cannot be read.
     """
     found: dict[Key, list[Row]] = defaultdict(list)
     for task in commit.tasks.values():
@@ -356,7 +346,6 @@ def _told(row: Row) -> list[ShownTurn]:
 
 
 def said_text(turn: Row) -> str:
-    """The environment's messages in a row of kind `turns`, line by line."""
     said = json.loads(turn["said"] or "[]")
     messages = said["messages"] if isinstance(said, dict) else said
     return "\n".join(str(message["content"]) for message in messages)

@@ -51,7 +51,6 @@ class Console:
     """
 
     def __init__(self, file: TextIO, steps: int) -> None:
-        """`file` is written to, `steps` is how many the run has in all."""
         self._console = rich.console.Console(file=file, highlight=False)
         self._console.width = min(WIDTH, self._console.width)
         self._steps = steps
@@ -66,16 +65,13 @@ class Console:
         self._widths = {"step": 2 * len(str(steps)) + 1, **{name: _COLUMNS[name] for name in shown}}
 
     def header(self, run: str, places: Mapping[str, str]) -> None:
-        """The run's name, and where things are (label -> path or address)."""
         self._whole_line(Text(f"fp8-grpo run {printable(run)}", style="bold"))
         self._places(places)
 
     def note(self, text: str) -> None:
-        """A line of plain text."""
         self._whole_line(Text(printable(text)))
 
     def part(self, name: str) -> Part:
-        """A part of the work, with lines of progress where it takes long."""
         return Part(name, self.note)
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
@@ -99,13 +95,7 @@ class Console:
                 self._whole_line(Text(warning, style="yellow"))
 
     def step(self, metrics: Mapping[str, float], seconds: float, task_seconds: Mapping[str, float]) -> None:
-        """One line for a finished step.
-
-        Args:
-            metrics: the key `step` and the step's MLflow metrics; what is absent is shown as "-".
-            seconds: wall time of the step.
-            task_seconds: task -> seconds; the one with the largest share is named.
-        """
+        """One line for a finished step with the task that took longest; a metric that is absent is shown as "-"."""
         if self._lines == 0:
             self._whole_line(Text(LEGEND, style="dim"))
             if STALENESS in metrics:
@@ -162,15 +152,7 @@ class Console:
         page: str,
         learning: str = MISSING,
     ) -> None:
-        """The result in a panel, then its diagnosis, and where everything is.
-
-        Args:
-            summary: the numbers.
-            folder: of the run, with its report and its curves.
-            ui_command: of the MLflow UI; None where a server runs.
-            page: of the run in MLflow.
-            learning: the report's verdict.
-        """
+        """The result in a panel, then its diagnosis, and where everything is."""
         results = Table.grid(padding=(0, 2))
         edge = summary.reward_edge_steps
         of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
@@ -243,7 +225,6 @@ def format_tmpe(value: float) -> str:
 
 
 def _end_of(text: Text, width: int) -> Text:
-    """The last columns of a text, after an ellipsis where it is longer."""
     backwards = Text(text.plain[::-1])
     backwards.truncate(width, overflow="ellipsis")
     return Text(backwards.plain[::-1])

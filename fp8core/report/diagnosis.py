@@ -87,7 +87,6 @@ class Evidence:
 
     @cached_property
     def measured(self) -> History:
-        """The steps that measured whether there was a signal."""
         return [row for row in self.history if SIGNAL in row]
 
     @cached_property
@@ -120,7 +119,6 @@ class Evidence:
 
     @property
     def ends(self) -> str:
-        """The number of silent steps, and how completions ended, the most frequent outcome first."""
         shares = {name: share for name, share in self.shares.items() if share >= _LEAST_SHOWN}
         ordered = sorted(shares, key=lambda name: (name == "cut off", -shares[name]))
         words = [f"{100 * shares[name]:.0f} % {name}" for name in ordered]
@@ -131,7 +129,6 @@ class Evidence:
 
     @property
     def example(self) -> str:
-        """The begin of a completion of the last step, in words."""
         if not self.texts:
             return ""
         begin = printable(self.texts[0][:_SHOWN_CHARACTERS])
@@ -139,7 +136,6 @@ class Evidence:
 
     @cached_property
     def never_right(self) -> bool:
-        """True where the verifier gave no completion of any step a reward."""
         rows = [row for row in self.history if _RIGHT in row]
         scores = [max(row[_RIGHT], row.get("reward/verdict", row.get(REWARD, 0.0))) for row in rows]
         return bool(scores) and max(scores) <= 0
@@ -161,7 +157,6 @@ class Evidence:
         return max(START, self.fall.sound - 1 - (self.config.pipeline.max_staleness if ahead and self.config else 0))
 
     def setting(self, key: str) -> str:
-        """A setting, with its value."""
         section, _, name = key.partition(".")
         return key if self.config is None else f"{key} (now {getattr(getattr(self.config, section), name)})"
 
@@ -191,7 +186,6 @@ class Fall:
 
     @property
     def words(self) -> str:
-        """The level, the entropy and the length before and after."""
         numbers = [f"{self.measure} fell from {self.best:.3g} to {self.level:.3g}"]
         for name, metric, unit in (("entropy", ENTROPY, "nats a token"), ("length", LENGTH, "tokens")):
             if any(metric in row for row in self.before):
@@ -245,8 +239,6 @@ def _mean(history: History, metric: str) -> float:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A cause: whether it fits, what was seen, and what to change."""
-
     cause: str
     fits: Callable[[Evidence], bool]
     seen: Callable[[Evidence], str]
@@ -333,7 +325,6 @@ def diagnosis(evidence: Evidence) -> Diagnosis | None:
 
 
 def diagnose(view: RunView, history: History, learning: Learning, left: int = 0) -> Diagnosis | None:
-    """The diagnosis of a run, with texts from its folder (arguments: `Evidence`)."""
     config, name = view.config, view.folder.name
     place = name if config is None else shown_place(config, name)
     resume = f"fp8-grpo resume {place}" if config is None else resume_command(config, name)
@@ -341,7 +332,6 @@ def diagnose(view: RunView, history: History, learning: Learning, left: int = 0)
 
 
 def _last_texts(view: RunView) -> list[str]:
-    """Completions of the last step, the first of each prompt; none where they cannot be read."""
     commit = max(view.commits, key=lambda commit: commit.step, default=None)
     refs = [] if commit is None else commit.artifacts.values()
     ref = next((ref for ref in refs if ref.kind == "rollouts" and not was_removed(view, ref)), None)

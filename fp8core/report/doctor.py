@@ -112,8 +112,7 @@ def _cluster(address: str) -> Iterator[Finding]:
 def take_inventory(address: str) -> Inventory:
     """The inventory of the cluster at `auto` or HOST:PORT, which `doctor --address` names.
 
-    Raises:
-        UserError: nothing answers there, or another version of Ray or Python.
+    Raises UserError: nothing answers there, or another version of Ray or Python.
     """
     # Ray is optional.
     from fp8core.cluster.connection import connect  # isort: skip

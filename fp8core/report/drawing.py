@@ -99,13 +99,7 @@ class Spot(NamedTuple):
 
 @rc_context(_STYLE)
 def draw_png(charts: Sequence[Chart], path: Path, title: str) -> None:
-    """Draw charts in rows of two, each 600 x 360 pixels with its part of a common legend.
-
-    Args:
-        charts: at least one.
-        path: the PNG to write; its folder exists.
-        title: printed above them.
-    """
+    """Draw a PNG of one chart or several in rows of two, each 600 x 360 pixels with its part of a common legend."""
     assert charts, "no chart to draw"
     columns = min(2, len(charts))
     rows = math.ceil(len(charts) / columns)
@@ -130,12 +124,9 @@ def draw_png(charts: Sequence[Chart], path: Path, title: str) -> None:
 
 @rc_context(_STYLE)
 def draw_bisection(bisection: Bisection, path: Path, title: str) -> None:
-    """Draw both shares of the first `BISECTED` units as horizontal bars, largest share on top.
+    """Draw both shares of the first `BISECTED` units, at least one, as horizontal bars, largest share on top.
 
-    Args:
-        bisection: with at least one unit.
-        path: the PNG to write, 1200 pixels wide and 34 high for each unit, and a frame; its folder exists.
-        title: what was compared with what.
+    The PNG is 1200 pixels wide and 34 high for each unit, and a frame.
     """
     assert bisection.units, "no error to draw"
     units = bisection.units[:BISECTED]
@@ -200,7 +191,6 @@ def figure_html(drawing: Drawing) -> str:
 
 
 def _themed(attribute: str) -> str:
-    """The style of an element with variables instead of inks."""
     if not attribute.startswith('="') or ": #" not in attribute:
         return attribute
     return re.sub(
@@ -428,7 +418,6 @@ def _graph_figure(graph: Graph) -> tuple[Figure, list[Spot]]:
 
 
 def _reduced(edges: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """The edges between two boxes that no other path joins."""
     following: dict[str, set[str]] = defaultdict(set)
     for source, target, _ in edges:
         following[source].add(target)
@@ -449,7 +438,6 @@ def _reduced(edges: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]
 
 
 def _framed(drawing: Drawing, labels: Sequence[str], plot: float = _PLOT, width: float = _WIDTH) -> tuple[Figure, Axes]:
-    """A figure with the title above, room for a legend of these labels, axes of that height, and the note below."""
     notes = wrap(drawing.note, int((width - 24) / (_CHARACTER * 11 / 12)))
     rows = -(-len(labels) // _legend_columns(labels))
     above, below = _TITLE + rows * _LEGEND_ROW, _BELOW + (8 + _NOTE_ROW * len(notes) if notes else 0)
@@ -499,7 +487,6 @@ def _legible(handle: Artist) -> Artist:
 
 
 def _edges(x: Sequence[float], buckets: int) -> list[float]:
-    """Where the bars of `buckets` stretches of consecutive numbers begin, and where the last one ends."""
     return [*(x[round(i * len(x) / buckets)] - 0.5 for i in range(buckets)), x[-1] + 0.5]
 
 

@@ -159,7 +159,6 @@ _DIGITS = 12
 
 
 def number_rows(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """A row for each number, its name first and then its value for each run."""
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("state", lambda run: run.status),
         ("reward, mean of the first steps", _edge(first_steps)),
@@ -208,17 +207,14 @@ def _ahead_rows(runs: Sequence[RunData]) -> list[tuple[str, Callable[[RunData], 
 
 
 def numbers_table(runs: Sequence[RunData]) -> Table:
-    """`number_rows` as a table."""
     return Table("What the runs came to", ["", *(run.label for run in runs)], number_rows(runs))
 
 
 def steps_table(run: RunData) -> Table:
-    """Every step of a run, folded."""
     return Table(f"{run.label}, step by step", COLUMNS, step_rows(run), folded=True)
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    """Settings that are not the same in all runs."""
     configs = with_equal_steps([run.view.config for run in runs])
     settings = [run_settings(run, config) for run, config in zip(runs, configs, strict=True)]
     keys = list(dict.fromkeys(key for one in settings for key in one))
@@ -231,7 +227,6 @@ def difference_table(runs: Sequence[RunData]) -> Table:
 
 
 def settings_table(run: RunData) -> Table:
-    """Every setting of a run, folded."""
     settings = run_settings(run, run.view.config)
     return Table(f"Every setting of {run.label}", ["setting", "value"], list(settings.items()), folded=True)
 
@@ -245,7 +240,6 @@ def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
 
 
 def provenance_table(run: RunData) -> Table:
-    """Folder, processes, code, machine and libraries of a run."""
     return Table(run.label, ["", ""], run.provenance.lines(run.view))
 
 
@@ -327,7 +321,6 @@ def _weights(run: RunData) -> str:
 
 
 def report_html(runs: Sequence[RunData]) -> str:
-    """The page, with the bounds that the runs are configured to stop at."""
     title = ", ".join(run.label for run in runs)
     states = "; ".join(f"{run.label}: {run.status}" for run in runs)
     gaps = sum(len(run.missing) for run in runs)
@@ -338,7 +331,6 @@ def report_html(runs: Sequence[RunData]) -> str:
 
 
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
-    """Every section of the page, whatever is missing."""
     lines = histories(runs)
     samples = [(run.label, run.tokens) for run in runs]
     scales = [figure_html(heatmap) for heatmap in scale_heatmaps(runs)]
@@ -385,7 +377,6 @@ def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
 
 
 def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
-    """A line for each age of each run."""
     series, prefix = list[Series](), f"{curve.metric}_age_"
     for label, history in runs:
         for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
@@ -417,7 +408,6 @@ def _completions(runs: Sequence[RunData]) -> Section:
 
 
 def key_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """The few charts that a picture shows."""
     bounds = configured_bounds(runs)
     chosen = (*LEARNING[:4], *ALIGNMENT[:2])
     return [curve_chart(curve, histories(runs), bounds.get(curve.metric, ())) for curve in chosen]

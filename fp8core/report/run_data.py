@@ -33,8 +33,6 @@ _GENERATED = frozenset({"rollouts", "schedule"})
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step of the iteration: the artifacts it reads and provides, by name."""
-
     name: str
     reads: tuple[str, ...]
     provides: tuple[str, ...]
@@ -66,7 +64,6 @@ class RunData:
 
     @property
     def missing(self) -> list[str]:
-        """The parts that the report cannot show, a line each."""
         return [*self.damaged, *self.removed]
 
     @property
@@ -94,12 +91,10 @@ class RunData:
 
     @property
     def left(self) -> int:
-        """The number of steps that it still has to make, as far as it is known."""
         return max(0, (self.asked or 0) - max(self.view.steps, default=0))
 
     @property
     def status(self) -> str:
-        """Its progress, in words, and why it stopped."""
         if self.stopped is None:
             return self._progress
         # One that has all its steps may have been opened once more, in vain.
@@ -264,7 +259,6 @@ def _busy(commit: Commit) -> float:
 
 
 def _token_artifacts(view: RunView) -> tuple[str, str]:
-    """The artifacts with rollouts and with log-probs before the update, which a pipeline may have renamed."""
     ports = ("rollouts", "logprobs")
     if view.config is not None:
         for step in view.config.pipeline.steps:
@@ -283,7 +277,6 @@ def compared_artifacts(view: RunView) -> tuple[str, str]:
 
 
 def _removed(view: RunView) -> list[str]:
-    """The removals of gc, a line for each time it ran."""
     removed: dict[str, list[Deletion]] = defaultdict(list)
     for deletion in view.deletions.values():
         removed[deletion.when].append(deletion)

@@ -114,7 +114,6 @@ def rollout_speed(run: RunData) -> float | None:
 def _learning(
     history: History, form: Callable[[float], str], prompts: int | None, left: int
 ) -> tuple[Learning, str, int | None]:
-    """The verdict, its reasons, and the direction of the reward."""
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)
     rewards, heldout = ([value for value in values if math.isfinite(value)] for values in (rewards, heldout))

@@ -66,7 +66,6 @@ class ComparedTokens(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Their number, and their share where it is not all."""
         if self.share < 1:
             return f"the {self.tokens:,} tokens that were compared, {100 * self.share:.2g} % of all"
         return f"all {self.tokens:,} tokens" if self.tokens else "all tokens"
@@ -89,7 +88,6 @@ class PrecisionGap(_Frozen):
 
     @property
     def difference_words(self) -> str:
-        """The difference with its interval, as people read it."""
         interval = f"[{self.difference_low:+.3f}, {self.difference_high:+.3f}]"
         return f"{self.difference:+.3f} {interval} on {counted(self.prompts, 'prompt')}"
 
@@ -125,7 +123,6 @@ class Summary(_Frozen):
 
 
 def precision_gap(history: History) -> PrecisionGap | None:
-    """The gap that step 0 measured, if it did."""
     row = next((row for row in history if GAP in row), None)
     if row is None:
         return None
@@ -153,12 +150,10 @@ def edge_steps(steps: int) -> int:
 
 
 def first_steps(values: Sequence[float]) -> float:
-    """The mean of the first `edge_steps` values, of at least one."""
     return fmean(values[: edge_steps(len(values))])
 
 
 def last_steps(values: Sequence[float]) -> float:
-    """The mean of the last `edge_steps` values, of at least one."""
     return fmean(values[-edge_steps(len(values)) :])
 
 
@@ -194,20 +189,12 @@ def summarise(
     bounds_crossed: int | None,
     diagnosis: str | None = None,
 ) -> Summary:
-    """Summarise a run.
+    """Summarise a run by all of its steps, in order, and its overhead by the timings of this process.
 
-    Args:
-        history: every step of the run, in order.
-        timings: of the steps of this process, for the overhead.
-        run: name of the run.
-        mlflow_run_id: its MLflow run.
-        chain_head: the last link of its chain of manifests (`manifest.Head`).
-        weights_digest: digest of the last policy.
-        total_seconds: wall time of the run, in all its processes (`RunView.process_seconds`).
-        task_seconds: of it, what each task took, and the rest (`run_data.time_spent`).
-        bounds: what the run was held to, in a line; before it the bounds that it crossed.
-        bounds_crossed: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing was judged.
-        diagnosis: the sentence of `diagnosis.diagnose`.
+    `total_seconds` are those of all its processes (`RunView.process_seconds`), `task_seconds` what each task took of
+    them, and the rest (`run_data.time_spent`). `bounds` is what the run was held to, in a line, after the bounds that
+    it crossed. `bounds_crossed`: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing
+    was judged.
     """
     _, rewards = series(history, REWARD)
     _, heldout = series(history, HELDOUT)

@@ -47,7 +47,6 @@ def _evaluated(result: EvaluationResult) -> str:
 
 
 def _evaluation_rows(result: EvaluationResult) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
-    """Names and rows of the estimates, and of the outcomes."""
     first = next(iter(result.precisions))
     names = list(result.precisions[first].estimates)
     estimates = [
@@ -239,15 +238,7 @@ def _carried(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]
 
 
 def progress_markdown(run: str, steps: int, rows: History, before: History, seconds: Mapping[str, float]) -> str:
-    """The newest steps beside those before them.
-
-    Args:
-        run: its name.
-        steps: how many it is to have.
-        rows: metrics of the newest steps, in order; at least one.
-        before: metrics of as many steps before them, or fewer, or none.
-        seconds: task -> seconds in the newest steps.
-    """
+    """The newest steps, one at least, beside as many before them, or fewer; `seconds` of tasks are in the newest."""
     columns = ["", *(_steps(part) for part in (before, rows) if part)]
     lines = [
         f"**{run}**: step {int(rows[-1][STEP])} of {steps}",

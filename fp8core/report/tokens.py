@@ -39,15 +39,10 @@ class TokenSample:
 
 
 def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
-    """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps.
+    """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps; None when no step has tokens.
 
-    Args:
-        view: of the run.
-        names: of the artifacts with the rollouts and with the log-probs.
-        missing: takes a line for what cannot be read and was not removed by gc.
-
-    Returns:
-        None when no step has tokens.
+    `names` are of the artifacts with rollouts and with log-probs; `missing` takes a line for what cannot be read and
+    was not removed by gc.
     """
     found: list[TokenSample] = []
     unread = Unread("tokens")
@@ -78,7 +73,6 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
 
 
 def was_removed(view: RunView, ref: Ref) -> bool:
-    """True if gc removed the file of an artifact."""
     return ref.digest in view.deletions and not (view.folder / ref.uri).exists()
 
 
@@ -95,7 +89,6 @@ class Unread:
         self._found[reason].append((step, place))
 
     def lines(self) -> list[str]:
-        """Steps, reason and file."""
         return [
             f"{self._what} of step {spans(step for step, _ in places)}: {reason} ({places[0][1]})"
             for reason, places in self._found.items()
@@ -103,7 +96,6 @@ class Unread:
 
 
 def _table(view: RunView, ref: Ref) -> pa.Table:
-    """The columns that say which token it is; a run with routed experts has a column that is a hundred times larger."""
     columns = [*COMPLETION_KEY, "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
     return ArtifactStore(view.folder).get_table(ref, columns)
 

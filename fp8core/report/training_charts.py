@@ -76,7 +76,6 @@ class Curve:
     note: str = ""
 
     def of(self, row: Row) -> float:
-        """The value that is drawn for a step that has the metric."""
         value = row[self.metric] if self.value is None else self.value(row)
         # An axis has to hold the difference of two values, or their ratio.
         if abs(value) < 1.0 / LARGEST_SHOWN:
@@ -170,12 +169,10 @@ def curve_chart(curve: Curve, runs: Sequence[tuple[str, History]], bounds: Seque
 
 
 def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:
-    """Runs as `curve_chart` takes them."""
     return [(run.label, run.history) for run in runs]
 
 
 def training_charts(label: str, history: History, bounds: StopBounds | None) -> list[Chart]:
-    """The few charts that the picture in a run's folder shows, with the bounds that the run has."""
     lines = bound_lines([(label, bounds)])
     return [curve_chart(curve, [(label, history)], lines.get(curve.metric, ())) for curve in (*LEARNING, ALIGNMENT[0])]
 
@@ -258,7 +255,6 @@ def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[lis
 
 
 def scale_heatmaps(runs: Sequence[RunData]) -> list[Heatmap]:
-    """The FP8 scales of queries, keys and values, layer by layer, of the runs that have them; with equal axes."""
     maps = [found for run in runs if (found := _scale_heatmap(run.label, run.history)).x]
     ends = [end for one in maps if (values := one.positive()) for end in (min(values), max(values))]
     last = max((one.x[-1] for one in maps), default=0.0)
@@ -287,7 +283,6 @@ def time_stacks(runs: Sequence[RunData]) -> list[Stack]:
 
 
 def _tallest(stack: Stack) -> float:
-    """The height of the highest bar."""
     sums = [math.fsum(values) for values in zip(*stack.layers.values(), strict=True)]
     return max(bucket_means(sums, min(BARS, len(sums)))) if sums else 0.0
 
@@ -314,7 +309,6 @@ def time_shares(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
 
 
 def pipeline_graph(run: RunData) -> Graph:
-    """The iteration with the mean seconds of each step and its share of the time."""
     columns = _columns(run.pipeline)
     totals = {name: sum(values.values()) for name, values in run.seconds.items()}
     whole = sum(totals.values()) or 1.0
@@ -384,7 +378,6 @@ _NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_di
 
 
 def configured_bounds(runs: Sequence[RunData]) -> Bounds:
-    """`bound_lines` of runs, by their stored configurations."""
     return bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
 
 

@@ -86,12 +86,7 @@ def linear_shapes(arch: Architecture, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def samples(products: Iterable[Product], processors: int) -> list[Sample]:
-    """A product for each kernel, with the fewest rows that select it; none twice.
-
-    Args:
-        products: of a training.
-        processors: multiprocessors of the GPU.
-    """
+    """A product for each kernel, with the fewest rows that select it; none twice."""
     found = dict[tuple[Operands, int, int, Tiling], int]()
     for product in products:
         for tiling, rows in kernels(product, processors).items():
@@ -157,7 +152,6 @@ def _fits(height: int, width: int, *, codes: bool) -> bool:
 
 
 def _stages(product: Product, height: int, width: int) -> int:
-    """Stages of a pipeline in a multiprocessor's shared memory."""
     # A row of a stage is always 128 bytes.
     result = round_up(height * width * _RESULT_BYTES[product.operands], 1024)
     scales = 0
@@ -172,7 +166,6 @@ def _stages(product: Product, height: int, width: int) -> int:
 
 
 def _best(product: Product, rows: Tensor, candidates: list[Tiling], processors: int) -> list[Tiling]:
-    """The candidate with the fewest estimated cycles for each number of rows."""
     if not len(rows):
         return []
     cycles = torch.stack([_cycles(product, rows, tiling, processors) for tiling in candidates])

@@ -17,13 +17,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors lie.
-
-    Attributes:
-        name: for people.
-        memory: bytes.
-        platform: as `config.capability.this_platform` names it.
-    """
+    """A place of tensors; `memory` is bytes, `platform` as `config.capability.this_platform` names it."""
 
     name: str
     memory: int
@@ -61,12 +55,10 @@ def named_gpu(name: str) -> Device:
 
 
 def this_machine() -> Machine:
-    """The first GPU here, if any, and all memory of the host."""
     return machine_of(this_node())
 
 
 def machine_of(node: Node) -> Machine:
-    """The first GPU of a node, if any, and all memory of its host."""
     gpu = None if node.gpu is None else Device(*node.gpu, node.platform)
     return Machine(gpu, Device("host", node.memory))
 
@@ -108,7 +100,6 @@ class Phase:
 
     @property
     def fits(self) -> bool:
-        """True if the limit holds it, or where there is none."""
         return self.limit is None or self.total <= self.limit
 
     @property
@@ -118,7 +109,6 @@ class Phase:
 
     @property
     def surely_fits(self) -> bool:
-        """True if the limit holds what may come on top, too."""
         return self.limit is None or self.total + (0 if self.at_most is None else self.at_most.bytes) <= self.limit
 
 
@@ -132,13 +122,11 @@ class DevicePlan:
 
     @property
     def name(self) -> str:
-        """For people."""
         if self.device is None:
             return "host"
         return self.device.name if self.count == 1 else f"each of {self.count} {self.device.name}"
 
     def refusals(self) -> list[str]:
-        """A line for each phase that does not fit."""
         return [
             f"{phase.name} on {self.name} needs {gib(phase.total)} GiB ({_largest(phase)}), "
             f"there are {gib(phase.limit)}; {phase.advice}"
@@ -181,7 +169,6 @@ class StoredBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.codes + self.scales + self.kept
 
 
@@ -210,7 +197,6 @@ class ParameterCounts:
 
 
 def count_parameters(arch: Architecture) -> ParameterCounts:
-    """Count by shapes."""
     shapes = parameter_shapes(arch)
     total = count(shapes)
     experts = count({name: shape for name, shape in shapes.items() if is_expert(name)})
@@ -224,17 +210,14 @@ def count_parameters(arch: Architecture) -> ParameterCounts:
 
 
 def count(shapes: Shapes) -> int:
-    """Parameters of all shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def held(part: Part) -> int:
-    """Parameters of a part on one GPU."""
     return sum(math.ceil(count(shapes) / parts) for shapes, parts in part)
 
 
 def is_expert(name: str) -> bool:
-    """True if a parameter is one expert's."""
     return ".experts." in name
 
 
@@ -281,7 +264,6 @@ class CacheRoom:
 
     @property
     def need(self) -> Need:
-        """The bytes on one GPU."""
         return Need("KV cache", self.bytes, f"{self.bytes_per_token:,} bytes a token")
 
 
@@ -311,11 +293,7 @@ def cache_room(
 def cache_refusal(room: CacheRoom, length: str, wanted: int, size: str) -> str | None:
     """Words on a cache without room for one sequence of the engine's longest, None where there is.
 
-    Args:
-        room: the cache.
-        length: setting of the longest sequence.
-        wanted: its tokens.
-        size: setting of the cache's size.
+    `length` and `size` are the settings of the longest sequence, which has `wanted` tokens, and of the cache's size.
     """
     if room.tokens >= wanted:
         return None
@@ -360,15 +338,10 @@ def gpu_engine_memory(
     size: str,
     share: float | None,
 ) -> EngineMemory:
-    """The memory of an engine on a GPU, all but its cache being `fixed`.
+    """The memory of an engine on a GPU, all but its cache being `fixed`, which its settings do not change.
 
-    Args:
-        gpu: it generates there.
-        fixed: needs that its settings do not change.
-        asleep, limit, refusal: as of `EngineMemory`.
-        room: its cache.
-        size: setting of the cache's size, or of the engine's share of the GPU.
-        share: that share; None where the cache has a size.
+    `size` is the setting of the cache's size, or of the engine's `share` of the GPU. That is None where the cache has
+    a size.
     """
     advice = f"{'lower' if share is None else 'raise'} {size}, or choose a GPU with more memory"
 
@@ -393,7 +366,6 @@ def cache_bytes_per_token(arch: Architecture, form: CacheFormat) -> int:
 
 
 def engine_weights(shipped: StoredBytes) -> Need:
-    """The engine's copy of the policy."""
     return Need("engine weights", shipped.total, "as they are sent")
 
 

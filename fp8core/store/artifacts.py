@@ -148,7 +148,6 @@ class ArtifactStore:
         self._origin = origin
 
     def path(self, ref: Ref) -> Path:
-        """Where the file of a reference is."""
         return self._holder(ref) / ref.uri
 
     def damage(self, ref: Ref) -> ArtifactError | None:
@@ -227,7 +226,6 @@ class ArtifactStore:
             return parse_model(self._read(ref, "json"), StepManifest, f"{self.path(ref)}: not of kind manifest")
 
     def digest_json(self, value: Any) -> str:
-        """The digest that `put_json` would name a value by."""
         return hashlib.sha256(canonical_json(value, "value")).hexdigest()
 
     def _commit(self, kind: str, extension: str, data: bytes) -> Ref:
@@ -237,7 +235,6 @@ class ArtifactStore:
         return ref
 
     def _holder(self, ref: Ref) -> Path:
-        """The folder that the file of a reference is read from."""
         return self._root if self._origin is None or (self._root / ref.uri).exists() else self._origin
 
     def _read(self, ref: Ref, extension: str) -> bytes:
@@ -268,7 +265,6 @@ class RolloutShards:
         self._next: int | None = None
 
     def discard_of_others(self) -> None:
-        """Remove shards that something else than `made_by` has decided."""
         known = self._maker.read_bytes() if self._maker.is_file() else b""
         if self._made_by and known != self._made_by.encode():
             self.clear()
@@ -310,7 +306,6 @@ class RolloutShards:
 
     @io_timer()
     def clear(self) -> None:
-        """Remove the shards and their folder."""
         for path in self._committed():
             path.unlink()
         self._maker.unlink(missing_ok=True)

@@ -160,8 +160,7 @@ class Comparison:
 def compare(ours: RunView, theirs: RunView) -> Comparison:
     """Compare two runs by their configurations, manifests and metrics.
 
-    Raises:
-        UserError: the runs have no common step, or a ledger, a manifest or metrics that are needed are damaged.
+    Raises UserError: the runs have no common step, or a ledger, a manifest or metrics that are needed are damaged.
     """
     for run in (ours, theirs):
         for problem in run.problems:
@@ -291,8 +290,7 @@ _SHOWN = 60
 def content_difference(ours: ArtifactStore, our_ref: Ref, theirs: ArtifactStore, their_ref: Ref) -> str | None:
     """One line on the first difference of two artifacts of one kind, None when their values are equal.
 
-    Raises:
-        ArtifactError: one of the files is missing or damaged.
+    Raises ArtifactError: one of the files is missing or damaged.
     """
     match our_ref.uri.rpartition(".")[2]:
         case "json":

@@ -38,13 +38,7 @@ class Removal(NamedTuple):
 
 
 def kept_steps(keep: KeepConfig, steps: Collection[int], values: Mapping[int, float]) -> set[int]:
-    """The steps that the rules select.
-
-    Args:
-        keep: the rules.
-        steps: the finished steps.
-        values: `keep.best.metric` of the steps that have it; between equal values the later step is better.
-    """
+    """The finished steps that the rules select; between equal values of `keep.best.metric` the later is better."""
     every = [] if keep.every is None else [step for step in steps if step % keep.every == 0]
     best = []
     if keep.best is not None:
@@ -125,7 +119,6 @@ def remove(folder: Path, deletions: Collection[Deletion]) -> None:
 
 
 def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore, reach: int) -> set[int]:
-    """The finished steps that are kept."""
     steps = set(ledger.steps())
     values = {} if keep.best is None else metric_values(ledger, store, keep.best.metric)
     if keep.best is not None and not values:
@@ -139,7 +132,6 @@ def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactSto
 
 
 def _staying(folder: Path, ledger: LedgerView, store: ArtifactStore, kept: set[int]) -> set[str]:
-    """The digests of all artifacts that stay."""
     steps = ledger.steps()
     finished = [ref for step in steps for _, ref in ledger.outputs(step) if step in kept or ref.kind in _STAYS]
     last = ledger.last_step()
@@ -150,7 +142,6 @@ def _staying(folder: Path, ledger: LedgerView, store: ArtifactStore, kept: set[i
 
 
 def _contents(manifest: StepManifest) -> Iterator[str]:
-    """Digests of the inputs and outputs that a manifest names."""
     record = manifest.record
     for task in [*record.inputs.values(), *record.outputs.values()]:
         yield from (content.digest for content in task.values())

@@ -21,18 +21,14 @@ _HEAD = re.compile(rf"(?:([0-9]{{1,8}}):)?([0-9a-fA-F]{{{LEAST_DIGITS},64}})")
 
 @dataclass
 class Chain:
-    """The digests of a run's records by step."""
-
     digests: dict[int, str] = field(default_factory=dict)
 
     def add(self, manifest: StepManifest) -> None:
-        """Add the record of one step."""
         step, digest = Head.of(manifest)
         self.digests[step] = digest
 
     @property
     def last(self) -> int | None:
-        """The last step; None for an empty chain."""
         return max(self.digests, default=None)
 
 
@@ -75,15 +71,9 @@ def coverage(step: int, chain: Chain) -> str:
 
 
 def signature_lines(folder: Path, chain: Chain, trusted: Mapping[str, Path]) -> Iterator[str | Finding]:
-    """Verify the signatures beside the manifests.
+    """Verify the signatures beside the manifests: findings, then the summary.
 
-    Args:
-        folder: the run's folder.
-        chain: the run's chain.
-        trusted: the public keys that may have signed, fingerprint -> file; empty: any may have.
-
-    Yields:
-        Findings, then the summary.
+    `trusted`: the public keys that may have signed, fingerprint -> file; empty: any may have.
     """
     signed: dict[str, list[int]] = defaultdict(list)
     wrong = False

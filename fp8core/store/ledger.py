@@ -152,7 +152,6 @@ class _Index:
         self._reached = reached
 
     def misplaced(self, entry: Entry) -> str | None:
-        """The way in which an entry would break the order, if it would."""
         match entry:
             case TaskEntry() | StepEntry() if entry.step < self._reached:
                 return f"an entry of step {entry.step} after step {self._reached}"
@@ -311,7 +310,6 @@ class LedgerView:
         return bool(self.tasks(START))
 
     def tasks(self, step: int) -> dict[str, TaskEntry]:
-        """The finished tasks of a step by name."""
         return dict(self._of(step).tasks.get(step, {}))
 
     def begun(self) -> list[int]:
@@ -319,7 +317,6 @@ class LedgerView:
         return sorted(self._all().tasks.keys() | self._all().redone.keys())
 
     def artifacts(self, step: int) -> dict[str, Ref]:
-        """The artifacts that the finished tasks of a step stored, by name."""
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
@@ -345,7 +342,6 @@ class LedgerView:
         return sorted({entry.step for entry in redone})
 
     def step(self, number: int) -> StepEntry | None:
-        """A finished step; None when it is not finished."""
         return self._of(number).steps.get(number)
 
     def refuse_gap(self, first: int, last: int) -> None:
@@ -355,7 +351,6 @@ class LedgerView:
                 raise StoredFileError(f"{self._path}: step {last} is committed, but step {index} is not")
 
     def steps(self) -> dict[int, StepEntry]:
-        """The finished steps by number."""
         return dict(self._all().steps)
 
     def last_step(self) -> int | None:
@@ -374,11 +369,9 @@ class LedgerView:
         yield from reversed(older[: len(older) - len(newest)])
 
     def segments(self) -> list[SegmentEntry]:
-        """The process starts in order."""
         return list(self._all().segments)
 
     def last_segment(self) -> SegmentEntry | None:
-        """The last process start; None when there is none."""
         segments = self._read.tail.segments or self._all().segments
         return segments[-1] if segments else None
 
@@ -396,11 +389,9 @@ class LedgerView:
         return [entry for entry in self._of(since).bounds if entry.step >= since]
 
     def last_bound(self) -> BoundEntry | None:
-        """The last crossing of a bound; None when there is none."""
         return self._read.tail.bounds[-1] if self._read.tail.bounds else None
 
     def _of(self, step: int) -> _Index:
-        """The index that holds the tasks and the end of a step."""
         read = self._read
         if step >= read.since:
             return read.tail

@@ -177,7 +177,6 @@ def lies_at(path: Path, folder: Path) -> bool:
 
 
 def _identity(folder: Path) -> FolderIdentity | None:
-    """None when there is no run's folder."""
     try:
         return FolderIdentity.of(folder)
     except OSError:
@@ -185,7 +184,6 @@ def _identity(folder: Path) -> FolderIdentity | None:
 
 
 def _folders(parent: Path, inode: int) -> Iterator[Path]:
-    """The subfolder of `parent` with an inode, if there is one."""
     try:
         with os.scandir(parent) as entries:
             yield from (Path(entry.path) for entry in entries if entry.inode() == inode)

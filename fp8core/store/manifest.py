@@ -137,7 +137,6 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, manifest: StepManifest) -> Self:
-        """The link that a step added."""
         return cls(manifest.record.step, record_digest(manifest))
 
     @classmethod
@@ -204,7 +203,6 @@ class SigningKey:
 
 
 def message(head: Head) -> bytes:
-    """The signed bytes."""
     return f"fp8-grpo step {head.step} record {head.digest}\n".encode()
 
 
@@ -214,7 +212,6 @@ def fingerprint(key: Ed25519PublicKey) -> str:
 
 
 def signature_file(folder: Path, step: int) -> Path:
-    """Where the signature of a step lies in a run's folder."""
     return folder / signature_place(step)
 
 
@@ -241,8 +238,7 @@ def read_signature(folder: Path, step: int) -> Signature | None:
 def read_signing_key(setting: str, path: Path) -> SigningKey:
     """A private key (PEM, PKCS 8, without a password: `openssl genpkey -algorithm ed25519`).
 
-    Raises:
-        UserError: it cannot be read, or is another kind of key. Nothing of the content is in the message.
+    Raises UserError: it cannot be read, or is another kind of key. Nothing of the content is in the message.
     """
     data = _key_file(setting, path)
     try:
@@ -322,7 +318,6 @@ def library_versions() -> dict[str, str]:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

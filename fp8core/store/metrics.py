@@ -45,7 +45,6 @@ OF_START: Mapping[str, Mapping[str, str]] = {
 
 
 def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of step 0 that an artifact of a kind has."""
     found = {metric: content[field] for metric, field in OF_START.get(kind, {}).items() if content}
     if kind == "precision_gap":
         found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
@@ -55,6 +54,5 @@ def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def series(history: History, key: str) -> tuple[list[int], list[float]]:
-    """Steps at which `key` was measured, and its values there."""
     measured = [(int(row[STEP]), row[key]) for row in history if key in row]
     return [step for step, _ in measured], [value for _, value in measured]

@@ -69,8 +69,6 @@ EVALUATION = json_output("target", "step", "weights_digest")
 
 
 class Output:
-    """A file that a command is to write."""
-
     def __init__(self, option: str, path: str, kind: Kind) -> None:
         """`option` names the file in errors. `path` is relative to the present working directory."""
         self.shown = Path(path)
@@ -117,7 +115,6 @@ class Output:
         write_file(self.target, content)
 
     def write_json(self, content: Any) -> None:
-        """`write` a value as indented JSON."""
         self.write(f"{json.dumps(content, indent=2)}\n".encode())
 
 

@@ -118,7 +118,6 @@ class RunDirectory:
         return described
 
     def checkpoint(self, entry: CheckpointEntry) -> Path:
-        """Where the folder of a checkpoint is, or was."""
         own = self.path / entry.uri
         return own if self._origin is None or own.exists() else self._origin / entry.uri
 
@@ -129,7 +128,6 @@ class RunDirectory:
         return path
 
     def close(self) -> None:
-        """Closes the ledger and frees the lock."""
         self.ledger.close()
         self._lock.release()
 

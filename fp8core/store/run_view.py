@@ -70,7 +70,6 @@ class Commit:
 
     @property
     def step(self) -> int:
-        """Number of the step."""
         return self.entry.step
 
     @property
@@ -80,11 +79,9 @@ class Commit:
 
     @property
     def artifacts(self) -> dict[str, Ref]:
-        """The artifacts that the step's tasks stored, by name."""
         return {name: ref for task in self.tasks.values() for name, ref in task.outputs.items()}
 
     def error(self, problem: str) -> Finding:
-        """A finding about its manifest."""
         return Finding("error", self.place, problem, step=self.step)
 
 
@@ -134,7 +131,6 @@ class RunView:
 
     @cached_property
     def steps(self) -> dict[int, Commit]:
-        """The committed steps by number."""
         return {commit.step: commit for commit in self.commits}
 
     @property
@@ -300,7 +296,6 @@ class Provenance:
     last: StepManifest | None = None
 
     def add(self, manifest: StepManifest) -> None:
-        """Take note of one step."""
         record, observed = manifest.record, manifest.observed
         facts = {
             "level": record.level,
@@ -317,7 +312,6 @@ class Provenance:
         self.last = manifest
 
     def text(self, view: RunView) -> str:
-        """`lines`, aligned."""
         lines = self.lines(view)
         width = max(len(name) for name, _ in lines)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -344,7 +338,6 @@ class Provenance:
         return lines
 
     def content(self, view: RunView) -> dict[str, JsonValue]:
-        """The same as JSON types, with whole digests."""
         config = view.config
         return {
             "folder": str(view.folder),
@@ -363,7 +356,6 @@ class Provenance:
 
 
 def _uncommitted(view: RunView) -> dict[int, list[str]]:
-    """The finished tasks of the step that is under way."""
     last, tasks = max(view.steps, default=START - 1), defaultdict(list)
     for _, entry in view.entries:
         if isinstance(entry, TaskEntry) and entry.step > last:

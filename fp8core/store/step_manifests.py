@@ -25,15 +25,13 @@ class FoundManifest(NamedTuple):
 
 
 def read_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> StepManifest:
-    """As `find_manifest`, the manifest alone."""
     return find_manifest(store, folder, entry).manifest
 
 
 def find_manifest(store: ArtifactStore, folder: Path, entry: StepEntry) -> FoundManifest:
     """The manifest that a line of the ledger names: its artifact, else the copy in the run's folder.
 
-    Raises:
-        StoredFileError: both are damaged.
+    Raises StoredFileError: both are damaged.
     """
     try:
         return FoundManifest(store.get_manifest(entry.manifest), None)
@@ -80,8 +78,7 @@ def refuse_other_outputs(folder: Path, store: ArtifactStore, ledger: LedgerView,
 def read_second_copy(folder: Path, entry: StepEntry, stored: bytes | None = None) -> bytes:
     """The bytes of the manifest, made from the copy for people; `stored` are those of the artifact, if it has them.
 
-    Raises:
-        StoredFileError: the copy's problem, without its path; and where it differs from `stored`.
+    Raises StoredFileError: the copy's problem, without its path; and where it differs from `stored`.
     """
     try:
         text = read_stored(folder / manifest_place(entry.step))
@@ -96,7 +93,6 @@ def read_second_copy(folder: Path, entry: StepEntry, stored: bytes | None = None
 
 
 def _where(stored: bytes | None, copy: bytes) -> str:
-    """The first difference from the stored manifest, if that can be read."""
     if stored is None:
         return ""
     try:

@@ -151,17 +151,14 @@ TURN_ORDER = [*ORDER, ("turn", "ascending")]
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
-    """The key of a row."""
     return row["group"], row["sample"]
 
 
 def keys_of(table: pa.Table) -> list[Key]:
-    """The key of each row, in order."""
     return list(zip(*(table[name].to_pylist() for name in COMPLETION_KEY), strict=True))
 
 
 def row_numbers(table: pa.Table) -> dict[Key, int]:
-    """Key -> number of its row."""
     return {key: number for number, key in enumerate(keys_of(table))}
 
 
@@ -289,12 +286,7 @@ def open_table(source: Any, kind: str, place: object) -> pq.ParquetFile:
 def refuse_other_rows(first: pa.Table, other: pa.Table, place: object) -> None:
     """Tables of one step's completions have the same rows, and as many items for each token of them.
 
-    Args:
-        first, other: `group`, `sample`, and perhaps `logprobs`.
-        place: of the other.
-
-    Raises:
-        StoredFileError: `place: column: problem`.
+    `place` is that of the other. Raises StoredFileError: `place: column: problem`.
     """
     for name in COMPLETION_KEY:
         if not first[name].equals(other[name]):
@@ -357,7 +349,6 @@ def _other_type(found: pa.DataType, wanted: pa.DataType) -> str | None:
 
 
 def _missing(column: pa.ChunkedArray) -> bool:
-    """True if a value is missing, in lists too."""
     while True:
         if column.null_count:
             return True
@@ -405,13 +396,7 @@ def _check_turns(table: pa.Table, place: object) -> None:
 def refuse_other_turns(rollouts: pa.Table, turns: pa.Table, place: object) -> None:
     """The turns of a step's episodes are those of its completions, and mark the tokens that the policy wrote.
 
-    Args:
-        rollouts: `group`, `sample`, `written`.
-        turns: of kind `turns`.
-        place: of the turns.
-
-    Raises:
-        StoredFileError: `place: column: problem`.
+    `place` is that of the turns. Raises StoredFileError: `place: column: problem`.
     """
     found: dict[Key, list[bool]] = {}
     for row in turns.select([*COMPLETION_KEY, "turn", "begin", "end", "observation_end"]).to_pylist():
