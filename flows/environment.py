@@ -357,11 +357,6 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
 
     Databases are the servers' own variables, passed on: PREFECT_SERVER_DATABASE_CONNECTION_URL (as
     `postgresql+asyncpg://...`) and MLFLOW_BACKEND_STORE_URI (as `postgresql://...`); both default to sqlite.
-
-    Args:
-        prefect_port: of the Prefect server.
-        mlflow_port: of the MLflow server.
-        login: authentication string of the Prefect server.
     """
     pages = (f"http://{host}:{prefect_port}" for host in ("127.0.0.1", "localhost"))
     searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -33,18 +33,10 @@ _POLL_SECONDS = 0.5
 
 
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
-    """Run the flow to its end.
+    """Run the flow, which finds `config` from `parameters`, to its end; returns the exit code.
 
-    Args:
-        config: what the flow will find from `parameters`, with the name of the run.
-        parameters: of the flow.
-        summary: file for the summary, or None.
-        resume: the command that continues the run, shown after a stop.
-
-    Returns: the exit code.
-
-    Raises:
-        UserError: the configuration, its key or the run it names is refused, or Prefect's server does not answer.
+    `resume`, the command that continues the run, is shown after a stop. Raises UserError: the configuration, its key
+    or the run it names is refused, or Prefect's server does not answer.
     """
     from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.machine import wants_gpus
@@ -122,14 +114,7 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threa
     """End this process when its training has ended and Prefect's server does not answer.
 
     Prefect itself would repeat its last requests for minutes, and would fail a training that is complete. A thread
-    watches, because Prefect's requests cannot be interrupted.
-
-    Args:
-        folder: of the run.
-        api: address of Prefect's API.
-        summary: file for the summary, or None.
-
-    Returns: set it to end the watch.
+    watches, because Prefect's requests cannot be interrupted. To set the result ends the watch.
     """
     began_ms, over = time.time_ns() // 1_000_000, threading.Event()
 
@@ -153,7 +138,6 @@ def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threa
 
 
 def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
-    """The record of a training that this process finished or failed, and left."""
     from fp8core.store.layout import LOCK
 
     record = read_record(folder)

@@ -77,7 +77,6 @@ class PrefectExecution(Execution):
         self._step_runs.follow(tag, last)
 
     def begin_step(self, index: int) -> None:
-        """Tasks belong to the flow run of step `index` from here."""
         self._step_runs.begin(index, self._last)
 
     def end_step(self) -> None:

@@ -67,7 +67,6 @@ class Training:
 
     @property
     def shown_as(self) -> str:
-        """Name of its flow run, which is below that of the parity run."""
         return f"{self.variant}, seed {self.seed}"
 
     @property

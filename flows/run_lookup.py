@@ -152,15 +152,9 @@ def admit_code(
 ) -> None:
     """Say which code a run's configuration makes a command import, and let it be found.
 
-    Args:
-        folder: of the run.
-        overrides: the user's, whose code needs no trust.
-        searched: where modules of the user's own are found, after the working directory.
-        trust: whether the user trusts the run.
-        replaces_cluster: whether the command never joins the run's cluster where an override names another, or none.
-
-    Raises:
-        UserError: there is such code, and no trust.
+    Code of `overrides` needs no trust. Modules of the user's own are found in `searched`, after the working directory.
+    `replaces_cluster`: the command never joins the run's cluster where an override names another, or none. Raises
+    UserError: there is such code, and no trust.
     """
     described = description_of(folder).config
     effective = own_code(reload_config(described, overrides))

@@ -210,7 +210,6 @@ class StepRuns:
         return run
 
     def _forget_ahead(self) -> None:
-        """Delete the runs that were made for steps which do not begin with them."""
         for made in self._ahead.values():
             self._send(partial(self._delete_made, made))
         for place in (place for step, place in self._places.items() if step > max(self._ahead, default=self._begun)):

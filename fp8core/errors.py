@@ -53,7 +53,6 @@ class HeadLost(UserError):
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the end of a process of the run is behind an error."""
     return _behind(error, ProcessLost, HeadLost) is not None
 
 
@@ -68,7 +67,6 @@ def lost_member(error: BaseException) -> MemberLost | None:
 
 
 def _behind(error: BaseException, *kinds: type[Kind]) -> Kind | None:
-    """The first of an error and its causes that is of these kinds."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__

@@ -73,7 +73,6 @@ def file_of(found: Callable[..., Any]) -> str | None:
 
 
 def _loaded(place: str) -> tuple[ModuleType, Path, str]:
-    """A module, its file and the digest of that."""
     if place.endswith(".py"):
         file = Path(place).absolute()
         source = _source(file)
@@ -165,7 +164,6 @@ def _own_modules(folder: Path = Path()) -> list[str]:
 
 
 def _defined_in(module: ModuleType) -> list[str]:
-    """Names of what a module itself defines and can be called."""
     return [
         name
         for name, found in vars(module).items()

@@ -44,7 +44,6 @@ def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rew
 
 
 def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:
-    """A table of kind `rewards`, in the order of the rollouts."""
     lengths = padded(rollouts["written"], torch.bool, False).sum(dim=1)
     penalties = overlong_penalty(lengths, options.max_length, options.buffer, options.penalty).tolist()
     dropped = [options.drop_cut_off and finish == "length" for finish in rollouts["finish"].to_pylist()]

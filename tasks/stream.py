@@ -50,7 +50,6 @@ def finish_episodes(
 
 
 def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref], list[Row]]:
-    """The outputs of `finish`, and the completions of the step in order."""
     store, source = run.directory.store, StreamPrompts(run)
     opened = opened_stream(run, stream, index - 1)
     written, judged = writer_of(run, index, source, opened.rows), opened.whole()

@@ -110,11 +110,7 @@ def train_scoring(
 class LearningSignals:
     """Artifacts of a step that say in which direction its rollouts move the policy.
 
-    Attributes:
-        rewards: of each completion.
-        reference: log-probs of the reference policy; None without its penalty.
-        teacher: log-probs of the teacher; None without distillation.
-        turns: of episodes; None without an environment.
+    `reference` and `teacher` are log-probs. None: no penalty of the reference, no distillation, no environment.
     """
 
     rewards: Ref

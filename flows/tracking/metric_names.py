@@ -74,13 +74,8 @@ def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
 
-    The report's seconds are those in which a task ran, and its tokens are by the seconds of rollout. The console's have
-    the checkpoint and the orchestration of the step, too.
-
-    Args:
-        tasks: when each task ran, Unix seconds.
-        committed: when the step was committed, Unix seconds.
-        metrics: of the step, by their own names.
+    The report's seconds are those in which a task ran, and its tokens are by the seconds of rollout. The console's
+    have the checkpoint and the orchestration of the step, too. Times are Unix seconds.
     """
     ran = list(tasks)
     began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))

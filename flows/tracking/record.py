@@ -173,14 +173,9 @@ def mark_killed(folder: Path, store: str | None = None) -> bool:
 
     Nothing happens when the training lives, ended by itself and reported it, never had an MLflow run or is a copy that
     no process continued. Nothing happens either when MLflow does not answer or has no such run. A training that ended
-    by itself during an outage gets the status it ended with.
-
-    Args:
-        folder: the run's folder.
-        store: the store that this process uses; None: the one that the environment names, or one beside the folder.
-
-    Raises:
-        UserError: tracking.json is malformed or cannot be written, or names another store (`store.store_of_folder`).
+    by itself during an outage gets the status it ended with. Without `store` it is the one that the environment names,
+    or one beside the folder. Raises UserError: tracking.json is malformed or cannot be written, or names another store
+    (`store.store_of_folder`).
     """
     if not needs_marking(folder):
         return False

@@ -80,7 +80,6 @@ def default_tracking_uri(runs: Path) -> str:
 
 
 def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
-    """The URI that the user names (`named_store`), else `default_tracking_uri`."""
     return named_store(configured) or default_tracking_uri(runs)
 
 
@@ -96,19 +95,12 @@ def named_store(configured: str | None) -> str | None:
 
 
 def store_of_folder(stored: str | None, folder: Path, lay_at: str | None, configured: str | None = None) -> str:
-    """The store of a run, with its password, where the run's folder names one.
+    """The store of a run, with its password, where the run's folder names one (`stored`, without a password).
 
     The folder may be somebody else's: MLflow would send the user's credentials to a server of theirs, and write into
-    any database. So a store is used that the user names, or a sqlite file below the folder of runs.
-
-    Args:
-        stored: the URI in the folder, without a password; None: the folder names no store.
-        folder: of the run.
-        lay_at: where the folder lay when `stored` was written. A store beside it may have been moved with it.
-        configured: the URI in the user's own configuration.
-
-    Raises:
-        UserError: the folder names another store.
+    any database. So a store is used that the user names (`configured`), or a sqlite file below the folder of runs. One
+    beside `lay_at`, where the folder lay when `stored` was written, may have been moved with it. Raises UserError: the
+    folder names another store.
     """
     named, runs = named_store(configured), folder.absolute().parent
     if stored is None and named is not None:

@@ -34,12 +34,7 @@ def log_traces(
 ) -> None:
     """Write or replace a trace of the first completion of each group in a table of completions.
 
-    Args:
-        tracker: of the run.
-        completions: `tables.completion_table`.
-        committed_ms: the time of each step.
-        turns: of episodes, by step, group and sample (`tables.episode_turns`); each is a span of its own.
-
+    `completions` is `tables.completion_table`; `turns` of episodes (`tables.episode_turns`) are spans of their own.
     Raises MLflow's errors.
     """
     client = TracingClient(tracker.uri)

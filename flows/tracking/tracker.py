@@ -89,20 +89,12 @@ class Tracker:
     def open(
         cls, uri: str, experiment: str, run_name: str, runs: Path, training: str, copied_from: str | None = None
     ) -> "Tracker":
-        """The MLflow run of a training, created unless one has its tag: a killed process may have left it.
+        """The MLflow run of a training, created unless one has its tag TRAINING: a killed process may have left it.
 
-        A missing store or experiment is created; several processes may do so at once.
-
-        Args:
-            uri: the tracking store or server.
-            experiment: name of the experiment.
-            run_name: what MLflow shows as the name of a new run.
-            runs: takes the artifacts of a new experiment, unless `uri` is a server, which keeps them itself.
-            training: the tag TRAINING.
-            copied_from: of a copied folder, the MLflow run of its original; the two are linked.
-
-        Raises:
-            UserError: the store cannot be reached or written, or the experiment is deleted.
+        A missing store or experiment is created; several processes may do so at once. `runs` takes the artifacts of a
+        new experiment, unless `uri` is a server, which keeps them itself. A copied folder's run is linked with
+        `copied_from`, the MLflow run of its original. Raises UserError: the store cannot be reached or written, or the
+        experiment is deleted.
         """
         try:
             with store_errors(uri):

@@ -246,7 +246,6 @@ def _cache_codes(scales: LayerScales | None, names: str) -> dict[str, QuantiseVa
 
 
 def trace(chain: Sequence[Operation]) -> list[Values]:
-    """All values after each operation of the chain from the tokens."""
     values: Values = {}
     found = []
     for operation in chain:
@@ -268,16 +267,10 @@ def compare(chain: Sequence[Operation], engine: Sequence[Values]) -> list[Operat
 
 
 def remaining(chain: Sequence[Operation], engine: Sequence[Values], targets: Tensor, temperature: float) -> Tensor:
-    """Log-probs when the chain goes on from the engine's values after each operation.
+    """Log-probs when the chain goes on from the engine's values after each operation, of the last n tokens, `targets`.
 
-    Args:
-        chain: of the reference.
-        engine: values after each operation.
-        targets: int64 [n], the last n tokens of the sequence.
-        temperature: of the softmax.
-
-    Returns:
-        FP32 [operations + 1, n]: first those of the chain from the tokens, last those of the engine.
+    FP32 [operations + 1, n]: first those of the chain from the tokens, last those of the engine. Targets are int64
+    [n].
     """
     starts: list[Values] = [{}, *engine]
     rows = []

@@ -116,7 +116,6 @@ def config_digest_at(config: RunConfig, level: str) -> str:
 
 
 def dump_digest(dump: Mapping[str, Any]) -> str:
-    """`config_digest` of a dumped configuration, as it is written."""
     values = _numeric(dump, dump)
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -393,7 +392,6 @@ def _nested(dotted: str, value: Any, place: str) -> Block:
 
 
 def _blocks(value: Any, place: str) -> Any:
-    """Mappings below as blocks written at `place`, and paths as strings."""
     if isinstance(value, Mapping):
         block = Block()
         for key, child in value.items():

@@ -532,7 +532,6 @@ def unmeant(config: RunConfig) -> dict[str, str]:
 
 
 def made_name(name: str, suffix: str) -> str:
-    """A run's name of a configuration's, which may be any text."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).lstrip('._-') or 'run'}-{suffix}"
 
 

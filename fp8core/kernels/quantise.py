@@ -301,7 +301,6 @@ class TileCodes(NamedTuple):
         return self.by_row.scales.shape[0], self.by_column.scales.shape[0]
 
     def arguments(self, not_finite: Tensor) -> tuple[Any, ...]:
-        """Arguments of `store_tile` from `row_codes` to `column_scale_pitch`."""
         (codes, scales), words, column_scales = self.by_row, self.by_column.words, self.by_column.scales
         pitches = scales.stride(0), words.stride(0), column_scales.stride(0)
         return codes, scales, words, column_scales, not_finite, *codes.shape, *pitches

@@ -281,14 +281,8 @@ def token_logprobs(
 def logit_gradient(logp: Tensor, targets: Tensor, grad: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
     """Gradient by the tempered logits: grad * (1[target] - p) - grad_entropy * p * (log p + H), H the entropy.
 
-    Args:
-        logp: [tokens, vocabulary], log-probs; overwritten.
-        targets: int64 [tokens].
-        grad: [tokens], of the log-probs of the targets; None where nothing depends on them.
-        grad_entropy: [tokens], of the entropies; likewise.
-
-    Returns:
-        [tokens, vocabulary] in the dtype of `logp`.
+    `logp`, [tokens, vocabulary], is overwritten; the result has its shape and dtype. Targets are int64 [tokens].
+    `grad`, of their log-probs, and `grad_entropy` are [tokens]; None where nothing depends on them.
     """
     flatter = None
     if grad_entropy is not None:

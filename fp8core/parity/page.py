@@ -31,7 +31,6 @@ Runs = Mapping[str, Sequence[RunData]]
 
 
 def mean_history(runs: Sequence[RunData]) -> History:
-    """Metrics by step, the mean over the runs that have them."""
     gathered: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for row in run.history:

@@ -78,15 +78,9 @@ def ahead_space(config: RunConfig, arch: Architecture) -> AheadSpace | None:
 class Demand:
     """The memory that a training takes, whichever device holds it.
 
-    Attributes:
-        config: the training.
-        arch: shape of its model.
-        parallel: GPUs that train; None: it trains on the host.
-        sync: bytes of one update of the engine.
-        engine: memory of one engine.
-        engine_gpus: GPUs of all engines; 0: they generate on the host.
-        scoring: trainers that score and never learn.
-        ahead: what is kept to generate beside updates; None: generation waits for them.
+    Without `parallel` it trains on the host, with `engine_gpus` 0 engines generate there. `sync` is bytes of one
+    update of the engine. `scoring` are trainers that score and never learn. Without `ahead` generation waits for the
+    update.
     """
 
     config: RunConfig

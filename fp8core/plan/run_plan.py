@@ -41,16 +41,10 @@ class CheckpointSpace(NamedTuple):
 class RunPlan:
     """The memory that a training takes, and its disk.
 
-    Attributes:
-        parameters: of the model.
-        devices: with what lies on each.
-        cache: the engine's KV cache; None for one whose cache grows as it generates.
-        sync: what one update of the engine sends.
-        checkpoint: its checkpoints; a run that ends in between writes one more.
-        precision_gap: held-out prompts that step 0 answers in BF16 too, 0 where it does not.
-        ahead: None for a run whose generation waits for the update.
-        step: its time; None where it does not run, or no measured step is like it.
-        refusals: a line for each reason why it cannot run.
+    `cache` is None for an engine whose cache grows as it generates, `ahead` for a run whose generation waits for the
+    update. `step` is None where it does not run, or no measured step is like it. A run that ends between checkpoints
+    writes one more. `precision_gap`: held-out prompts that step 0 answers in BF16 too. `refusals`: a line for each
+    reason why it cannot run.
     """
 
     parameters: ParameterCounts

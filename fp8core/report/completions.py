@@ -334,7 +334,6 @@ def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
 
 
 def _told(row: Row) -> list[ShownTurn]:
-    """As `_shown_turns`, from the stored texts."""
     shown = []
     for turn in row["turns"]:
         if turn["turn"]:

@@ -65,16 +65,10 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts that a diagnosis follows from.
+    """The facts that a diagnosis follows from; `config` is None where it cannot be read.
 
-    Attributes:
-        history: metrics by step.
-        config: of the run; None: it cannot be read.
-        learning: the verdict on the run.
-        texts: completions of the last step, one of each prompt.
-        place: the run, as commands take it.
-        resume: the command that continues the run.
-        left: steps that the run still has to make.
+    `texts` are completions of the last step, one of each prompt. `place` is the run, as commands take it, and `left`
+    the number of steps that it still has to make.
     """
 
     history: History
@@ -114,7 +108,6 @@ class Evidence:
         return not other and not self.learning.startswith("learned")
 
     def most(self, *names: str) -> bool:
-        """True where one of these was the end of most completions."""
         return any(self.shares.get(name, 0.0) >= _MOST for name in names)
 
     @property
@@ -174,7 +167,6 @@ class Fall:
 
     @property
     def entropy_lost(self) -> bool:
-        """True where the policy's entropy is near zero now, or jumped."""
         before, after = _mean(self.before, ENTROPY), _mean(self.after, ENTROPY)
         return after < min(_NO_ENTROPY, before / 4) or after > 2 * before + _ENTROPY_JUMP
 
@@ -315,7 +307,6 @@ def _last_step(evidence: Evidence) -> int:
 
 
 def diagnosis(evidence: Evidence) -> Diagnosis | None:
-    """The first cause that fits; None: none does."""
     rule = next((rule for rule in _RULES if rule.fits(evidence)), None)
     if rule is None:
         return None

@@ -392,7 +392,6 @@ def _first_age(name: str) -> int:
 
 
 def charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], words: Sequence[str] = ()) -> Section:
-    """The charts that show something, below a sentence about the others."""
     drawn, told = charts
     return Section(anchor, title, [*words, *told], _figures(drawn))
 

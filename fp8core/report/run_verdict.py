@@ -44,14 +44,9 @@ Agreement = Literal["equal", "different", "not measured"]
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a history, and the words for it.
+    """The result of a history, and the words for it; `compared` are those about rollout and training.
 
-    Attributes:
-        learning: whether it learned.
-        agreement: whether rollout and training were equal.
-        reward: 1 where the reward rose by more than noise, -1 where it fell, 0 for neither; None of too few steps.
-        compared: the words about rollout and training.
-        words: all of them.
+    `reward` is 1 where the reward rose by more than noise, -1 where it fell, 0 for neither; None of too few steps.
     """
 
     learning: Learning
@@ -70,15 +65,11 @@ def answer(
     left: int = 0,
     measured: History | None = None,
 ) -> Answer:
-    """The answer of a history.
+    """The answer of a history, to which a run may still add `left` steps.
 
-    Args:
-        history: metrics by step.
-        form: writes the numbers that are no error.
-        why: the reason where the run is unverifiable, if it is known.
-        prompts: that held-out accuracy is the mean of; None: not known, and so is its noise.
-        left: steps that the run still has to make.
-        measured: rows that compare the two policies, where `history` is the mean of several runs; None: `history`.
+    `form` writes the numbers that are no error; `why` is the reason where the run is unverifiable. Without `prompts`,
+    which held-out accuracy is the mean of, its noise is not known. `measured` has the rows that compare the two
+    policies, where `history` is the mean of several runs.
     """
     measured = history if measured is None else measured
     learning, reasons, reward = _learning(history, form, prompts, left)

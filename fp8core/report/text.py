@@ -32,7 +32,6 @@ def evaluation_text(result: EvaluationResult) -> str:
 
 
 def evaluation_markdown(result: EvaluationResult) -> tuple[str, str]:
-    """The request, and the lines of `evaluation_text` as tables."""
     tables = [
         "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
         for rows in _evaluation_rows(result)

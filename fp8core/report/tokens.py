@@ -84,7 +84,6 @@ class Unread:
         self._found: dict[str, list[tuple[int, str]]] = defaultdict(list)
 
     def add(self, step: int, error: ArtifactError, folder: Path) -> None:
-        """Take note of an artifact of a step of the run in `folder`."""
         place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
         self._found[reason].append((step, place))
 
@@ -101,7 +100,6 @@ def _table(view: RunView, ref: Ref) -> pa.Table:
 
 
 def _scored_rows(rollouts: pa.Table, scored: pa.Table) -> pa.Table:
-    """The completions of a share that was scored."""
     chosen = {*keys_of(scored)}
     return rollouts.take([row for row, key in enumerate(keys_of(rollouts)) if key in chosen])
 
@@ -122,6 +120,5 @@ def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> Tok
 
 
 def _items(column: pa.ChunkedArray, dtype: type) -> NDArray[np.generic]:
-    """The items of all lists of a column, one after another."""
     items: NDArray[np.generic] = pc.list_flatten(column).to_numpy().astype(dtype)
     return items

@@ -35,13 +35,9 @@ _STEP = 16
 
 @dataclass(frozen=True)
 class Product:
-    """All products with one weight, or all that are added to its gradient.
+    """All products with one weight, of `outputs` rows and `contraction` columns, or all that are added to its gradient.
 
-    Attributes:
-        operands: formats.
-        outputs: rows of the weight.
-        contraction: columns of the weight.
-        rows: numbers of rows that it may be multiplied with; of a gradient, numbers of tokens that it may be a sum of.
+    `rows`: numbers of rows that it may be multiplied with; of a gradient, numbers of tokens that it may be a sum of.
     """
 
     operands: Operands
@@ -205,7 +201,6 @@ def layer_products(arch: Architecture, rows: range, unit: int = 1) -> Iterator[P
 
 
 def gradient_products(arch: Architecture, rows: range) -> Iterator[Product]:
-    """Gradients of the linears' inputs: products with the transposed weights."""
     for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_block", contraction, outputs, rows)
 

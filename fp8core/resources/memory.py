@@ -242,16 +242,10 @@ _CACHE_WIDTH: dict[CacheFormat, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """The KV cache of an engine.
+    """The KV cache of an engine; `engines` have one each, and one would decode `wanted` sequences together.
 
-    Attributes:
-        bytes: its size.
-        bytes_per_token: of all layers.
-        tokens: that it holds.
-        sequence: tokens of the longest prompt and completion that the configuration allows.
-        sequences: of these that it holds.
-        wanted: sequences that one engine would decode together.
-        engines: that have such a cache each.
+    `bytes_per_token` are of all layers. `sequence` is the tokens of the longest prompt and completion that the
+    configuration allows, and `sequences` how many of these it holds.
     """
 
     bytes: int

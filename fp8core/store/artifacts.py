@@ -87,7 +87,6 @@ def decode_table(data: bytes, kind: str, place: object, columns: Sequence[str] |
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Turn the errors of a schema into ArtifactError."""
     try:
         yield
     except ArtifactError:
@@ -98,7 +97,6 @@ def _refused() -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Errors of the system as ArtifactError."""
     try:
         yield
     except FileNotFoundError as error:

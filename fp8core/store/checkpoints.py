@@ -19,7 +19,6 @@ def last_written(ledger: LedgerView) -> Iterator[CheckpointEntry]:
 
 
 def content_of_policy(entry: CheckpointEntry) -> dict[str, int | str]:
-    """The content of the artifact that names the policy in a checkpoint."""
     return {"version": entry.step, "weights_digest": entry.weights_digest}
 
 

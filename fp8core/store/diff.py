@@ -153,7 +153,6 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if the configurations and the records of all common steps are equal."""
         return not (self.configuration or self.circumstances or self.first_step)
 
 

@@ -61,7 +61,6 @@ class ExpectedHead:
 
 
 def coverage(step: int, chain: Chain) -> str:
-    """The steps that a head vouches for and those that it does not, in words."""
     last = chain.last
     assert last is not None, "the head is in the chain"
     if step == last:

@@ -224,7 +224,6 @@ def _parse(path: Path, line: Line) -> tuple[int, Entry]:
 
 
 def _indexed(path: Path, entries: Iterable[tuple[int, Entry]], reached: int = -1) -> _Index:
-    """An index of entries that follow the steps up to `reached`."""
     index = _Index(reached)
     for offset, entry in entries:
         reason = index.misplaced(entry)

@@ -34,13 +34,9 @@ _PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n.{0,64}Software\0" + _MARK.encode(), r
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of output.
+    """A kind of output; `is_ours` is whether this program wrote a file of such content.
 
-    Attributes:
-        name: in words.
-        is_ours: whether this program wrote a file of such content.
-        kept_as: the file in a run's own folder that is of this kind; None: there is none.
-        suffix: ending of the file's name; None: any.
+    `kept_as` is the file in a run's own folder that is of this kind; `suffix` ends the file's name (None: any).
     """
 
     name: str
@@ -50,8 +46,6 @@ class Kind:
 
 
 def json_output(*keys: str, kept_as: str | None = None) -> Kind:
-    """The kind of a JSON object that begins with these keys."""
-
     def is_ours(content: bytes) -> bool:
         try:
             value = json.loads(content)

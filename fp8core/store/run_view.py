@@ -218,7 +218,6 @@ def spans(steps: Iterable[int]) -> str:
 
 
 def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
-    """True if all tasks of a manifest that no line names are in the ledger."""
     file = view.folder / manifest_place(step)
     try:
         record = parse_model(read_stored(file), StepManifest, file).record
