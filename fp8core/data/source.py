@@ -174,7 +174,7 @@ LONGEST_LINE = 4 * 2**20
 
 
 def _field(row: dict[str, object], field: str, place: str) -> object:
-    """The value of a field, or of one within another: `reward_model.ground_truth`."""
+    """The value of a field, or of one within another, whose names have a dot between them."""
     value: object = row
     names = [field] if field in row else field.split(".")
     for depth, name in enumerate(names):
