@@ -271,5 +271,4 @@ def await_size(settings: ClusterConfig, tensor_parallel: int, unit: str) -> None
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback: the exception."""
     return text.strip().rpartition("\n")[2]

@@ -64,8 +64,6 @@ class Call(NamedTuple):
 
 
 class Handle:
-    """The caller's end of a member."""
-
     def __init__(self, actor: Any, place: HostProcess) -> None:
         self.actor, self.place, self.name = actor, place, ""
 

@@ -24,11 +24,8 @@ class HostProcess:
     """Where a member runs.
 
     Attributes:
-        address: of its node.
         gpu: id of its GPU on the node; None on a CPU.
-        pid: its process.
         worker: Ray's id of it, in the names of its log files.
-        python: version of its interpreter.
         code: digest of the sources that it computes with.
         processor: `numerics.elementwise.processor_digest`.
         kind: Ray's name of its node's GPUs; None on a CPU, and where Ray has none.
@@ -100,7 +97,6 @@ class Member:
         self._parts[key] = build(*(self._parts[part] for part in uses), *arguments)
 
     def call(self, key: str, method: str, *arguments: Any) -> Any:
-        """A method of a part."""
         return getattr(self._parts[key], method)(*arguments)
 
     def hand(self, key: str, method: str, part: str, *arguments: Any) -> Any:

@@ -99,7 +99,6 @@ class EnginePart:
         self._session = self._engine.open_session(sampling)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """As `Session.add`."""
         assert self._session is not None, "open_session() comes before add()"
         self._session.add(groups)
 
@@ -142,8 +141,6 @@ class Exported(NamedTuple):
 
 
 class SftPart:
-    """The trainer of a warm start, on one rank."""
-
     def __init__(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> None:
         build = trainer_of(config.training).build_sft
         assert build is not None, "this process is asked for trainers of warm starts alone"
@@ -153,7 +150,6 @@ class SftPart:
         return self._trainer.sft_step(batch, learning_rate)
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        """As `SftTrainer.store_weights`, from this process."""
         return self._trainer.store_weights(store)
 
     def close(self) -> None:

@@ -48,7 +48,6 @@ class Meeting:
             raise UserError(f"cluster: {route}; nodes need all TCP ports of each other") from error
 
     def port(self) -> int:
-        """The port that the others connect to."""
         return int(self._store.port)
 
     def close(self) -> None:
@@ -147,7 +146,6 @@ class GroupRanks:
         self.rank, self.count = rank, count
 
     def own(self, parts: int) -> range:
-        """The indices of this process's parts."""
         return range(parts)[shares(parts, self.count)[self.rank]]
 
     def joined(self, own: Sequence[Value]) -> list[Value]:
@@ -164,11 +162,9 @@ class GroupRanks:
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums over all parts of all processes, by tensor, each addition in the order of the parts.
 
-        One process that adds part after part gets the same bytes. None is a tensor that no part has.
-
-        Args:
-            own: of each part of this process, a gradient or None for each tensor of `like`.
-            like: tensors of the shapes and the dtype of the sums.
+        One process that adds part after part gets the same bytes. None is a tensor that no part has. `own`: of each
+        part of this process, a gradient or None for each tensor of `like`. `like`: tensors of the shapes and the dtype
+        of the sums.
         """
         sums: list[Tensor | None] = [None] * len(like)
         if self.rank > 0:
@@ -201,7 +197,6 @@ class GroupRanks:
         return finished
 
     def maximum(self, tensor: Tensor) -> None:
-        """The largest values over all processes, in place."""
         distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
 
     def _send(self, sums: Sequence[Tensor | None], like: Sequence[Tensor], to: int) -> None:

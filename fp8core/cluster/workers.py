@@ -53,9 +53,7 @@ def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Val
 class RemoteWeights(dict[str, TensorSpec]):
     """Layouts of weights that wait in ranks of a trainer.
 
-    Attributes:
-        key: of the trainer's parts.
-        on_gpu: ranks that have all of them on their GPU.
+    `key`: of the trainer's parts. `on_gpu`: ranks that have all of them on their GPU.
     """
 
     def __init__(self, exported: Sequence[Exported | None], key: str) -> None:
@@ -71,13 +69,7 @@ class RemoteWeights(dict[str, TensorSpec]):
 
 
 class Route(NamedTuple):
-    """Of one engine.
-
-    Attributes:
-        engine: its index.
-        rank: the one that its weights come from.
-        path: `memory` of that rank's GPU, or a broadcast.
-    """
+    """The way of one engine's weights: from a rank, by `memory` of that rank's GPU or a broadcast."""
 
     engine: int
     rank: int
@@ -90,8 +82,6 @@ def find_routes(
     """A route for each engine.
 
     Args:
-        ranks: where they are.
-        engines: likewise.
         holders: ranks that have the whole policy on their GPU; none where it lies in main memory, or where engines
             take tensors alone.
         colocated: whether engines share GPUs with ranks. They then read the memory of any GPU of their host, because a
@@ -141,7 +131,6 @@ class Cluster:
         self._open()
 
     def places(self) -> dict[str, Any]:
-        """Where each member is."""
         return self.gang.places()
 
     def replace(self) -> None:
@@ -150,7 +139,6 @@ class Cluster:
         self._open(lost=self.gang)
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
-        """An engine in each engine's process, without weights."""
         key = self._build(self.gang.engines, EnginePart, (), config, arch)
         return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
 
@@ -221,10 +209,7 @@ class ReplicatedEngine:
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
         """As `RolloutEngine.update`, in all engines at the same time; nothing travels that does not fit in all.
-
-        Raises:
-            ReplicaError: engines do not hold the same afterwards.
-        """
+        Raises ReplicaError: engines do not hold the same afterwards."""
         layouts, ranks = dict(tensors), self._gang.ranks
         try:
             self._gang.gather(self._calls("expect", layouts, scales, version))
@@ -264,7 +249,6 @@ class ReplicatedEngine:
         return found[len(sends) :]
 
     def fingerprint(self) -> str:
-        """Digest of the weights that all engines hold."""
         found: list[str] = self._gang.gather(self._calls("fingerprint"))
         return agreed(self._members, "other weights", found)
 
@@ -460,10 +444,7 @@ class RankedTrainer:
 
     def export(self) -> RemoteWeights:
         """Weights that wait in the ranks until an engine has taken them.
-
-        Raises:
-            ReplicaError: ranks hold other policies.
-        """
+        Raises ReplicaError: ranks hold other policies."""
         exported = self._each("export")
         weights = RemoteWeights(exported, self._key)
         digests = [weights.digest() if found is None else found.digest for found in exported]
@@ -487,7 +468,6 @@ class RankedTrainer:
         self.version = self._each("version")[0]
 
     def rest(self) -> None:
-        """As `Trainer.rest`, in all ranks."""
         self._call("rest")
 
     def close(self) -> None:
@@ -503,6 +483,5 @@ class RankedTrainer:
         return self._gang.call_all(self._gang.ranks, "call", self._key, method)
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all ranks to one call."""
         shared = [ray.put(each) for each in arguments]
         return self._gang.call_all(self._gang.ranks, "call", self._key, method, *shared)

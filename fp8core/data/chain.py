@@ -77,7 +77,6 @@ class ChainSource:
         self._config = config
 
     def training_set(self) -> TrainingSet:
-        """A generator, named by its settings."""
         settings = {"generator": __name__, "heldout_one_in": HELDOUT_ONE_IN, **self._config.model_dump()}
         return TrainingSet(hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(), None)
 

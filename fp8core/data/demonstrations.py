@@ -44,7 +44,6 @@ Draw = Callable[[int], Sequence[TokenisedDemonstration]]
 
 
 def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource, tokenizer: Tokenizer) -> Draw:
-    """Worked examples of the chain task."""
     assert isinstance(source, ChainSource), "RunConfig demands a file of demonstrations elsewhere"
 
     def drawn(step: int) -> list[TokenisedDemonstration]:
@@ -55,7 +54,6 @@ def chain_batches(config: RunConfig, warm: WarmStartConfig, source: PromptSource
 
 
 def _tokenised(row: Demonstration, tokenizer: Tokenizer) -> TokenisedDemonstration:
-    """A worked example; the tool's answer stands in it as an episode has it (`environments.chat`)."""
     prompt, completion = tokenizer.encode(row.question), tokenizer.encode(row.completion)
     if row.style != "tool":
         return TokenisedDemonstration(prompt, completion)
@@ -73,11 +71,8 @@ def own_batches(config: RunConfig, warm: WarmStartConfig, rows: Sequence[Tokenis
 def own_demonstrations(
     config: RunConfig, warm: WarmStartConfig, tokenizer: Tokenizer, max_positions: int
 ) -> list[TokenisedDemonstration]:
-    """All rows of `warm_start.demonstrations`, each with the prompt that a rollout of its question has.
-
-    Raises:
-        UserError: the file cannot be read, or a row (`file:line`) is no demonstration or longer than the model takes.
-    """
+    """All rows of `warm_start.demonstrations`, each with the prompt that a rollout of its question has. Raises
+    UserError: the file cannot be read, or a row (`file:line`) is no demonstration or longer than the model takes."""
     assert warm.demonstrations is not None, "a file was chosen"
     rows = read_file(Path(warm.demonstrations), config.data.model_copy(update={"answer_field": warm.completion_field}))
     found = []

@@ -45,7 +45,6 @@ class Problem:
 
 
 def asked_text(question: str, before: tuple[Message, ...]) -> str:
-    """See `Problem.asked`."""
     return json.dumps([*before, question]) if before else question
 
 

@@ -41,12 +41,10 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def task_message(task: Task) -> dict[str, Any]:
-    """A task, for `read_task`."""
     return {**vars(task), "before": [list(said) for said in task.before], "columns": dict(task.columns)}
 
 
 def read_task(message: Mapping[str, Any]) -> Task:
-    """The task of our own message."""
     return Task(**{**message, "before": tuple(Said(*said) for said in message["before"])})
 
 
@@ -64,7 +62,6 @@ def action_message(action: Action) -> dict[str, Any]:
 
 
 def read_action(message: Mapping[str, Any]) -> Action:
-    """The action of our own message."""
     return Action(**{**message, "calls": tuple(ToolCall(*call) for call in message["calls"])})
 
 

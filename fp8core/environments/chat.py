@@ -41,10 +41,7 @@ class LongTextError(ObservationError):
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
     """The name of the format of tool calls (`TOOL_CALLS`).
-
-    Raises:
-        UserError: it is to be that of the chat template, which writes no tool calls that are known.
-    """
+    Raises UserError: it is to be that of the chat template, which writes no tool calls that are known."""
     if config.format != "auto":
         return config.format
     if not tokenizer.has_template:
@@ -61,8 +58,6 @@ def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
 
 
 class Talk:
-    """The form of conversations with a model: its chat template and its tool calls."""
-
     def __init__(
         self, tokenizer: Tokenizer, tool_calls: str, arguments: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
@@ -88,11 +83,7 @@ class Talk:
 
 
 class Conversation:
-    """The messages of one episode so far.
-
-    Attributes:
-        prompt: token ids of the first messages, up to where the policy speaks.
-    """
+    """The messages of one episode so far. `prompt`: token ids of the first messages, up to where the policy speaks."""
 
     def __init__(self, talk: Talk, turn: Turn, most: int | None) -> None:
         self._talk, self._tools = talk, turn.tools
@@ -132,7 +123,6 @@ class Conversation:
         """Token ids of the environment's answer, up to where the policy speaks again.
 
         Args:
-            messages: what it said.
             last: the token with which the policy ended its turn; None where it was cut. Where the template ends a turn
                 with a token that ends completions, the policy's own stands for it.
             most: tokens that fit.

@@ -192,8 +192,6 @@ def _serve_episode(
 
 
 class _EpisodeProcess:
-    """The process of one environment."""
-
     def __init__(self, lines: Any, loaded: LoadedEnvironment, limits: EpisodeLimits) -> None:
         self._lines, self._loaded, self._limits = lines, loaded, limits
         self._environment: Environment | None = None

@@ -63,7 +63,6 @@ class _Episode:
 
     @property
     def open_lines(self) -> Lines:
-        """Of one that was launched."""
         assert self.lines is not None, "it was launched"
         return self.lines
 
@@ -82,7 +81,6 @@ class _Episode:
         return self._messages == [encode(message) for message in messages]
 
     def launch(self, lines: Lines) -> None:
-        """It has got a process."""
         self.lines = lines
         self.go_on()
 
@@ -110,10 +108,7 @@ class EnvironmentPool:
 
     def __init__(self, name: str, options: Mapping[str, Any], limits: EpisodeLimits, at_once: int) -> None:
         """Load the environment and make it once; of its episodes, `at_once` have a process at the same time.
-
-        Raises:
-            UserError: it cannot be loaded or made, this process may not open so many files, or this is not Linux.
-        """
+        Raises UserError: it cannot be loaded or made, this process may not open so many files, or this is not Linux."""
         self._name, self._limits, self._at_once = name, limits, at_once
         self._task = {"name": name, "options": dict(options), "limits": limits._asdict()}
         if sys.platform != "linux":
@@ -152,7 +147,6 @@ class EnvironmentPool:
         self._launch()
 
     def act(self, episode: Key, action: Action) -> None:
-        """Let the environment answer what the policy wrote."""
         asked = self._episodes[episode]
         assert not asked.asked, f"{episode} has not answered yet"
         if asked.over is not None:
@@ -183,7 +177,6 @@ class EnvironmentPool:
             self._resting[episode] = None
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
-        """True if an episode is open that began with this task and was asked exactly this; else it ends."""
         self._resting.pop(episode, None)
         found = self._episodes.get(episode)
         if found is not None and found.was_asked([{"start": task_message(task)}, *map(action_message, asked)]):

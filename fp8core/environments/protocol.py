@@ -120,9 +120,7 @@ class Task:
 class Environment(Protocol):
     """One episode. Each lives in a process of its own; whatever it raises ends that episode as `crashed`."""
 
-    def start(self, task: Task) -> Turn | Outcome:
-        """Begin."""
-        ...
+    def start(self, task: Task) -> Turn | Outcome: ...
 
     def step(self, action: Action) -> Turn | Outcome:
         """Answer what the policy wrote."""
@@ -149,7 +147,6 @@ def opening_of(text: str) -> Turn:
 
 
 def said_json(messages: Iterable[Said]) -> str:
-    """Messages of an environment, as JSON."""
     return _json([said._asdict() for said in messages])
 
 

@@ -100,8 +100,6 @@ def refuse_kernel() -> None:
 
 
 class Interpreter:
-    """Our side of the process, which is started by the first call."""
-
     def __init__(self, seconds: int, memory_mb: int, characters: int) -> None:
         """Set limits of a call: processor time, of which twice as much may pass; MiB; and characters of the answer."""
         self._seconds, self._memory_mb, self._characters = seconds, memory_mb, characters
@@ -134,7 +132,6 @@ class Interpreter:
         return self._cut("\n".join(part.rstrip("\n") for part in parts if part.rstrip("\n"))), failed
 
     def close(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._end()
 

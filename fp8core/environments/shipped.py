@@ -35,12 +35,9 @@ class Calculator:
     def __init__(self, *, modulus: int | None = None, left_to_right: bool = False) -> None:
         """Set how it computes.
 
-        Args:
-            modulus: every operation is taken modulo this, and written with as many digits as `modulus - 1` has.
-            left_to_right: `*` binds no more strongly than `+` and `-`.
-
-        Raises:
-            ValueError: the modulus is no integer from 2 to 10**9.
+        `modulus`: every operation is taken modulo this, and written with as many digits as `modulus - 1` has.
+        `left_to_right`: `*` binds no more strongly than `+` and `-`. Raises ValueError: the modulus is no integer from
+        2 to 10**9.
         """
         if modulus is not None and (type(modulus) is not int or not 2 <= modulus <= 10**9):
             raise ValueError(f"modulus={modulus!r} is no integer from 2 to 1,000,000,000")

@@ -79,15 +79,9 @@ class Verifiers:
         """Load the environment; the maker of its episodes, and the digest of its source.
 
         Downloading or converting a data set starts threads, which a fork lacks, so the environment is refused. The next
-        start finds the data in the cache.
-
-        Args:
-            environment: an installed module with a function `load_environment`, or `module:function`, or
-                `path/to/file.py:function`.
-            arguments: of that function.
-
-        Raises:
-            UserError: there is no such function, it fails, or what it makes cannot be played here.
+        start finds the data in the cache. `environment`: an installed module with a function `load_environment`, or
+        `module:function`, or `path/to/file.py:function`. `arguments`: of that function. Raises UserError: there is no
+        such function, it fails, or what it makes cannot be played here.
         """
         if not isinstance(environment, str) or not isinstance(arguments, Mapping | None):
             raise UserError("environment is a name, and arguments is a mapping")

@@ -47,11 +47,9 @@ class _Worker:
 
     @property
     def ready(self) -> bool:
-        """True if it has loaded the scorer."""
         return self.description is not None
 
     def give(self, lines: Iterable[Line]) -> None:
-        """Work for an idle process."""
         assert self.ready, "a process is given work once it is ready"
         assert not self.working_on, "a process is given work when it is idle"
         self.working_on.extend(lines)

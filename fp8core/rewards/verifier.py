@@ -210,12 +210,7 @@ def _noted(verdict: Verdict, name: str, other: Verdict) -> str:
 def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifier:
     """The verifiers that the configuration names; those with processes of their own have started them.
 
-    Args:
-        config: names, options and limits.
-        columns: fields that `data.columns` passes on to them.
-
-    Raises:
-        UserError: what one needs is not installed, or a function cannot be imported, or be called with such answers.
+    Raises UserError: what one needs is not installed, or a function cannot be imported, or be called with such answers.
     """
     with ExitStack() as started:
         main = _one_verifier(config, "reward.verifier", bool(columns))

@@ -99,7 +99,6 @@ class _Groups:
     centred: Tensor
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the kept rows of each row's group."""
         return _group_sum(torch.where(self.keep, values, 0.0), self.index)
 
     def advantages(self, values: Tensor) -> Tensor:
@@ -200,13 +199,8 @@ def turn_advantages(scores: Scores, turns: Sequence[TurnReward], estimator: Esti
     """Advantages by turn, [N, T] and 0 between turns: a turn's return is compared with those of the same turn.
 
     The return is the row's reward less the rewards of the turns before, so later rewards count and earlier ones do not.
-    A turn that no other episode of the group has reached has no baseline and gets 0.
-
-    Args:
-        scores: of whole episodes, without penalties.
-        turns: of all rows, in order.
-        estimator: one of `ESTIMATORS`, over turns in place of rows.
-        epsilon: the estimator's.
+    A turn that no other episode of the group has reached has no baseline and gets 0. `turns`: of all rows, in order.
+    `estimator`: one of `ESTIMATORS`, over turns in place of rows.
     """
     assert scores.penalties is None, "the configuration was checked"
     spoken, returns = _turn_returns(scores.rewards, turns)

@@ -231,7 +231,6 @@ def _differences(d: Tensor) -> dict[str, float]:
 
 
 def _positions(lengths: Tensor) -> Tensor:
-    """The index of each unmasked token among those of its row."""
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return torch.arange(len(starts)) - starts
 

@@ -47,13 +47,7 @@ class TokenBatch:
         completions: Sequence[Sequence[int]],
         experts: Sequence[Tensor] | None = None,
     ) -> "TokenBatch":
-        """From token ids per row; every prompt and completion holds at least one.
-
-        Args:
-            prompts: token ids.
-            completions: token ids.
-            experts: int16 [positions, sparse layers, k] of each row, as in `rollout.engine.Completion`.
-        """
+        """From token ids per row, at least one in each; `experts`: as in `rollout.engine.Completion`, by row."""
         rows = [list(prompt) + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         tokens = pad(rows, torch.int64, 0)
         columns = torch.arange(tokens.shape[1])
@@ -85,7 +79,6 @@ class TokenBatch:
             yield rows, self.part(rows, length)
 
     def part(self, rows: slice | list[int], length: int | None = None) -> "TokenBatch":
-        """These rows, and of them the first `length` columns."""
         tokens, valid, completion = (x[rows, :length] for x in (self.tokens, self.valid, self.completion))
         experts = None if self.experts is None else self.experts[rows, :length]
         return TokenBatch(tokens, valid, completion, experts, self.truncation)

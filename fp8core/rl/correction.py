@@ -286,7 +286,6 @@ class CorrectionRule:
 
     @property
     def rejects(self) -> bool:
-        """True if tokens or rows may leave the loss."""
         return bool(self.filters) or self.veto is not None or self.weighting.action == "mask"
 
     def __post_init__(self) -> None:
@@ -296,8 +295,6 @@ class CorrectionRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A rule's verdict on a batch."""
-
     weights: Tensor
     """[B, T] in the dtype of the training log-probs, without gradient; 0 where `mask` is false."""
     mask: Tensor
@@ -312,7 +309,6 @@ class Correction:
 
     @property
     def denominator(self) -> Denominator:
-        """Counts of what a loss divides by."""
         return Denominator.of(self.counted)
 
     @property

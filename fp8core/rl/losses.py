@@ -53,7 +53,6 @@ class Denominator:
 
     @classmethod
     def of(cls, mask: Tensor) -> "Denominator":
-        """Counts of a bool mask [B, T]: true tokens, and rows with at least one."""
         return cls(tokens=int(mask.sum()), sequences=int(mask.any(dim=1).sum()))
 
     def __add__(self, other: "Denominator") -> "Denominator":
@@ -70,7 +69,6 @@ def token_mean(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
 
 
 def token_sum(terms: Tensor, mask: Tensor, denominator: Denominator) -> Tensor:
-    """Sum over tokens."""
     return torch.where(mask, terms, 0.0).sum()
 
 
@@ -153,7 +151,6 @@ class ClipRange:
             raise ValueError(f"dual={self.dual}: the dual-clip constant must be above 1")
 
     def clip(self, ratio: Tensor) -> Tensor:
-        """The ratio limited to the trusted range."""
         return ratio.clamp(1 - self.low, 1 + self.high)
 
 
@@ -357,7 +354,6 @@ def _clipped(inputs: LossInputs, clip: ClipRange, aggregate: Aggregate, x: Maske
 
 
 def loss_output(inputs: LossInputs, loss: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
-    """A loss with the statistics of its tokens: their `ratio`, and which were `clipped`."""
     mask, tokens = inputs.mask, max(inputs.denominator.tokens, 1)
     by_ratio = clipped if inputs.selected is None else clipped & ~inputs.selected
     return LossOutput(

@@ -75,10 +75,7 @@ _BUILDERS: dict[str, Callable[[LossConfig], BuiltLoss]] = {
 
 def build_loss(name: str, loss: LossConfig) -> BuiltLoss:
     """The policy loss of a name with the hyperparameters of the configuration.
-
-    Raises:
-        UserError: as `user_loss.load_loss`.
-    """
+    Raises UserError: as `user_loss.load_loss`."""
     return _BUILDERS[name](loss) if name in SHIPPED_LOSSES else BuiltLoss(load_loss(name, loss.options))
 
 
@@ -113,7 +110,6 @@ class ObjectiveTerms:
     teacher_kl: Tensor
 
     def statistics(self) -> dict[str, float]:
-        """Detached values by name."""
         return {name: float(value.detach()) for name, value in vars(self).items()}
 
 
@@ -122,7 +118,6 @@ MAXIMA = frozenset({"ratio_deviation"})
 
 
 def merged(totals: Mapping[str, float], part: Mapping[str, float]) -> dict[str, float]:
-    """Statistics of two parts of a batch together."""
     return {k: max(totals[k], v) if k in MAXIMA else totals[k] + v for k, v in part.items()} if totals else dict(part)
 
 
@@ -342,10 +337,7 @@ def _loss_name(named: Preset, loss: LossConfig) -> str:
 
 def refuse_unmeant_loss(loss: LossConfig, correction: CorrectionConfig) -> None:
     """Refuse settings that the loss of a preset does not have; a run of an earlier version may have them.
-
-    Raises:
-        UserError: naming the preset.
-    """
+    Raises UserError: naming the preset."""
     named = named_correction(correction)
     for key, problem in unmeant_loss(loss.model_copy(update={"policy": _loss_name(named, loss)})).items():
         raise UserError(f"{key}: with correction.preset={correction.preset} {problem}")
@@ -353,10 +345,7 @@ def refuse_unmeant_loss(loss: LossConfig, correction: CorrectionConfig) -> None:
 
 def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:
     """The setting that needs the old log-probs of a whole batch before its first backward; None where none does.
-
-    Raises:
-        UserError: as `Objective`.
-    """
+    Raises UserError: as `Objective`."""
     rule = named_correction(correction).rule
     rejecting = "filters, a veto or action=mask"
     settings = {
@@ -372,10 +361,7 @@ def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str |
 
 def named_correction(config: CorrectionConfig) -> Preset:
     """The rule, mode and loss of a configuration.
-
-    Raises:
-        UserError: an unknown preset or filter, or bounds that a filter does not take.
-    """
+    Raises UserError: an unknown preset or filter, or bounds that a filter does not take."""
     match config.method:
         case "none":
             return Preset(rule=CorrectionRule(), source="configuration")

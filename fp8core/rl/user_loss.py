@@ -122,10 +122,7 @@ class UserLoss:
 
 def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
     """The loss at `module:function` or `path/to/file.py:function`, tried on a few made-up tokens.
-
-    Raises:
-        UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does.
-    """
+    Raises UserError: it cannot be imported, is not declared as a loss, refuses its options, or as `UserLoss` does."""
     with _named(path):
         function = load_code(path, "function").found
     model = getattr(function, "options", None)
@@ -143,20 +140,14 @@ def load_loss(path: str, options: Mapping[str, JsonValue]) -> UserLoss:
 
 def loss_source(path: str) -> str:
     """SHA-256 of the file that a loss of the user's own is in.
-
-    Raises:
-        UserError: the file cannot be read, or the module cannot be imported.
-    """
+    Raises UserError: the file cannot be read, or the module cannot be imported."""
     with _named(path):
         return digest_of_code(path)[1]
 
 
 def shared_loss(loss: LossConfig) -> tuple[LossConfig, str | None]:
     """A loss as processes with another working folder find it, and its `loss_source`; None: it is one of ours.
-
-    Raises:
-        UserError: as `loss_source`.
-    """
+    Raises UserError: as `loss_source`."""
     if loss.policy in SHIPPED_LOSSES:
         return loss, None
     file, function = file_of_path(loss.policy), loss.policy.rpartition(":")[2]
@@ -179,7 +170,6 @@ def refuse_other_loss(path: str, digest: str) -> None:
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Errors of the block have the setting before them."""
     try:
         yield
     except UserError as error:
@@ -187,7 +177,6 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _try(loss: UserLoss) -> None:
-    """Find a broken loss before any work."""
     current = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, True], [True, True, False]])
     inputs = LossInputs(

@@ -95,7 +95,6 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
-    """Ship the weights as a training would, and check what arrived."""
     batch = TokenBatch.of_prompts(prompts[: config.rollout.prompts_per_step])
     scales = PolicyScales(0, tuple(scales_of(config, covered(config, trainer.statistics(batch).histograms()))))
     shipped = trainer.export()

@@ -31,12 +31,8 @@ from fp8core.training.trainer import ScoringTrainer
 def behaviour_logprobs(run: RunContext, batch: TokenBatch, versions: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token of completions under the version that wrote it, FP32 [B, longest].
 
-    The trainer holds the newest of these versions, or a newer one, and holds it again afterwards.
-
-    Args:
-        run: the live run.
-        batch: sequences.
-        versions: int64 [B, longest], -1 where there is no token.
+    The trainer holds the newest of these versions, or a newer one, and holds it again afterwards. `versions`: int64 [B,
+    longest], -1 where there is no token.
     """
     # One that is made again may leave the run another trainer, and another copy of those before it.
     needed = sorted(set(versions[versions >= 0].tolist()))

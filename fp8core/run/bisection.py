@@ -36,15 +36,12 @@ _SIDES = {"bf16": SidePrecision(linear="bf16", kv_cache="bf16"), "fp8_block": Si
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy, its configuration, and the tokens it scores."""
-
     config: RunConfig
     arch: Architecture
     masters: Mapping[str, Tensor]
     task: Task
 
     def passes(self, by: Granularity) -> int:
-        """The number of times that a bisection scores the tokens."""
         return 2 * len(units_of(self.arch, by)) + 2
 
     def bisected(self, against: Against, by: Granularity) -> Bisection:
@@ -71,7 +68,6 @@ def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:
 
     Args:
         config: of the run; it may be scored in another precision than it was trained in.
-        folder: of the run.
         prompts: of the step, from the first on.
 
     Raises:
@@ -134,7 +130,6 @@ def _alone(config: RunConfig) -> RunConfig:
 def _completions(
     config: RunConfig, base: BaseModel, stored: Shipped, scales: Sequence[LayerScales], prompts: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """One sampled completion of each prompt."""
     groups = [
         PromptGroup(i, str(i), tuple(tokens), (0,), (sample_seed(config.seed, 0, i, 0),))
         for i, tokens in enumerate(prompts)

@@ -108,7 +108,6 @@ def build_trainer(
 
 
 def build_local_trainer(config: RunConfig, arch: Architecture, masters: Mapping[str, Tensor]) -> LocalTrainer:
-    """The same in this process, which holds its masters."""
     return trainer_of(config.training).build(config, arch, masters, ALONE)
 
 
@@ -140,12 +139,8 @@ def build_teacher(config: RunConfig, tokenizer: Tokenizer, cluster: "Cluster | N
 
 
 def find_teacher(config: RunConfig, tokenizer: Tokenizer) -> StoredCheckpoint:
-    """The teacher without its weights.
-
-    Raises:
-        UserError: the checkpoint of `loss.distillation.teacher` is missing or broken, has another vocabulary, or is of
-            a model that the torch trainer does not have.
-    """
+    """The teacher without its weights. Raises UserError: the checkpoint of `loss.distillation.teacher` is missing or
+    broken, has another vocabulary, or is of a model that the torch trainer does not have."""
     settings, scoring = config.loss.distillation, teacher_config(config)
     assert settings.teacher is not None, "the pipeline was checked"
     key = "loss.distillation.teacher"
@@ -176,10 +171,7 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
 
 def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
     """The environment that a configuration names, in processes of its own.
-
-    Raises:
-        UserError: it cannot be loaded, or not with these options.
-    """
+    Raises UserError: it cannot be loaded, or not with these options."""
     limits = EpisodeLimits(
         config.timeout_seconds, config.cpu_seconds, config.memory_mb, config.output_kb << 10, config.processes
     )

@@ -57,7 +57,6 @@ def step_metrics(run: RunContext, index: int) -> dict[str, float]:
 
 
 def stored_metrics(ledger: LedgerView, store: ArtifactStore, index: int) -> dict[str, float]:
-    """`step_metrics` of a run that is not live."""
     metrics: dict[str, float] = {}
     for ref in ledger.artifacts(index).values():
         if index == START and ref.kind in OF_START:
@@ -134,10 +133,7 @@ def code_of(run: RunContext, index: int) -> str:
 
 def stored_manifest(run: RunContext, index: int) -> StepManifest:
     """The manifest of a committed step, put back first from `manifests/` when its artifact is damaged.
-
-    Raises:
-        UserError: both copies are damaged.
-    """
+    Raises UserError: both copies are damaged."""
     manifest, damage = put_back_manifest(run.directory.store, run.directory.path, committed_step(run, index))
     if damage is not None:
         run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
@@ -145,14 +141,12 @@ def stored_manifest(run: RunContext, index: int) -> StepManifest:
 
 
 def committed_step(run: RunContext, index: int) -> StepEntry:
-    """The ledger's entry of an iteration that is committed."""
     entry = run.directory.ledger.step(index)
     assert entry is not None, f"step {index} is not committed"
     return entry
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Nearest-rank percentiles of times, and their number; empty without any."""
     if not seconds:
         return {}
     p50, p95 = np.percentile(seconds, [50, 95], method="nearest").tolist()

@@ -51,14 +51,7 @@ _RATE = 1e-4
 
 
 class Compiled(NamedTuple):
-    """Numbers of a compilation.
-
-    Attributes:
-        jobs: in all.
-        done: of them now; the others were done before.
-        kernels: that are new.
-        seconds: it took.
-    """
+    """Numbers of a compilation: of its `jobs`, `done` were compiled now and the others before; `kernels` are new."""
 
     jobs: int
     done: int
@@ -82,17 +75,10 @@ def compile_kernels(
     progress: Callable[[int, int], None],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Compiled:
-    """Compile the kernels that are missing, on all processors; the environment of the engine is set.
+    """Compile the kernels that are missing, on all processors; `meanwhile` is done in this process if there are any.
 
-    Args:
-        config: the training.
-        platform: of this machine.
-        folders: where kernels are kept.
-        progress: hears how many jobs of how many are done.
-        meanwhile: done in this process, where there is something to compile.
-
-    Raises:
-        UserError: there are kernels to compile and no GPU that they are for, or one of them cannot be compiled.
+    The environment of the engine is set. `progress` hears how many jobs of how many are done. Raises UserError: there
+    are kernels to compile and no GPU that they are for, or one of them cannot be compiled.
     """
     arch, began = model_shape(config), time.perf_counter()
     if not needs_kernels(config, arch):
@@ -113,7 +99,6 @@ def compile_kernels(
 
 
 def needs_kernels(config: RunConfig, arch: Architecture) -> bool:
-    """True if engine or trainer run kernels that are compiled for a GPU."""
     entry, trainer = engine_entry(config), trainer_of(config.training)
     return bool([*entry.products(config, arch), *trainer.products(config, arch)] or trainer.packs(config, arch))
 
@@ -140,7 +125,6 @@ def _ends(product: Product) -> Product:
 
 
 def product_job(sample: Sample, folders: KernelFolders) -> Job:
-    """Compiles the kernel of one product."""
     operands, outputs, contraction, rows, _ = sample
     name = f"a product of {rows} x {contraction} with {outputs} x {contraction} in {operands}"
     if operands == "fp8_gradient":
@@ -228,7 +212,6 @@ def score(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
 
 
 def learn(config: RunConfig, arch: Architecture, packs: Sequence[int]) -> None:
-    """Update the policy from packs of so many tokens."""
     short = _short(config, arch)
     with closing(build_trainer(_plain(config), short, _zeros(short))) as trainer:
         for tokens in packs:

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 class Replayed:
     """The run that a replay makes again.
 
-    Attributes:
-        ledger: choices that depended on timing are read in it.
-        environment: the description of its environment, whose recorded answers are taken; None: it runs again, or there
-            is none.
+    `ledger`: choices that depended on timing are read in it. `environment`: the description of its environment, whose
+    recorded answers are taken; None: it runs again, or there is none.
     """
 
     ledger: LedgerView
@@ -98,7 +96,6 @@ class RunContext:
 
     @property
     def takes_recorded(self) -> bool:
-        """True in a replay that takes the recorded answers of environments."""
         return self.replayed is not None and self.replayed.environment is not None
 
     def records_scores(self, index: int) -> bool:
@@ -145,12 +142,10 @@ class RunContext:
         return weights
 
     def ready_trainer(self) -> Trainer:
-        """The trainer; the run must have been started."""
         assert self.trainer is not None, "the run has no policy yet"
         return self.trainer
 
     def ready_engine(self) -> RolloutEngine:
-        """The rollout engine; the run must have been started."""
         assert self.engine is not None, "the run has no policy yet"
         return self.engine
 
@@ -167,7 +162,6 @@ _live: dict[Path, RunContext] = {}
 
 
 def register(run: RunContext) -> None:
-    """Make a run reachable by its folder."""
     assert run.directory.path not in _live, f"{run.directory.path} is live already"
     _live[run.directory.path] = run
 

@@ -73,7 +73,6 @@ def finished_steps(run: RunContext, index: int, start: Mapping[str, Ref]) -> lis
 
 
 def _parts(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[str, Ref]) -> dict[str, Any]:
-    """All that a planned step's result depends on, besides the run's configuration and code."""
     return {
         "uses": planned.uses,
         "module": module_digest(planned.uses.partition(":")[0]),
@@ -95,9 +94,7 @@ def run_task(
     A step that is committed stays as it is, whatever code runs now.
 
     Args:
-        run: the live run.
         index: number of the step; 0 is what precedes the first iteration.
-        name: name of the task within the iteration.
         parts: what the task is a function of, besides the run's configuration and code.
         body: makes the outputs, artifact name -> reference.
 
@@ -142,7 +139,6 @@ def attempt(place: str, body: Callable[[], dict[str, Ref]]) -> dict[str, Ref]:
 
 
 def task_key(run: RunContext, index: int, name: str, parts: Mapping[str, Any]) -> str:
-    """SHA-256 of what a task is a function of."""
     content = {"step": index, "task": name, "config": run.config_digest, "code": run.code_version, **parts}
     return hashlib.sha256(canonical_json(content, "key")).hexdigest()
 

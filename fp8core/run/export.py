@@ -131,17 +131,7 @@ def export(
 ) -> None:
     """Write a policy and its origin to a folder that appears whole or not at all.
 
-    Args:
-        original: the run.
-        step: the policy is the one after it.
-        policy: from `stored_policy`.
-        format: what `write` writes the linears in.
-        target: must not exist.
-        write: makes the folder it is given, with the weights.
-        tracked: where MLflow has the run.
-
-    Raises:
-        UserError: the target exists or cannot be written.
+    `write` makes the folder that it is given, with the weights. Raises UserError: `target` exists or cannot be written.
     """
     refuse_existing(target)
     partial = target.absolute().with_name(f".{target.name}.export")
@@ -171,7 +161,6 @@ def export(
 
 
 def refuse_format(config: RunConfig, format: Format) -> None:
-    """Raises UserError: there are no adapters to write in PEFT's layout."""
     if format == "peft" and config.training.lora is None:
         raise UserError("--format peft: the run has no adapters (training.lora is null); choose bf16 or fp8")
 

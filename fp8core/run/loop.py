@@ -158,7 +158,6 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
 def iterate(
     run: RunContext, index: int, inputs: Mapping[str, Ref], execution: Execution = _IN_PROCESS
 ) -> dict[str, TaskResult]:
-    """Run the tasks of one step and commit it; returns results by task."""
     results = execution.steps(run, index, inputs)
     execution.call(run, "commit", index, lambda: commit_step(run, index))
     execution.written(run)
@@ -166,7 +165,6 @@ def iterate(
 
 
 def write_checkpoint(run: RunContext, index: int, execution: Execution = _IN_PROCESS) -> None:
-    """Checkpoint of a committed step."""
     execution.call(run, "checkpoint", index, lambda: _save(run, index))
     execution.written(run)
 
@@ -236,10 +234,7 @@ def _crossed(run: RunContext, bounds: StopBounds, first: int, last: int) -> Cros
 
 def carry_out(run: RunContext, found: Crossing) -> None:
     """Note a crossing in the ledger and on the console; then warn, pause or fail.
-
-    Raises:
-        TrainingPaused, BoundError: as `alignment.stop.action` says.
-    """
+    Raises TrainingPaused, BoundError: by `alignment.stop.action`."""
     action, step = stop_bounds(run.config).action, run.directory.ledger.last_step()
     assert step is not None, "a bound is crossed by a committed step"
     assert action != "none", "nothing is crossed where nothing is judged"

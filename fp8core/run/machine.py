@@ -30,7 +30,6 @@ def members_node(config: RunConfig) -> Node:
 
 
 def wants_gpus(config: RunConfig) -> bool:
-    """True if an engine or a rank of this run computes on a GPU."""
     return engine_entry(config).gpus(config) > 0 or trainer_of(config.training).grid(config) is not None
 
 

@@ -37,15 +37,9 @@ from fp8core.training.lora import frozen_line
 
 @contextmanager
 def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> Iterator[RunDirectory]:
-    """The folder of a new or an existing run, locked, with its run.json.
+    """The folder of a new or an existing run, locked, with its run.json; `new_code`: of other code, as a new segment.
 
-    Args:
-        config: the checked configuration.
-        name: the run's name, which is that of its folder below `config.runs`.
-        new_code: continue a run of other code, as a new segment.
-
-    Raises:
-        UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
+    Raises UserError: the folder is unwritable or in use, or the run has finished work of another configuration or code.
     """
     with RunDirectory.create_or_open(config.runs.absolute() / name) as directory:
         described = directory.description()

@@ -23,13 +23,7 @@ from fp8core.run.turns import RecordedPool, task_of
 
 @dataclass(frozen=True)
 class EpisodePlayer:
-    """The settings that are common to all episodes of a configuration.
-
-    Attributes:
-        config: sampling, environment and stop strings.
-        tokenizer: of the policy.
-        longest: tokens of an environment's first messages.
-    """
+    """The settings common to all episodes of a configuration; `longest`: tokens of an environment's first messages."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -62,15 +56,9 @@ class EpisodePlayer:
     ) -> Generator[list[Episode], None, None]:
         """Episodes of all groups as they finish; without an environment, whole groups. Closed, it ends what is open.
 
-        While environments keep all waiting, it yields none each second (`run_episodes`).
-
-        Args:
-            engine: answers under its present policy.
-            groups: samples with their seeds.
-            asked: rows of kind `prompts`, of these groups or more.
-            sampling: `max_new_tokens` limits an episode.
-            pool: of the environment, or of what was recorded of it; None without `environment`.
-            begun, room: as of `MultiTurn`.
+        While environments keep all waiting, it yields none each second (`run_episodes`). `asked`: rows of kind
+        `prompts`, of these groups or more; `sampling.max_new_tokens` limits an episode; `begun`, `room`: as of
+        `MultiTurn`.
         """
         if self.config.environment is None:
             strings = self.config.rollout.stop_strings

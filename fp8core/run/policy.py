@@ -155,7 +155,6 @@ def check_probe(run: RunContext, found: dict[str, float], version: int) -> None:
 
 
 def check_report(report: SyncReport, digest: str, scales: PolicyScales, version: int) -> None:
-    """Compare what was read back with what was sent."""
     if report.version != version or report.scales.version != version:
         raise SyncError(
             f"policy {version} was sent, the engine holds weights {report.version} with scales {report.scales.version}"
@@ -168,7 +167,6 @@ def check_report(report: SyncReport, digest: str, scales: PolicyScales, version:
 
 
 def check_formats(described: dict[str, object], contract: PrecisionContract) -> None:
-    """Compare what the engine reports to run with the contract."""
     linears = described["linear"]
     assert isinstance(linears, list)
     last = len(linears) - contract.bf16_last_layers

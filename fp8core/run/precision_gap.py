@@ -37,13 +37,7 @@ _CONFIDENCE, _SEED = 0.95, 0
 
 
 def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]) -> dict[str, Any]:
-    """The gap of the policy that engine and trainer hold, as JSON types.
-
-    Args:
-        run: engine and trainer hold policy 0.
-        scales: of policy 0.
-        evaluated: `heldout_accuracy` of the engine, over the same prompts or more.
-    """
+    """The gap of policy 0, which engine and trainer hold, as JSON types; `evaluated`: the engine's accuracy."""
     count = compared_prompts(run.config)
     prompts = prompt_table(run, run.source.heldout(run.config.evaluation.prompts)[:count])
     tokens, names = prompts["tokens"].to_pylist(), prompts["prompt_id"].to_pylist()
@@ -87,7 +81,6 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
 
 
 def gap_line(gap: dict[str, Any]) -> str:
-    """The gap as a line for people."""
     ours, theirs = gap["accuracy"]["value"], gap["bf16_accuracy"]["value"]
     prompts = counted(gap["prompts"], "prompt")
     return f"FP8 against BF16 at step 0: held-out {ours:.3f} and {theirs:.3f} ({prompts}); details in the report"

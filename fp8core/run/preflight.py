@@ -10,14 +10,9 @@ from fp8core.run.open import signing_key
 
 
 def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:
-    """Refuse a named training that cannot run to its end here.
+    """Refuse a named training that cannot run to its end here; `new_code`: as of `open_directory`.
 
-    Args:
-        config: of the training, with its name.
-        new_code: it may be continued by other code than last (`open_directory`).
-
-    Raises:
-        UserError: as `refuse_unrunnable_settings` and `check_inputs`.
+    Raises UserError: as `refuse_unrunnable_settings` and `check_inputs`.
     """
     refuse_unrunnable_settings(config, new_code=new_code)
     check_inputs(config)

@@ -35,15 +35,11 @@ class RedoError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainerAt:
-    """Work: bring the trainer to a version that the run has gone through."""
-
     version: int
 
 
 @dataclass(frozen=True)
 class RunAgain:
-    """Work: redo an update, or recompute a task, of step `index`."""
-
     index: int
     planned: PlannedStep
 
@@ -72,10 +68,7 @@ def recompute_if_damaged(run: RunContext, index: int, planned: PlannedStep) -> b
 
 def recompute_kinds_if_damaged(run: RunContext, index: int, kinds: set[str]) -> None:
     """Recompute damaged artifacts of these kinds of a committed step; trainer and engine return to their version.
-
-    Raises:
-        RedoError, UserError: as `resume.restore` does.
-    """
+    Raises RedoError, UserError: as `resume.restore` does."""
     if index == START:
         return  # Recomputed when the process began.
     version = run.ready_trainer().version
@@ -139,7 +132,6 @@ def work_before(run: RunContext, work: Work) -> list[Work]:
 
 
 def _work_for_input(run: RunContext, index: int, artifact: str) -> list[Work]:
-    """`work_needed` for the task that made an artifact which step `index` reads."""
     if artifact not in run.graph.carries:
         return work_needed(run, index, producer_of(run, artifact))
     # Those of step 0 were recomputed when the process began.
@@ -149,7 +141,6 @@ def _work_for_input(run: RunContext, index: int, artifact: str) -> list[Work]:
 
 
 def _carry_out(run: RunContext, wanted: list[Work]) -> None:
-    """Do the work in order, each after the work that must come before it."""
     left = wanted[::-1]
     while left:
         if before := work_before(run, left[-1]):
@@ -250,8 +241,6 @@ def _push_read(run: RunContext, inputs: Mapping[str, Ref]) -> None:
 
 
 def _run_again(run: RunContext, index: int, planned: PlannedStep, inputs: dict[str, Ref]) -> dict[str, Ref]:
-    """The outputs of a step by artifact."""
-
     def body() -> dict[str, Ref]:
         made: dict[str, Ref] = import_step(planned.uses)(run, index, planned.options, **inputs)
         return {planned.outputs[port]: ref for port, ref in made.items()}
@@ -287,7 +276,6 @@ def _is_superseded(run: RunContext, last: int, artifact: str) -> bool:
 
 
 def producer_of(run: RunContext, artifact: str) -> PlannedStep:
-    """The task of an iteration that makes an artifact."""
     return next(planned for planned in run.graph.steps if artifact in planned.outputs.values())
 
 
@@ -303,15 +291,8 @@ def recompute_damaged(
 ) -> bool:
     """Run a finished task again when one of its files is damaged; returns whether it was.
 
-    Args:
-        run: the live run.
-        index: the step of the task.
-        task: its name.
-        expected: what it stored, artifact name -> reference.
-        body: makes the outputs, and in storing them replaces the damaged files; called at most once.
-
-    Raises:
-        UserError: what `body` makes is not what a damaged file held.
+    `body` makes the outputs that are `expected`, and in storing them replaces the damaged files; called at most once.
+    Raises UserError: what `body` makes is not what a damaged file held.
     """
     damaged = damages(run, expected)
     if damaged:
@@ -320,7 +301,6 @@ def recompute_damaged(
 
 
 def damages(run: RunContext, refs: Mapping[str, Ref]) -> dict[str, ArtifactError]:
-    """The error of each damaged file; empty when all are whole."""
     found = {name: run.directory.store.damage(ref) for name, ref in refs.items()}
     return {name: error for name, error in found.items() if error is not None}
 

@@ -36,10 +36,8 @@ class ReplayResult:
     """The comparison of a step's replay with the stored step.
 
     Attributes:
-        step: its number.
         outcome: `equal` in every digest, `within` the bounds of a tolerant run, or `different`.
         level: the replay level that counted.
-        artifacts: how many artifacts the replay made.
         seconds: what it took, without restoring the policy before.
         causes: circumstances that differ, one line each.
         difference: the first field that differs, then where its content does.
@@ -68,11 +66,9 @@ def replay(
     """Replay consecutive steps and yield a verdict each; the first that is different is the last.
 
     Args:
-        original: the run.
         steps: numbers of committed steps.
         overrides: settings (`key=value`) that the steps are replayed under instead of the run's own; the policy that
             they start from is the run's own.
-        console: takes notes on the way.
         repaired: the run's folder, locked by the caller; damaged files of it that were made again are put back.
         rerun_environments: ask environments again, instead of taking their recorded answers.
 
@@ -197,7 +193,6 @@ def _compare(original: RunSnapshot, run: RunContext, index: int, seconds: float)
 def _tolerated(
     original: RunSnapshot, run: RunContext, index: int
 ) -> tuple[Literal["within", "different"], tuple[str, ...]]:
-    """Metrics within the bounds of the configuration."""
     bounds = run.config.replay
     ours = stored_metrics(run.directory.ledger, run.directory.store, index)
     theirs = stored_metrics(original.ledger, original.store, index)
@@ -209,7 +204,6 @@ def _tolerated(
 
 
 def _located(original: RunSnapshot, run: RunContext, index: int, difference: Difference) -> tuple[str, ...]:
-    """The field, and where the two contents part when it is an artifact."""
     theirs, ours = (
         _by_digest(ledger, index).get(value["digest"]) if isinstance(value, dict) and "digest" in value else None
         for ledger, value in (
@@ -227,7 +221,6 @@ def _located(original: RunSnapshot, run: RunContext, index: int, difference: Dif
 
 
 def _by_digest(ledger: LedgerView, index: int) -> dict[object, Ref]:
-    """The artifacts that a step could read or store."""
     before = ledger.effective_outputs(index - 1) if index > START else {}
     return {ref.digest: ref for ref in (*before.values(), *ledger.artifacts(index).values())}
 
@@ -250,7 +243,6 @@ def _failed(original: RunSnapshot, config: RunConfig, step: int, where: str, err
 
 
 def _causes(original: RunSnapshot, config: RunConfig, stored: StepRecord, now: StepRecord) -> Iterator[str]:
-    """Circumstances of the stored step that are not those of its replay, in words."""
     fields = defaultdict[str, list[Difference]](list)
     for difference in causes(stored, now):
         fields[difference.path.partition(".")[0]].append(difference)

@@ -33,7 +33,6 @@ from fp8core.store.tables import PROMPTS, PROMPTS_WITH_COLUMNS, PROMPTS_WITH_MES
 
 
 def prompt_table(run: RunContext, problems: list[Problem]) -> pa.Table:
-    """Tokenised problems as a table of kind `prompts`."""
     return problem_table(problems, run.config, run.tokenizer, longest_row(run.config, run.arch))
 
 
@@ -188,7 +187,6 @@ def while_going(run: RunContext, played: Generator[list[Episode], None, None]) -
 
 
 def heldout_episodes(run: RunContext, index: int) -> dict[str, Ref]:
-    """`heldout_accuracy` of the run's engine and environment, and the turns that were played for it."""
     store = run.directory.store
     with environment_of(run, index, "heldout_turns") as pool:
         content, turns = heldout_accuracy(run, run.ready_engine(), run.config.evaluation.prompts, pool)
@@ -207,10 +205,8 @@ def heldout_accuracy(
     Lengths are of what the policy wrote, as those of rollouts are.
 
     Args:
-        run: its tokenizer, verifier and held-out prompts are used.
         engine: answers, greedily.
         count: at most `evaluation.prompts`.
-        pool: as of `EpisodePlayer.play`.
 
     Returns:
         The content of an artifact of kind `evaluation`, and the turns, a table of that kind in order of group; None

@@ -19,12 +19,10 @@ from fp8core.store.artifacts import Ref
 
 
 def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerAmax]:
-    """The magnitudes of one step that the run's scales shall cover."""
     return covered_amax(histograms, config.calibration.covered_percentile)
 
 
 def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
-    """The run's scales for the given magnitudes."""
     return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
 
 
@@ -49,7 +47,6 @@ def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
 
 
 def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
-    """Stored scales as the engine and the decoder take them."""
     store = run.directory.store
     content = store.get_json(scales)
     if len(content["layers"]) != run.arch.num_layers:
@@ -60,7 +57,6 @@ def read_scales(run: RunContext, scales: Ref) -> PolicyScales:
 
 
 def read_histograms(statistics: dict[str, Any]) -> list[LayerHistograms]:
-    """Histograms of an artifact of kind `kv_statistics`."""
     return [
         LayerHistograms(**{name: _histogram(**stored) for name, stored in layer.items()})
         for layer in statistics["histograms"]

@@ -59,7 +59,6 @@ def compared_rows(config: RunConfig, index: int, written: Tensor) -> Tensor:
 
 
 def token_batch(rollouts: pa.Table) -> TokenBatch:
-    """Rollouts as padded tokens."""
     return TokenBatch.of(rollouts["prompt_tokens"].to_pylist(), rollouts["tokens"].to_pylist())
 
 

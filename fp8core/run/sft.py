@@ -23,16 +23,9 @@ _BETAS = (0.9, 0.95)
 def train_on_demonstrations(
     trainer: SftTrainer, config: WarmStartConfig, batch: Draw, progress: Callable[[int, float], None]
 ) -> None:
-    """Train with a cosine schedule.
+    """Train with a cosine schedule; `progress` hears each step's index and mean cross-entropy (nats a token).
 
-    Args:
-        trainer: begins with the initial weights, and has the others afterwards.
-        config: steps, batch size, learning rate.
-        batch: demonstrations of a step.
-        progress: called after each step with its index and the mean cross-entropy (nats a token).
-
-    Raises:
-        NotFiniteError: the loss or the gradient norm became NaN or infinite.
+    Raises NotFiniteError: the loss or the gradient norm became NaN or infinite.
     """
     for step in range(config.steps):
         try:
@@ -62,7 +55,6 @@ class ReferenceSftTrainer:
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """FP32 weights by Hugging Face name."""
         return {name: tensor.detach() for name, tensor in self._masters.items()}
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
@@ -82,7 +74,6 @@ class ReferenceSftTrainer:
         return loss.item()
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        """As `SftTrainer.store_weights`."""
         return store.put_tensors("weights", self.masters)
 
     def close(self) -> None:

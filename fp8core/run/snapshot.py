@@ -44,8 +44,6 @@ FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run as it is on disk."""
-
     folder: Path
     described: RunDescription
     ledger: LedgerView
@@ -119,7 +117,6 @@ def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[P
     """A temporary run folder whose ledger ends where the original's step began.
 
     Args:
-        original: the run's folder.
         step: everything before it is known; 0 leaves nothing.
         configs: what it will be run with. On a cluster at an address, ranks of other nodes read and write files of it:
             it lies beside the run, where all nodes see it.
@@ -153,15 +150,8 @@ def scratch_run(
 ) -> Iterator[RunContext]:
     """A scratch folder, live; `loop.begin` restores it. It shares nothing with other runs, not even a warm start.
 
-    Args:
-        config: what to run it with.
-        original: the run's folder.
-        folder: of `scratch_folder`.
-        console: takes notes.
-        recorded: `Replayed.environment` (`RunSnapshot.environment`); None runs the environments again.
-
-    Raises:
-        UserError: the configuration cannot be run, or model or data cannot be read.
+    `recorded`: `Replayed.environment` (`RunSnapshot.environment`); None runs the environments again. Raises UserError:
+    the configuration cannot be run, or model or data cannot be read.
     """
     own = config.model_copy(update={"runs": folder.parent})
     graph = graph_of(own)

@@ -92,7 +92,6 @@ def _digest_device(training: TrainingConfig) -> torch.device:
 
 
 def build_workers(run: RunContext) -> None:
-    """Build trainer and engine around policy 0."""
     with run.console.part("starting engine and trainer"):
         # Engines that size themselves by the free memory of a device come first, and have no use for it yet.
         torch.cuda.empty_cache()
@@ -146,14 +145,11 @@ def first_evaluation(run: RunContext, scales: Ref) -> TaskResult:
 
 
 def first_stream(run: RunContext) -> TaskResult:
-    """The stream of completions before anything is generated (`rollout.stream`)."""
     empty = STREAM.empty_table()
     return _once(run, "stream", {}, lambda: {"stream": run.directory.store.put_table("stream", empty)})
 
 
 def precision_gap(run: RunContext, scales: Ref, evaluation: Ref) -> TaskResult:
-    """The distance of policy 0 in FP8 from itself in BF16 (`precision_gap.measure_gap`)."""
-
     def body() -> dict[str, Ref]:
         store = run.directory.store
         in_force, measured = read_scales(run, scales), store.get_json(evaluation)
@@ -239,7 +235,6 @@ def _warm_start_key(run: RunContext, rows: Sequence[TokenisedDemonstration] | No
 def _train(
     run: RunContext, config: WarmStartConfig, rows: Sequence[TokenisedDemonstration] | None, store: ArtifactStore
 ) -> Ref:
-    """Train, and store the weights where they are."""
     if rows is None:
         demonstrations = chain_batches(run.config, config, run.source, run.tokenizer)
     else:

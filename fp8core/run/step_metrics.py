@@ -28,7 +28,6 @@ from fp8core.training.trainer import REPORTED
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Compute with `count` threads of torch inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -85,7 +84,6 @@ def turn_metrics(turns: pa.Table, rollouts: pa.Table, logprobs: pa.Table, rows: 
     """Turns, tool calls and numbers of the environment in the mean, how episodes ended, and the mismatch by turn.
 
     Args:
-        turns: of kind `turns`.
         rollouts, logprobs: of both policies; their rows correspond.
         rows: key -> the row, of completions that are compared.
     """
@@ -215,7 +213,6 @@ def mismatch(rollouts: pa.Table, logprobs: pa.Table, rows: torch.Tensor, cap: fl
 
 
 def train_metrics(report: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a train report."""
     corrected = {f"correction/{name}": value for name, value in report["correction"].items()}
     trained = {f"train/{name}": float(report[name]) for name in REPORTED}
     # Reports of earlier versions have no gain.
@@ -226,7 +223,6 @@ def train_metrics(report: dict[str, Any]) -> dict[str, float]:
 
 
 def scale_metrics(scales: dict[str, Any]) -> dict[str, float]:
-    """Scales and amax per layer."""
     return {
         f"kv/{part}_{kind}_layer{i}": value
         for part, rows in (("scale", scales["layers"]), ("amax", scales["amax"]))

@@ -80,13 +80,11 @@ def _longest(run: RunContext) -> int:
 
 
 def turns_of(rows: Sequence[Row]) -> pa.Table:
-    """The turns of finished episodes, as kind `turns`."""
     found = [{"group": row.group, "sample": row.sample, **turn} for row in rows for turn in row.turns]
     return pa.Table.from_pylist(found, schema=TURNS)
 
 
 def table_in_flight(run: RunContext, rows: Sequence[Row]) -> pa.Table:
-    """The completions in flight, a table of kind `stream`."""
     schema = STREAM if run.config.environment is None else STREAM_OF_EPISODES
     return stream_table(rows, schema)
 

@@ -40,7 +40,6 @@ class StreamPrompts:
         return self._batches[batch]
 
     def row(self, batch: int, group: int) -> dict[str, Any]:
-        """A prompt as a row of kind `prompts`."""
         (row,) = self._batch(batch).slice(group, 1).to_pylist()
         found: dict[str, Any] = row
         return found
@@ -336,7 +335,6 @@ class EpisodeWriter:
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 
     def _row(self, played: PlayedEpisode) -> Row:
-        """All of an episode so far."""
         if (episode := played.episode) is None:
             return played.row
         done = episode.completion
@@ -364,12 +362,10 @@ class EpisodeWriter:
 
 
 def stream_rows(table: pa.Table) -> list[Row]:
-    """The rows of a table of kind `stream`."""
     return [Row(**row) for row in table.to_pylist()]
 
 
 def stream_table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
-    """Rows as a table of kind `stream`, whose schema depends on whether an environment answers."""
     return pa.Table.from_pylist([asdict(row) for row in rows], schema=schema)
 
 
@@ -378,7 +374,6 @@ def _sample(row: Row) -> _Sample:
 
 
 def _new_seconds(episode: Episode, before: Episode | Begun | None) -> list[float]:
-    """The times of the environment's answers that it has given since."""
     known = 0 if before is None else len(before.turns if isinstance(before, Episode) else before.ends)
     new = seconds_of(replace(episode, turns=episode.turns[known:]))
     return new if before is None else new[1:]
@@ -390,7 +385,6 @@ def writer_of(run: RunContext, index: int, source: StreamPrompts, rows: Sequence
 
 
 def _segment(done: Completion, group: PromptGroup, place: GroupPlace) -> dict[str, Any]:
-    """The new tokens of a completion as a row of kind `segments`."""
     batch, number = place
     begun = group.begun[group.samples.index(done.sample)] if group.begun else ()
     finish = "" if done.finish == "open" else done.finish

@@ -85,7 +85,6 @@ def said_by_policy(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def turns_table(episodes: Sequence[Episode], tokenizer: Tokenizer) -> pa.Table:
-    """Episodes as a table of kind `turns`, in their order."""
     rows = [
         {"group": one.completion.group, "sample": one.completion.sample, **row}
         for one in episodes
@@ -148,7 +147,6 @@ class RecordedPool:
         self._answer(episode)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
-        """All answers that are due."""
         replies, self._replies = self._replies, []
         return replies
 
@@ -156,11 +154,9 @@ class RecordedPool:
         """It is asked again later."""
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
-        """Go on with an episode that was begun here."""
         return episode in self._next
 
     def end(self, episode: Key) -> None:
-        """Forget an episode; of one that is over this does nothing."""
         self._next.pop(episode, None)
 
     def _answer(self, episode: Key) -> None:

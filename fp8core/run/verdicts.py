@@ -174,17 +174,13 @@ def early_endings(config: RunConfig, ended: Sequence[tuple[int, str, str]]) -> l
 
 
 def judges(config: RunConfig) -> str:
-    """The settings of what gives verdicts."""
     verifier = f"reward.verifier={config.reward.verifier}"
     return verifier if config.environment is None else f"environment.name={config.environment.name}, {verifier}"
 
 
 def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
-    """The number of answers that a verifier could not check, and why the first, in a line; None when each could.
-
-    Raises:
-        UserError: the main verifier, or the environment, could check none of them; with the setting that names it.
-    """
+    """The number of answers that a verifier could not check, and why the first, in a line; None when each could. Raises
+    UserError: the main verifier, or the environment, could check none of them; with the setting that names it."""
     failed = [verdict for verdict in verdicts if verdict.outcome in UNCHECKED_OUTCOMES]
     if not failed:
         return _failures_of_others(verdicts)

@@ -49,7 +49,6 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
     """All findings, those of the quick checks first.
 
     Args:
-        view: the run.
         report: called with each number of bytes of artifacts and checkpoints that was read, `verified_bytes` in all.
         watch: called with the manifest of each step.
     """
@@ -210,14 +209,11 @@ def _contents(artifacts: Mapping[str, Ref]) -> dict[str, Content]:
 
 @dataclass(frozen=True)
 class Reference:
-    """An artifact in a line of the ledger."""
-
     ref: Ref
     step: int
     task: str | None
 
     def error(self, problem: str) -> Finding:
-        """A finding about this artifact."""
         return Finding("error", self.ref.uri, problem, step=self.step, task=self.task, kind=self.ref.kind)
 
     def __str__(self) -> str:
@@ -331,7 +327,6 @@ def _tables(view: RunView) -> Iterator[Finding]:
 
 
 def _turns(view: RunView, commit: Commit) -> Iterator[Finding]:
-    """The turns that a step stored beside its rollouts are those of its rollouts."""
     store = ArtifactStore(view.folder)
     for task in commit.tasks.values():
         by_kind = {ref.kind: ref for ref in task.outputs.values()}

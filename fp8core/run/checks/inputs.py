@@ -75,10 +75,7 @@ def check_opened(
     config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier
 ) -> Architecture | None:
     """Refuse parts of any run that do not go together; returns the shape of its teacher, if it has one.
-
-    Raises:
-        UserError: as `check_stop_strings`, `check_template_arguments`, `find_teacher` and `check_problems`.
-    """
+    Raises UserError: as `check_stop_strings`, `check_template_arguments`, `find_teacher` and `check_problems`."""
     check_stop_strings(config, base.tokenizer)
     check_template_arguments(config, base.tokenizer)
     distils = config.loss.distillation.teacher is not None
@@ -91,10 +88,7 @@ def check_new(
     config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, teacher: Architecture | None
 ) -> None:
     """Refuse what a run that has begun goes on with.
-
-    Raises:
-        UserError: as `refuse_unmeant_loss`, `refuse_small_teacher` and `check_turns`.
-    """
+    Raises UserError: as `refuse_unmeant_loss`, `refuse_small_teacher` and `check_turns`."""
     refuse_unmeant_loss(config.loss, config.correction)
     if teacher is not None:
         refuse_small_teacher(config, base.arch, teacher)
@@ -125,10 +119,7 @@ def check_template_arguments(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Architecture) -> None:
     """Refuse a teacher that cannot score all that a policy of shape `arch` may write.
-
-    Raises:
-        UserError: it has fewer positions than the longest row, or no embedding of a token.
-    """
+    Raises UserError: it has fewer positions than the longest row, or no embedding of a token."""
     named = f"loss.distillation.teacher={config.loss.distillation.teacher}"
     positions = longest_row(config, arch)
     longest = longest_prompt(config, positions) + config.rollout.max_new_tokens
@@ -153,12 +144,8 @@ def try_environment(
     *,
     is_new: bool,
 ) -> None:
-    """Begin an episode of each of these problems, and play one.
-
-    Raises:
-        UserError: as `check_openings`; of a new run also as `refuse_invalid`, `refuse_uncallable` and
-            `check_observation`.
-    """
+    """Begin an episode of each of these problems, and play one. Raises UserError: as `check_openings`; of a new run
+    also as `refuse_invalid`, `refuse_uncallable` and `check_observation`."""
     check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
     replies = trial(problems[0], config, environment)
     if is_new:

@@ -79,10 +79,7 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
 
 def check_cluster(config: RunConfig, node: Node) -> None:
     """Refuse a machine with too few GPUs for a cluster of its own, before a run has a folder or a server.
-
-    Raises:
-        UserError: how many are needed.
-    """
+    Raises UserError: how many are needed."""
     shared = engine_entry(config).tensor_parallel(config)
     if config.cluster.used and 0 < node.gpus < sum(config.cluster.bundles(shared)) and wants_gpus(config):
         raise UserError(config.cluster.too_small(shared, "GPU", f"this machine has {node.gpus}"))

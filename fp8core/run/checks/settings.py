@@ -32,11 +32,8 @@ def graph_of(config: RunConfig) -> StepGraph:
 
 
 def graph_on(config: RunConfig, platform: str) -> StepGraph:
-    """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`).
-
-    Raises:
-        UserError: the contract is beyond the platform, the correction names what does not exist, or as `pipeline_of`.
-    """
+    """The checked pipeline of a configuration, on a platform (`config.capability.this_platform`). Raises UserError: the
+    contract is beyond the platform, the correction names what does not exist, or as `pipeline_of`."""
     # On the CPU trainer and embedded engine compute everything, whatever else the machine has.
     where = platform if config.training.device == "cuda" else "cpu"
     check_contract(config.precision, where, corrected=config.correction.method != "none")
