@@ -35,8 +35,6 @@ class Experts:
     """Mixture of experts instead of SwiGLU blocks (Qwen3-MoE, arXiv 2505.09388).
 
     Attributes:
-        count: experts of a sparse layer.
-        per_token: experts a token goes to.
         intermediate_size: width of one expert (`moe_intermediate_size`).
         normalise_top_k: the weights of a token's experts sum to 1 (`norm_topk_prob`).
         sparse_step: every n-th layer is sparse (`decoder_sparse_step`).
@@ -225,14 +223,9 @@ class _Reader:
 
 
 def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
-    """The decoder that a config.json describes.
+    """The decoder that a config.json describes; `where` names the file in messages.
 
-    Args:
-        config: The parsed file.
-        where: The file, for messages.
-
-    Raises:
-        UserError: naming the file and the key: another architecture, or a feature that the decoder lacks.
+    Raises UserError: naming the file and the key: another architecture, or a feature that the decoder lacks.
     """
     reader = _Reader(config, where)
     family = _family(reader)
@@ -269,13 +262,6 @@ def architecture_to_hf(
     """A config.json that transformers and vLLM load.
 
     Experts, the RMSNorm of Q and K, and the bias pick the class; Mistral without a window is Llama by another name.
-
-    Args:
-        arch: The decoder.
-        bos_id: Token that begins a sequence, if any.
-        eos_ids: Tokens that end one.
-        pad_id: Token that fills a batch, if any.
-        dtype: Type of the stored weights, such as `bfloat16`.
     """
     name = _class_of(arch)
     scaling = _rope_scaling_to_hf(arch.rope_scaling)

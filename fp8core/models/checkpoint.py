@@ -43,9 +43,7 @@ class Checkpoint:
     """A model read from disk.
 
     Attributes:
-        architecture: The decoder.
         tensors: Exactly the names of `parameter_shapes`, in their stored types; BF16 for block FP8.
-        tokenizer: Of the folder.
         dequantised: The tensors that were stored in block FP8.
     """
 
@@ -56,7 +54,6 @@ class Checkpoint:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a completion."""
         return self.tokenizer.eos_ids
 
 
@@ -90,19 +87,13 @@ class StoredCheckpoint:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json, the weights (one safetensors file or an index of several) and the tokenizer.
-
-    Raises:
-        UserError: naming the file, and the key or tensor with what was expected and found.
-    """
+    Raises UserError: naming the file, and the key or tensor with what was expected and found."""
     return find_checkpoint(folder).load()
 
 
 def find_checkpoint(folder: Path) -> StoredCheckpoint:
     """Read config.json, the names and shapes of the weights, and the tokenizer.
-
-    Raises:
-        UserError: as `load_checkpoint`.
-    """
+    Raises UserError: as `load_checkpoint`."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
@@ -130,18 +121,9 @@ def save_checkpoint(
 ) -> None:
     """Write a folder that `load_checkpoint`, transformers and vLLM read.
 
-    Everything is written and synced in `.<name>.partial` beside it, which is then renamed; a leftover of an
-    interrupted call is replaced. Equal input gives equal bytes.
-
-    Args:
-        folder: Must not exist, or be empty.
-        architecture: The decoder.
-        tensors: Exactly the names and shapes of `parameter_shapes(architecture)`.
-        tokenizer: Saved with it.
-        dtype: Type of the stored weights.
-
-    Raises:
-        UserError: the folder is in the way or cannot be written.
+    Everything is written and synced in `.<name>.partial` beside it, which is then renamed; a leftover of an interrupted
+    call is replaced. Equal input gives equal bytes. `folder`: must not exist, or be empty. `tensors`: exactly the names
+    and shapes of `parameter_shapes(architecture)`. Raises UserError: the folder is in the way or cannot be written.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == parameter_shapes(architecture), "tensors do not fit the architecture"
@@ -167,10 +149,7 @@ def refuse_occupied(target: Path) -> None:
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target that takes its name when the body ends well, and is removed when it does not.
-
-    Raises:
-        UserError: the target is in the way or cannot be written.
-    """
+    Raises UserError: the target is in the way or cannot be written."""
     refuse_occupied(target)
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -349,5 +328,4 @@ class InitialWeights(TensorSource):
 
 
 def initial_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
-    """All `InitialWeights`, in memory."""
     return dict(InitialWeights(arch, seed))

@@ -96,7 +96,6 @@ class Decoder:
         """Hidden states after the final norm.
 
         Args:
-            weights: ready weights.
             tokens: int64 [B, T].
             positions: int64 [B, T], below `max_positions`.
             context: what may be attended to.
@@ -131,9 +130,7 @@ class Decoder:
         """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats).
 
         Args:
-            weights: ready weights.
             batch: sequences, with the experts to replay and the truncation of the distributions, where it has them.
-            temperature: of the softmax.
             scales, observe: as of `hidden`.
         """
         routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)

@@ -36,8 +36,6 @@ UNRECORDED = -1
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """A SwiGLU block, ready to compute."""
-
     gate_up: LinearWeight
     down: LinearWeight
 
@@ -48,8 +46,6 @@ class ExpertWeights:
 
     Attributes:
         router: [experts, hidden], kept like the output head: BF16 values, exact FP32 logits.
-        experts: every expert.
-        per_token: experts a token goes to (k).
         normalise_top_k: whether the k gate weights of a token sum to 1.
     """
 
@@ -73,19 +69,12 @@ class Routing(Protocol):
     """The choice of the experts that a token goes to."""
 
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
-        """Experts of each token, ascending: int64 [tokens, k].
-
-        Args:
-            layer: index among the sparse layers.
-            logits: FP32 [tokens, experts].
-            k: experts a token goes to.
-        """
+        """Experts of each token, ascending: int64 [tokens, k]; `logits` are FP32 [tokens, experts], `layer` counts
+        sparse ones."""
         ...
 
 
 class TopKRouting:
-    """The router itself."""
-
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
         return top_k(logits, k)
 
@@ -128,15 +117,7 @@ class ReplayedRouting:
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Indices of the k largest logits of each row, ascending; of equal logits the lower index.
-
-    Args:
-        logits: FP32 [tokens, experts].
-        k: at most the number of experts.
-
-    Returns:
-        int64 [tokens, k].
-    """
+    """Indices of the k largest FP32 logits of a row, ascending, int64 [tokens, k]; of equal ones the lower index."""
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
 
 
@@ -180,30 +161,16 @@ def router_logits(x: Tensor, router: HeadWeight) -> Tensor:
 
 
 def gate_weights(logits: Tensor, chosen: Tensor, normalise_top_k: bool) -> Tensor:
-    """Weight of each chosen expert, FP32 [tokens, k].
-
-    Args:
-        logits: FP32 [tokens, experts].
-        chosen: int64 [tokens, k].
-        normalise_top_k: softmax over the chosen experts; otherwise over all of them.
-    """
+    """Weight of each chosen expert, FP32 [tokens, k]; `normalise_top_k`: softmax over the chosen, else over all."""
     if normalise_top_k:
         return log_softmax(logits.gather(-1, chosen), temperature=1.0).exp().float()
     return log_softmax(logits, temperature=1.0).gather(-1, chosen).exp().float()
 
 
 def mix(x: Tensor, experts: Sequence[MlpWeights], formats: MlpFormats, chosen: Tensor, gates: Tensor) -> Tensor:
-    """Weighted sum of each token's experts.
+    """Weighted sum of each token's experts, FP32 [tokens, hidden] like `x`.
 
-    Args:
-        x: FP32 [tokens, hidden].
-        experts: all experts.
-        formats: of every expert.
-        chosen: int64 [tokens, k], ascending.
-        gates: FP32 [tokens, k].
-
-    Returns:
-        FP32 [tokens, hidden].
+    `chosen` (int64, ascending) and `gates` (FP32) are [tokens, k].
     """
     tokens, k = chosen.shape
     slots = chosen.flatten()

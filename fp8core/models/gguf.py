@@ -25,14 +25,10 @@ class Converted(NamedTuple):
 
 
 def convert_gguf(source: Path, target: Path) -> Converted:
-    """Write the weights of a GGUF file in BF16, with its tokenizer and chat template.
+    """Write the weights of a GGUF file of any quantisation in BF16, with its tokenizer and chat template.
 
-    Args:
-        source: the file, of any quantisation that transformers reads.
-        target: must not exist, or be empty.
-
-    Raises:
-        UserError: not such a file, a library is missing, another architecture, or the target is in the way.
+    `target` must not exist, or be empty. Raises UserError: not such a file, a library is missing, another architecture,
+    or the target is in the way.
     """
     _refuse_other_files(source)
     refuse_occupied(target)

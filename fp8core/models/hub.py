@@ -36,8 +36,6 @@ def resolve_model(
         model: A folder, or a hub id such as `Qwen/Qwen3-0.6B`.
         revision: Branch, tag or commit of a hub id; None for its main branch.
         cache: The hub's cache folder; None for huggingface_hub's own.
-        files: Shell patterns of the files to download.
-        key: The setting that names it, for errors.
 
     Raises:
         UserError: no such folder, or none of a checkpoint; no such model or revision; or neither network nor a cached
@@ -179,10 +177,7 @@ PUBLISHED = {
 
 def model_shape(config: RunConfig) -> Architecture:
     """The decoder that a run would load or build.
-
-    Raises:
-        UserError: no model is chosen, or its config.json is missing, unreadable or of another kind of model.
-    """
+    Raises UserError: no model is chosen, or its config.json is missing, unreadable or of another kind of model."""
     if config.architecture is not None:
         return architecture_from_config(config.architecture, CHAIN_VOCABULARY)
     assert config.model is not None, "RunConfig demands a model or an architecture"

@@ -64,10 +64,7 @@ _FUSED = re.compile(r"(.*)\.(?:(?P<qkv>[qkv])|(?P<gate_up>gate|up))_proj\.weight
 class KeptInBf16:
     """Weights that the user keeps in BF16 besides embeddings, head, norms, biases and routers.
 
-    Attributes:
-        first_layers: Decoder layers at the start.
-        last_layers: Decoder layers at the end.
-        names: Shell patterns of tensors or modules, such as `*.down_proj`.
+    `names`: shell patterns of tensors or modules, such as `*.down_proj`.
     """
 
     first_layers: int = 0
@@ -94,10 +91,8 @@ def select(shapes: Mapping[str, tuple[int, ...]], num_layers: int, kept: KeptInB
     """Choose the weights to quantise.
 
     Args:
-        shapes: Shape of every tensor of the checkpoint, by name.
         num_layers: Decoder layers; what lies beyond them (layers that predict further tokens) is neither first
             nor last.
-        kept: What stays in BF16.
 
     Raises:
         UserError: nothing is left to quantise, a pattern matches nothing, or parts that inference engines fuse into
@@ -191,9 +186,7 @@ class CheckpointConversion:
     """A conversion, known from the source's headers.
 
     Attributes:
-        source: The checkpoint.
         config: config.json of the target.
-        conversions: Every tensor, by layer.
         copied: Files copied byte for byte, relative to the source.
         left_out: Files that are weights in another form, relative to the source.
         unrecognised: Matrices in BF16 whose names say nothing about what they are.
@@ -275,10 +268,7 @@ def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
 
 def plan_dequantisation(source: Path) -> CheckpointConversion:
     """Block FP8 to BF16: `code * scale` in FP32, rounded once; all other tensors as they are.
-
-    Raises:
-        UserError: the folder is no checkpoint in block FP8, or codes and scales do not belong together.
-    """
+    Raises UserError: the folder is no checkpoint in block FP8, or codes and scales do not belong together."""
     config = _read_config(source)
     if config.get("quantization_config") is None:
         raise UserError(f"{source / _CONFIG}: has no quantization_config: the checkpoint is not quantised")
@@ -308,7 +298,6 @@ def write_checkpoint(plan: CheckpointConversion, target: Path, report: Report, s
     """Carry out a plan. The folder appears whole or not at all; equal input gives equal bytes.
 
     Args:
-        plan: From `plan_quantisation` or `plan_dequantisation`.
         target: Must not exist, or be empty.
         report: Called with what was added: tensors finished, bytes written.
         shard_bytes: Largest weights file, unless one tensor alone is larger.

@@ -38,20 +38,16 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class StoredSpec:
-    """Name, type and shape of a tensor in a file."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """The number of its values."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return self.elements * ITEM_SIZES[self.dtype]
 
 
@@ -64,7 +60,6 @@ class StoredTensor:
     offset: int
 
     def refused(self, problem: str) -> UserError:
-        """The error that names this tensor and its file."""
         return _refused(self.file, self.spec.name, problem)
 
     def absolute(self) -> "StoredTensor":
@@ -77,10 +72,7 @@ class StoredTensor:
 
     def chunks(self, elements: int) -> Iterator[Tensor]:
         """The bytes in order, uint8, those of `elements` values at a time (the last may be fewer).
-
-        Raises:
-            UserError: the file cannot be read, or ends early.
-        """
+        Raises UserError: the file cannot be read, or ends early."""
         step = elements * ITEM_SIZES[self.spec.dtype]
         try:
             with open_input(self.file) as file:
@@ -94,11 +86,7 @@ class StoredTensor:
             raise self.refused(f"cannot be read: {error.strerror}") from error
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Consecutive rows, in the stored type.
-
-        Raises:
-            UserError: the file cannot be read, or ends early.
-        """
+        """Consecutive rows, in the stored type. Raises UserError: the file cannot be read, or ends early."""
         row = StoredSpec(self.spec.name, self.spec.dtype, self.spec.shape[1:])
         part = replace(row, shape=(count, *row.shape))
         place = StoredTensor(self.file, part, self.offset + first * row.size)
@@ -126,10 +114,7 @@ class FileTensors(TensorSource):
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, in one file or in those that its index names.
-
-    Raises:
-        UserError: naming the file, and the tensor where it is one that is wrong.
-    """
+    Raises UserError: naming the file, and the tensor where it is one that is wrong."""
     single, index = folder / WEIGHTS, folder / INDEX
     if single.is_file():
         return read_header(single)
@@ -150,10 +135,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, in the order of their bytes; all bytes of the file are accounted for.
-
-    Raises:
-        UserError: naming the file, and the tensor where it is one that is wrong.
-    """
+    Raises UserError: naming the file, and the tensor where it is one that is wrong."""
     content, begin, size = _header(file)
     content.pop("__metadata__", None)
     places = {name: _place(file, name, entry) for name, entry in content.items()}
@@ -177,16 +159,7 @@ def file_order(spec: StoredSpec) -> tuple[int, str]:
 
 
 def write_tensors(path: Path, specs: Sequence[StoredSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a new file, durably; its tensors come in pieces.
-
-    Args:
-        path: Must not exist.
-        specs: What the file holds.
-        pieces: Consecutive parts of the tensors by name; those of different tensors may alternate.
-
-    Raises:
-        OSError: as the file system says.
-    """
+    """Write a new file, durably; pieces of different tensors may alternate. Raises OSError."""
     header, places = _layout(specs)
     with path.open("xb") as file:
         file.write(header)
@@ -210,14 +183,9 @@ def create_file(path: Path, specs: Sequence[StoredSpec]) -> None:
 
 
 def write_rows(path: Path, rows: Iterable[tuple[str, int, Tensor]]) -> None:
-    """Write consecutive rows of tensors into a file that `create_file` made, durably; others may write others.
+    """Write rows of tensors, each with the row at which it begins, into a file that `create_file` made, durably.
 
-    Args:
-        path: Of the file.
-        rows: Tensors of the stored type, by name, with the row at which each begins.
-
-    Raises:
-        OSError: as the file system says.
+    Others may write other rows of it. Raises OSError.
     """
     stored = read_header(path)
     with path.open("r+b") as file:
@@ -297,14 +265,10 @@ class Conversion(Protocol):
     """One tensor of the source on its way into the target."""
 
     @property
-    def stored(self) -> StoredTensor:
-        """The tensor of the source."""
-        ...
+    def stored(self) -> StoredTensor: ...
 
     @property
-    def results(self) -> tuple[StoredSpec, ...]:
-        """The tensors that it becomes."""
-        ...
+    def results(self) -> tuple[StoredSpec, ...]: ...
 
     def pieces(self) -> Iterator[tuple[str, Tensor]]:
         """Consecutive parts of the results, by name; a UserError names a tensor that cannot be converted."""
@@ -356,7 +320,6 @@ class Dequantised:
         return (StoredSpec(self.stored.spec.name, "BF16", self.stored.spec.shape),)
 
     def absolute(self) -> "Dequantised":
-        """The same, for a process with another working directory."""
         return Dequantised(self.stored.absolute(), self.scales.absolute())
 
     def whole(self) -> Tensor:

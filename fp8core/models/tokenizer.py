@@ -56,7 +56,6 @@ class Tokenizer:
         eos_ids: Tokens that end a completion.
         end_id: The one of them that a demonstration ends with.
         pad_id: Token that fills a batch; the smallest end-of-sequence id when the checkpoint names none.
-        bos_id: Token that begins a sequence, if any.
         vocab_size: One more than the largest id.
         sampling: What generation_config.json says besides token ids, such as temperature and top_p.
     """
@@ -74,10 +73,7 @@ class Tokenizer:
 
         Args:
             backend: The `tokenizers` object; its truncation and padding are switched off.
-            config: Content of tokenizer_config.json, kept as it is.
             eos_ids: Tokens that end a completion, besides `eos_token` of the configuration.
-            template: Chat template (jinja), if any.
-            where: Where it came from, for messages.
             sampling: Sampling defaults that a saved checkpoint gets again.
 
         Raises:
@@ -144,7 +140,6 @@ class Tokenizer:
         """Token ids; special tokens written out in the text are recognised.
 
         Args:
-            text: The text.
             add_special_tokens: Also add what tokenizer.json's post-processor adds, such as a first token. Leave it
                 off for text from `render`: the template has written them.
 
@@ -331,7 +326,6 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """True if there is a chat template."""
         return self._template is not None
 
     @property
@@ -352,14 +346,8 @@ class Tokenizer:
     ) -> str:
         """The chat template around messages, each with `role` and `content`.
 
-        Args:
-            messages: the conversation.
-            tools: that the assistant may call, as JSON schemas of functions.
-            add_generation_prompt: end where the assistant speaks.
-            arguments: `data.template_arguments`.
-
-        Raises:
-            UserError: the template refuses the messages or fails.
+        `tools`: that the assistant may call, as JSON schemas of functions. `add_generation_prompt`: end where the
+        assistant speaks. Raises UserError: the template refuses the messages or fails.
         """
         assert self._template is not None, "without a chat template nothing is rendered"
         try:
@@ -404,7 +392,6 @@ _CHARACTERS = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer, as tokenizer.json has it."""
     found: dict[str, Any] = json.loads(part.__getstate__())
     return found
 
@@ -414,8 +401,6 @@ def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
 
     Args:
         alphabet: The characters, each once; `eos` may be among them.
-        vocab_size: Size of the vocabulary, unused tokens included.
-        eos: Text of the end-of-sequence token.
     """
     names = ["<pad>", eos, "<unk>", *(character for character in alphabet if character != eos)]
     assert len(set(names)) == len(names), f"repeated in alphabet {alphabet!r} or special tokens"

@@ -73,9 +73,7 @@ class LayerNames:
 class StoredNames:
     """Format that every parameter of a decoder is stored in.
 
-    Attributes:
-        values: of everything that is no linear of a layer; bf16 or fp32.
-        layers: of the linears.
+    `values`: of everything that is no linear of a layer; bf16 or fp32. `layers`: of the linears.
     """
 
     values: LinearName
@@ -87,7 +85,6 @@ class StoredNames:
         return cls("fp32" if "fp32" in names else "bf16", tuple(LayerNames(*[name] * 4) for name in names))
 
     def of(self, parameter: str) -> LinearName:
-        """The format of a parameter by its Hugging Face name."""
         layer = layer_of(parameter)
         if layer is None or not is_linear(parameter):
             return self.values
@@ -97,8 +94,6 @@ class StoredNames:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer, ready to compute."""
-
     input_norm: Tensor
     qkv: LinearWeight
     qkv_bias: Tensor | None
@@ -111,8 +106,6 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """A whole decoder, ready to compute."""
-
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
@@ -124,8 +117,6 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: Sc
 
     Args:
         masters: FP32 weights by Hugging Face name.
-        formats: format of each parameter.
-        rule: scale rule of the tiles.
 
     Returns:
         By name: E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else.
@@ -203,7 +194,6 @@ class PreparedWeights:
         return self._linears[names]
 
     def head(self, name: str) -> HeadWeight:
-        """A head or a router."""
         if name not in self._heads:
             self._heads[name] = load_head(self.stored[name])
         return self._heads[name]
@@ -214,13 +204,7 @@ def load_policy(
     stored: Mapping[str, Tensor] | PreparedWeights,
     masters: Mapping[str, Tensor] | None = None,
 ) -> PolicyWeights:
-    """Make stored weights ready to compute.
-
-    Args:
-        arch: shape of the decoder.
-        stored: weights as shipped (see `stored_weights`), or with what was made ready of them before.
-        masters: FP32 parameters that receive gradients; None for inference.
-    """
+    """Make stored weights ready to compute; `masters`: FP32 parameters that receive gradients, None for inference."""
     source = _Source(stored if isinstance(stored, PreparedWeights) else PreparedWeights(stored), masters)
     head = "model.embed_tokens.weight" if arch.tie_embeddings else "lm_head.weight"
     return PolicyWeights(
@@ -312,8 +296,6 @@ class Formats:
     """Everything that sets the precision of a decoder.
 
     Attributes:
-        layers: linears and attention of each layer.
-        head: output head.
         rounding: format of values between operations.
         points: what is rounded inside operations; `with_points` changes it.
         scale_rule: rule of every quantiser.
@@ -334,7 +316,6 @@ class Formats:
         )
 
     def describe(self) -> dict[str, object]:
-        """Names of the formats; linears and attention by layer."""
         return {
             "linear": [_names(layer.linears) for layer in self.layers],
             "attention": _names(layer.attention for layer in self.layers),
@@ -370,7 +351,6 @@ def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
 
 
 def training_formats(contract: PrecisionContract, num_layers: int) -> Formats:
-    """Formats of the training side."""
     return _formats(contract, contract.training, contract.training.backward_format, num_layers)
 
 

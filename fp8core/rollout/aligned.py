@@ -54,7 +54,6 @@ def decoder_of(config: Any) -> Architecture:
 
 
 def is_aligned(described: Mapping[str, Any]) -> bool:
-    """True if an engine's worker reports itself as an aligned model."""
     return described["model"] in NAMES.values()
 
 
@@ -113,13 +112,7 @@ class AlignedDecoder(nn.Module):
     sines: Tensor
 
     def prepare(self, arch: Architecture, heads: HeadLayout, device: torch.device) -> None:
-        """Lay out what the forward reads beside weights.
-
-        Args:
-            arch: the decoder.
-            heads: those of this GPU.
-            device: of the weights.
-        """
+        """Lay out what the forward reads beside weights; `heads`: of this GPU, `device`: of the weights."""
         self._arch, self._heads = arch, heads
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
         # Buffers survive an engine's sleep. The flag is not read: a value that is not finite reaches the log-probs.

@@ -56,18 +56,15 @@ class _Sequence:
 
     @property
     def key(self) -> Key:
-        """Its key with all that was written."""
         seed, context = self.begun
         return seed, (*context, *self.tokens)
 
     @property
     def room(self) -> int:
-        """Tokens that it may still write."""
         return self.last - self.before - len(self.tokens)
 
     @property
     def length(self) -> int:
-        """Tokens of its prompt and of all that was written."""
         return len(self.begun[1]) + len(self.tokens)
 
     def note(self, token: int, logprob: float, sampling: Sampling) -> None:
@@ -117,11 +114,9 @@ class EmbeddedEngine:
         return found
 
     def fingerprint(self) -> str:
-        """Digest of the stored tensors, recomputed from their bytes."""
         return policy_digest(self._stored)
 
     def describe(self) -> dict[str, object]:
-        """Formats by layer, dtype by parameter, and the scales in force."""
         return {
             "engine": "embedded",
             "accumulation": "exact",
@@ -135,7 +130,6 @@ class EmbeddedEngine:
         """Keep everything: weights and caches lie in main memory."""
 
     def close(self) -> None:
-        """Drop weights and scales."""
         self._stored, self._weights, self._scales, self._open = {}, None, None, {}
 
     @torch.no_grad()
@@ -178,7 +172,6 @@ class EmbeddedEngine:
         return [logprobs.gather(-1, targets[:, None]).squeeze(-1).float().tolist()]
 
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Decode together; yields after each token what ended with it."""
         assert self._scales is not None, "update() comes before generate()"
         keys = [key for group in groups for key in _keys(group)]
         kept = None if sampling.report_experts else OpenRows(self._open, self._scales.version, keys)
@@ -208,13 +201,9 @@ class EmbeddedEngine:
         return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The next token of every row and its log-prob, int64 and FP32 [B].
+        """The next token of every row and its log-prob, int64 and FP32 [B]; `hidden`: [B, hidden] of the tokens before.
 
-        Args:
-            hidden: [B, hidden] of the tokens before.
-            seeds: int64 [B].
-            places: int64 [B], how many tokens were drawn by the seed or said since the prompt.
-            sampling: the rules.
+        `seeds` and `places` are int64 [B]: how many tokens were drawn by the seed or said since the prompt.
         """
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
@@ -248,17 +237,14 @@ class EmbeddedSession:
 
     @property
     def busy(self) -> bool:
-        """True while a request is in flight or waits."""
         return bool(self._rows or self._waiting)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests."""
         longest = self._sampling.max_new_tokens
         self._waiting += [_Sequence.of(group, i, longest) for group in groups for i in range(len(group.samples))]
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """A token of every row: the completions that end with it."""
         live = sum(not row.finish for row in self._rows)
         if self._waiting and live < self._max_batch and 4 * len(self._waiting) >= live:
             self._admit(self._max_batch - live)
@@ -292,11 +278,9 @@ class EmbeddedSession:
         return done
 
     def close(self) -> None:
-        """Drop what is in flight."""
         self._waiting, self._rows, self._cache, self._kept = [], [], None, None
 
     def _admit(self, most: int) -> None:
-        """Let waiting rows in, beside those in progress."""
         entering, self._waiting = self._waiting[:most], self._waiting[most:]
         taken = [None if self._kept is None else self._kept.take(row.begun) for row in entering]
         going_on = [(row, stored) for row, stored in zip(entering, taken, strict=True) if stored is not None]
@@ -369,7 +353,6 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
 
 
 def _keys(group: PromptGroup) -> list[Key]:
-    """Of each completion, as it is before it goes on."""
     return [(seed, group.context(i)) for i, seed in enumerate(group.seeds)]
 
 

@@ -38,15 +38,12 @@ class PromptGroup:
     room: tuple[int, ...] = ()
 
     def begun_of(self, i: int) -> tuple[int, ...]:
-        """Tokens that completion `i` has already."""
         return self.begun[i] if self.begun else ()
 
     def context(self, i: int) -> tuple[int, ...]:
-        """Prompt and begun tokens of completion `i`."""
         return (*self.prompt, *self.begun_of(i))
 
     def room_of(self, i: int, max_new_tokens: int) -> int:
-        """Tokens that completion `i` may write now."""
         rest = max_new_tokens - len(self.begun_of(i))
         return min(rest, self.room[i]) if self.room else rest
 
@@ -66,7 +63,6 @@ class Sampling:
 
     Attributes:
         temperature: of the softmax that is sampled from; 0 is greedy (log-probs are then those of temperature 1).
-        max_new_tokens: length limit.
         stop_ids: tokens that end a completion; the stop token is part of it.
         report_experts: whether completions carry the experts that a mixture of experts chose.
         truncation: what is left of the tempered distribution, from which tokens and their log-probs are then.
@@ -85,10 +81,7 @@ Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"
 def finish_of(tokens: Sequence[int], begun: int, sampling: Sampling) -> Finish:
     """Of a completion that writes no more: a stop token ends it also where it is the last that it may have.
 
-    Args:
-        tokens: what it wrote now, at least one.
-        begun: the number of tokens that it had before.
-        sampling: the rules.
+    `begun`: the number of tokens that it had before `tokens`, which it wrote now.
     """
     if tokens[-1] in sampling.stop_ids:
         return "stop"
@@ -101,7 +94,6 @@ class Completion:
 
     Attributes:
         group: index of the prompt within the step.
-        sample: index within the group.
         tokens: generated ids, the stop token included; of one that was begun, those that are new.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
         finish: `stop`, `length`, of what was cut after a stop string `stop_string`, of what had no more room `open`.
@@ -173,9 +165,7 @@ class RolloutEngine(Protocol):
         """Replace weights and scales and read them back; `tensors` are those of the trainer's `export`."""
         ...
 
-    def fingerprint(self) -> str:
-        """Digest of the weights the engine holds now."""
-        ...
+    def fingerprint(self) -> str: ...
 
     def describe(self) -> dict[str, object]:
         """Report what really runs, read anew.
@@ -190,9 +180,7 @@ class RolloutEngine(Protocol):
         """Nothing is generated until the next update: an engine that shares a device may give its memory back."""
         ...
 
-    def close(self) -> None:
-        """Release memory."""
-        ...
+    def close(self) -> None: ...
 
 
 class Session(Protocol):
@@ -226,17 +214,13 @@ class StreamingEngine(RolloutEngine, Protocol):
 
 
 def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
-    """Signed 64-bit seed of one completion."""
     text = f"rollout/{run_seed}/{step}/{group}/{sample}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
 def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
     """Refuse scales that do not fit the weights they are sent with; `needed` layers have some, 0: nothing needs them.
-
-    Raises:
-        ValueError: they are of another version, or of another number of layers.
-    """
+    Raises ValueError: they are of another version, or of another number of layers."""
     if scales.version != version:
         raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
     if needed and len(scales.layers) != needed:

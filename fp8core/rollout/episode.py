@@ -57,8 +57,6 @@ class TurnRecord:
         calls: tool calls of the policy, JSON: a list of name and arguments.
         malformed: why what looked like a call is none, else empty.
         failed: how many of the calls failed.
-        reward: of the policy's turn.
-        info: numbers of the environment.
         seconds: that the environment took; not part of what happened, hence never compared.
     """
 
@@ -87,7 +85,6 @@ class Episode:
             name: `turns`, `length` or `observation`. Where the policy never spoke, the completion is one token that it
             did not write.
         reward: of all turns together, beside what a verifier gives.
-        detail: for people, a line.
         began: the environment's first answer; None without an environment.
         state: of one that goes on, for `MultiTurn.begun`.
     """
@@ -104,12 +101,10 @@ class Episode:
 
     @property
     def key(self) -> Key:
-        """Group and sample."""
         return self.completion.group, self.completion.sample
 
     @property
     def goes_on(self) -> bool:
-        """True where it is not over."""
         return self.completion.finish == "open"
 
     @property
@@ -149,7 +144,6 @@ class OpenEpisode:
 
     @property
     def key(self) -> Key:
-        """Group and sample."""
         return self.request.group, self.request.samples[0]
 
     @property
@@ -161,7 +155,6 @@ class OpenEpisode:
 
     @property
     def answered(self) -> list[Action]:
-        """The policy's actions that were answered."""
         return self.actions[: len(self.heard) - 1]
 
     def begin_call(self, room: int | None) -> None:
@@ -247,7 +240,6 @@ class OpenEpisode:
         return None
 
     def _write(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append to the policy's turn."""
         self._extend(tokens, logprobs, True)
         self._turn += tokens
 
@@ -263,7 +255,6 @@ class OpenEpisode:
         self._written += [written] * len(tokens)
 
     def _leave(self, finish: Finish, outcome: str = "", detail: str = "") -> Episode:
-        """The episode as it is now."""
         if not self.tokens:
             self._extend([self._talk.tokenizer.end_id], [0.0], False)
         written = None if all(self._written) else [*self._written]

@@ -36,9 +36,7 @@ class Pool(Protocol):
         """Start an episode; an earlier one that rests ends."""
         ...
 
-    def act(self, episode: Key, action: Action) -> None:
-        """Hand an environment what the policy wrote."""
-        ...
+    def act(self, episode: Key, action: Action) -> None: ...
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Answers of environments that have come, with their seconds; `wait`: at least one, if it comes in time."""
@@ -52,9 +50,7 @@ class Pool(Protocol):
         """True if an episode is open that began with this task and was asked exactly this; else it ends."""
         ...
 
-    def end(self, episode: Key) -> None:
-        """Release an episode."""
-        ...
+    def end(self, episode: Key) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,6 @@ def run_episodes(
         engine: nothing else may be asked of it meanwhile.
         groups: each prompt is that of episodes whose environment never begins.
         sampling: `max_new_tokens` limits a whole episode, observations included.
-        multi_turn: the environments.
 
     Raises:
         UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
@@ -231,7 +226,6 @@ def _new(finished: list[Episode]) -> Iterator[list[Episode]]:
 
 
 def _requests(asked: Sequence[OpenEpisode]) -> list[PromptGroup]:
-    """Requests of episodes, those of one group and prompt together."""
     together: dict[tuple[int, tuple[int, ...], bool], list[OpenEpisode]] = {}
     for episode in asked:
         key = episode.request.group, episode.request.prompt, bool(episode.tokens)

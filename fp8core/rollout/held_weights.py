@@ -20,7 +20,6 @@ class _Rows(NamedTuple):
     """The place of one shipped tensor, or of its part that this process holds.
 
     Attributes:
-        spec: type and shape.
         rows: the view of a parameter.
         flat: its bytes, uint8 [bytes]; None where they do not lie behind one another.
         cut: which part it is; None for all of the tensor.

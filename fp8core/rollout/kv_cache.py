@@ -23,10 +23,7 @@ class StoredRow(NamedTuple):
 class KvCache:
     """Stored K and V of a batch that is decoded together: left-padded prompts, one column per token.
 
-    It satisfies `models.decoder.Context`.
-
-    Attributes:
-        mask: bool [B, 1, Tq, columns so far], for the call in progress.
+    It satisfies `models.decoder.Context`. `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
     """
 
     def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
@@ -76,7 +73,6 @@ class KvCache:
         return cache
 
     def stored(self, row: int, version: int) -> StoredRow:
-        """K and V of a row, without its padding."""
         seen = self._valid[row, : self._columns]
         keys, values = (
             [part[row, :, : self._columns][:, seen] for part in parts if part is not None]

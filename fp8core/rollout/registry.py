@@ -60,7 +60,6 @@ class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
 
     Attributes:
-        name: what people call it.
         build: an engine without weights, from the configuration and the model's shape.
         packages: distributions whose versions `check` and `environment` ask a machine for (`Node.version`).
         check: why it cannot run a configuration on a machine, a message each; UserError where it is not installed.
@@ -108,11 +107,7 @@ class EngineEntry:
 
 
 def find_entry(name: str) -> EngineEntry:
-    """The entry of a registered engine, or at an import path.
-
-    Raises:
-        UserError: there is none at this path.
-    """
+    """The entry of a registered engine, or at an import path. Raises UserError: there is none at this path."""
     entry = import_attribute(ENGINES.get(name, name), f"rollout.engine={name}")
     if not isinstance(entry, EngineEntry):
         raise UserError(f"rollout.engine={name}: it is no EngineEntry (fp8core/rollout/registry.py)")
@@ -121,10 +116,7 @@ def find_entry(name: str) -> EngineEntry:
 
 def continuation_of(config: "RunConfig") -> Continuation:
     """`EngineEntry.continues` of the engine that a configuration chooses, checked.
-
-    Raises:
-        UserError: the entry says something else, or as `find_entry`.
-    """
+    Raises UserError: the entry has something else, or as `find_entry`."""
     found: object = engine_entry(config).continues(config)
     for known in _CONTINUATIONS:
         if found == known:
@@ -141,7 +133,6 @@ def longest_row(config: "RunConfig", arch: "Architecture") -> int:
 
 
 def longest_sequence(config: "RunConfig", arch: "Architecture") -> int:
-    """Tokens of the longest prompt with its completion."""
     longest = engine_entry(config).longest(config, arch)
     return min(config.data.max_prompt_tokens + config.rollout.max_new_tokens, longest)
 

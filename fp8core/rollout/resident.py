@@ -28,9 +28,7 @@ _Value = TypeVar("_Value")
 class ResidentEngine(ABC):
     """Holds one policy: nothing, then `expect`, `write` once or more, `finish`, until it sleeps or expects another.
 
-    Attributes:
-        product: what messages call it.
-        length_setting: the setting that limits a prompt with its completion.
+    `product`: what messages call it. `length_setting`: the setting that limits a prompt with its completion.
     """
 
     product: ClassVar[str]
@@ -39,14 +37,9 @@ class ResidentEngine(ABC):
     def __init__(
         self, arch: Architecture, contract: PrecisionContract, *, longest: int, sleeps: bool, routes: bool
     ) -> None:
-        """Hold nothing.
+        """Hold nothing; `longest`: tokens of the longest prompt with its completion.
 
-        Args:
-            arch: shape of the decoder.
-            contract: formats.
-            longest: tokens of the longest prompt with its completion.
-            sleeps: whether `sleep` gives memory back.
-            routes: whether the experts that tokens went to can be reported.
+        `sleeps`: whether `sleep` gives memory back. `routes`: whether the experts that tokens went to can be reported.
         """
         self._arch, self._contract = arch, contract
         self._longest, self._sleeps, self._routes = longest, sleeps, routes
@@ -73,7 +66,6 @@ class ResidentEngine(ABC):
             return self.finish(scales, version)
 
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """`update` begins: refuse what does not fit; nothing is written."""
         check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
         if sent != self._sent:
             self._places = self._find_places(sent)
@@ -81,7 +73,6 @@ class ResidentEngine(ABC):
         self._unwritten = {*sent}
 
     def write(self, shared: SharedWeights) -> None:
-        """Write some of the expected weights, which this or another process shares meanwhile; once or more."""
         if self._unwritten == self._sent.keys():
             self._complete = False
             if self._asleep:
@@ -91,7 +82,6 @@ class ResidentEngine(ABC):
         self._unwritten.difference_update(self._ask_workers("write", shared)[0])
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
-        """`update` ends, when all expected weights are written: set the scales and read everything back."""
         assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
         self._ask_workers("end", version)
         if self._asleep:
@@ -107,7 +97,6 @@ class ResidentEngine(ABC):
         return self._read_back(scales)
 
     def fingerprint(self) -> str:
-        """Digest of the weights in the engine's parameters, by the names they were sent under."""
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
         return self._digest(self._ask_workers("read_back"))
 
@@ -141,7 +130,6 @@ class ResidentEngine(ABC):
         return self._contract.rollout.kv_cache == "fp8"
 
     def _read_parameters(self) -> None:
-        """Types and shapes of the parameters, from the process that holds them."""
         found = self._ask_workers("parameters")[0]
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
 
@@ -157,11 +145,7 @@ class ResidentEngine(ABC):
         return digest_of({name: (self._sent[name].dtype, self._sent[name].shape, f) for name, f in found.items()})
 
     def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
-        """The value that all workers hold.
-
-        Raises:
-            EngineUpdateError: one of them holds another.
-        """
+        """The value that all workers hold. Raises EngineUpdateError: one of them holds another."""
         if any(each != held[0] for each in held):
             raise EngineUpdateError(f"{self.product}'s {len(held)} workers hold different {what}")
         return held[0]

@@ -12,7 +12,6 @@ def routes_of(engine: str, chosen: Any, sparse: Sequence[int], positions: int) -
     """The experts that an engine recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
 
     Args:
-        engine: its name in words.
         chosen: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers.
         sparse: layers with experts.
         positions: of prompt and completion, without the last token.

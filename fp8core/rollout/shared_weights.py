@@ -42,12 +42,10 @@ class TensorSpec(NamedTuple):
 
     @property
     def row(self) -> tuple[int, ...]:
-        """Shape of one row."""
         return self.shape[-1:] if len(self.shape) > 2 else self.shape[1:]
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.shape) * _item_bytes(self.dtype)
 
     def __str__(self) -> str:
@@ -66,7 +64,6 @@ def _item_bytes(name: str) -> int:
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """The specs of the sent tensors, by name."""
     return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
 
@@ -104,8 +101,6 @@ class SharedTensors(Mapping[str, Tensor]):
 
 
 class _SharedFile(SharedTensors):
-    """Tensors of a safetensors file, read onto a device."""
-
     def __init__(self, file: str, device: torch.device) -> None:
         opened: Any = safe_open
         self._opened = opened(file, framework="pt", device=str(device))
@@ -122,8 +117,6 @@ class _SharedFile(SharedTensors):
 
 
 class _SharedMemory(SharedTensors):
-    """Tensors in the memory of a GPU."""
-
     def __init__(self, storages: list[Tensor], places: Mapping[str, list[Any]]) -> None:
         """`places` has for each tensor its storage, dtype, shape, and its first byte in the storage."""
         self._taken: dict[str, tuple[TensorSpec, Tensor]] = {}

@@ -62,11 +62,9 @@ class Slot(NamedTuple):
 
     @property
     def filled_up(self) -> bool:
-        """True if there are zeros beside what is shipped."""
         return self.stop < self.end or self.columns < self.width
 
     def of(self, parameter: Tensor) -> Tensor:
-        """A view of the part that is shipped."""
         rows = rows_of(parameter)[self.start : self.stop]
         return rows if self.columns == self.width else rows[:, : self.columns]
 
@@ -90,11 +88,9 @@ class Cut(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """True for the part that the tensor ends with."""
         return 0 < self.size == self.whole - self.first
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of the part."""
         return tensor.narrow(self.axis, self.first, self.size)
 
 
@@ -159,10 +155,8 @@ def find_shares(
     """The share of each of the GPUs that hold the layers together.
 
     Args:
-        shipped: types and shapes.
         filled: shapes of what has zeros beside it (`filled_shapes`, `padded_shapes`).
         parameters: of one GPU.
-        ranks: number of GPUs.
         last: as the GPUs cut o_proj and down_proj.
 
     Raises:
@@ -179,10 +173,7 @@ def find_shares(
 
 def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
     """Scales of Q, K and V by layer, as they were read back.
-
-    Raises:
-        EngineUpdateError: one is NaN, as where none was written, or no scale: not positive, or infinite.
-    """
+    Raises EngineUpdateError: one is NaN, as where none was written, or no scale: not positive, or infinite."""
     for layer, values in enumerate(held):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
@@ -215,10 +206,7 @@ def padded_shapes(arch: Architecture, contract: PrecisionContract) -> dict[str, 
 
 def fitted_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:
     """The place of every shipped tensor in SGLang, by name: nothing is cut and nothing filled up.
-
-    Raises:
-        EngineUpdateError: as `find_slots` and `check_fit` have it.
-    """
+    Raises EngineUpdateError: as `find_slots` and `check_fit` have it."""
     slots = find_slots(shipped, {}, within="")
     check_fit(shipped, slots, parameters)
     return slots
@@ -229,13 +217,8 @@ def find_slots(
 ) -> dict[str, Slot]:
     """The place of every shipped tensor, by name.
 
-    Args:
-        shipped: types and shapes.
-        filled: as `find_shares` takes it.
-        within: the end of the name of the module that has the parameters of a layer's experts.
-
-    Raises:
-        EngineUpdateError: a part of a fused parameter is missing.
+    `filled`: as `find_shares` takes it. `within`: the end of the name of the module that has the parameters of a
+    layer's experts. Raises EngineUpdateError: a part of a fused parameter is missing.
     """
     slots = {}
 
@@ -282,10 +265,7 @@ def check_fit(
     shipped: Mapping[str, TensorSpec], slots: Mapping[str, Slot], parameters: Mapping[str, TensorSpec]
 ) -> None:
     """Every tensor must fit its slot, and together they must fill every parameter.
-
-    Raises:
-        EngineUpdateError: naming the first tensor or parameter that does not.
-    """
+    Raises EngineUpdateError: naming the first tensor or parameter that does not."""
     filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
         sent, held = shipped[name], parameters.get(slot.parameter)

@@ -122,7 +122,6 @@ class Stream:
 
     @property
     def rows(self) -> list[Row]:
-        """All of them, in order."""
         return [row for place in sorted(self._groups) for row in self._groups[place]]
 
     def in_flight(self, batch: int | None = None) -> list[GroupPlace]:
@@ -254,7 +253,6 @@ class DroppingStream(Stream):
         return len(self.complete()) >= self.pace.prompts
 
     def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
-        """Write a chunk."""
         self.tick += self.write(step - 1, self.in_flight(), chunk, generate)
 
     def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
@@ -296,15 +294,9 @@ def run_ahead(
 ) -> list[int]:
     """Write beside an update, under the policy that it starts from, chunk by chunk, until all is complete.
 
-    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which
-    it returns, are all that decides about the stream: a call with these gives it again.
-
-    Args:
-        stream: what is in flight goes on.
-        version: of the policy.
-        chunks: tokens that each completion may write, one after the other; None: to its end.
-        generate: the engine.
-        enter: makes the completions of a prompt that enters.
+    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which it
+    returns, are all that decides about the stream: a call with these gives it again. `chunks`: tokens that each
+    completion may write, one after the other; None: to its end. `enter`: makes the completions of a prompt that enters.
     """
     written = list[int]()
     stream.admit(version, enter)
@@ -322,10 +314,8 @@ def drain(stream: Stream, version: int, chunks: Iterator[int], generate: Generat
     """Write what has begun to its end, chunk by chunk, under the policy that `run_ahead` has ended with.
 
     Then no update lands in a completion. No prompt enters, and those of which nothing is written wait for the next
-    policy. The stream alone decides what is written, so no schedule has it.
-
-    Args:
-        chunks: as of `run_ahead`, without an end.
+    policy. The stream alone decides what is written, so no schedule has it. `chunks`: as of `run_ahead`, without an
+    end.
     """
     while due := stream.begun():
         stream.tick += stream.write(version, due, next(chunks), generate)

@@ -131,11 +131,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """FP32 weights by Hugging Face name."""
         return self._policy.weights()
 
     def describe(self) -> dict[str, object]:
-        """Formats by layer, and how sums are accumulated."""
         described = self._decoder.formats.describe() | self._policy.describe()
         return {"trainer": "torch", "accumulation": "exact", **described}
 

@@ -26,7 +26,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """True if a parameter has an adapter."""
     return is_linear(name) and name.split(".")[-2] in lora.targets
 
 
@@ -67,12 +66,7 @@ def frozen_line(arch: Architecture, lora: LoraConfig) -> str:
 
 
 class Adapters:
-    """A and B of every target.
-
-    Attributes:
-        learnt: FP32, by the names of `adapter_shapes`.
-        factor: alpha / rank.
-    """
+    """A and B of every target. `learnt`: FP32, by the names of `adapter_shapes`. `factor`: alpha / rank."""
 
     def __init__(self, shapes: Shapes, lora: LoraConfig, seed: int, device: torch.device) -> None:
         """A is drawn as PEFT draws it (uniform within 1 / sqrt(in)), each from the seed and its name; B is 0."""
@@ -98,16 +92,13 @@ class Adapters:
         return frozen.float() if pair is None else merged_weight(frozen, pair[0][rows], pair[1], self.factor)
 
     def describe(self, frozen: Mapping[str, Tensor]) -> dict[str, object]:
-        """For the record of a step."""
         return {"lora": {**self._lora.model_dump(mode="json"), "frozen": {"bf16": len(frozen)}}}
 
 
 class LearntWeights(Protocol):
     """Tensors that learn, and the policy that they make.
 
-    Attributes:
-        learnt: FP32 tensors that receive gradients, by name.
-        base: digest of what is frozen; None where nothing is.
+    `learnt`: FP32 tensors that receive gradients, by name. `base`: digest of what is frozen; None where nothing is.
     """
 
     learnt: dict[str, Tensor]
@@ -121,9 +112,7 @@ class LearntWeights(Protocol):
         """The values of `learnt` were changed."""
         ...
 
-    def digest(self) -> str:
-        """The `weights_digest` of the policy."""
-        ...
+    def digest(self) -> str: ...
 
     def describe(self) -> dict[str, object]:
         """For the record of a step."""
@@ -131,8 +120,6 @@ class LearntWeights(Protocol):
 
 
 class FullWeights:
-    """Every weight learns."""
-
     base: str | None = None
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:

@@ -101,7 +101,6 @@ def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
 
 
 def state_of(owned: int) -> tuple[Need, Need]:
-    """Masters and optimiser states of so many parameters."""
     return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), Need(MOMENTS, 2 * owned * FP32_BYTES, "AdamW, FP32")
 
 

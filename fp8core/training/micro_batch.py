@@ -61,13 +61,11 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return self._to_ship()
 
     def keep(self, shipped: Shipped) -> KeptWeights:
-        """As `ScoringTrainer.keep`."""
         assert self._exported == self.version, "the trainer holds another policy than the exported one"
         own = self._unlike_shipped()
         return KeptWeights({name: shipped[name] for name in shipped.keys()} if own is None else own, self._ranks)  # noqa: SIM118
 
     def forget(self, kept: KeptWeights) -> None:
-        """As `ScoringTrainer.forget`."""
         kept.close()
 
     @torch.no_grad()

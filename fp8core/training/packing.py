@@ -69,7 +69,6 @@ class Pack:
 
     @classmethod
     def of(cls, batch: TokenBatch, rows: slice, sequences: PackedSequences) -> "Pack":
-        """These rows as `sequences` lays them out."""
         valid = batch.valid[rows]
 
         def laid_out(values: Tensor, padding: int) -> Tensor:
@@ -82,7 +81,6 @@ class Pack:
         return cls(rows, sequences, laid_out(batch.tokens, 0), written, experts)
 
     def to(self, device: torch.device) -> "Pack":
-        """The same on a device."""
         tokens, written = (copied(part, device) for part in (self.tokens, self.written))
         experts = None if self.experts is None else self.experts.to(device)
         return replace(self, tokens=tokens, written=written, experts=experts)

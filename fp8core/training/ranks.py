@@ -15,19 +15,12 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """Every process makes the same calls in the same order.
-
-    Attributes:
-        rank: of this process.
-        count: of all processes.
-    """
+    """Every process makes the same calls in the same order. `rank`: of this process. `count`: of all processes."""
 
     rank: int
     count: int
 
-    def own(self, parts: int) -> range:
-        """The indices of the parts of a batch that this process computes."""
-        ...
+    def own(self, parts: int) -> range: ...
 
     def joined(self, own: Sequence[Result]) -> list[Result]:
         """The values of all processes, in the order of the parts."""
@@ -42,12 +35,7 @@ class Ranks(Protocol):
         ...
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all processes, one tensor each.
-
-        Args:
-            own: uint8 [own size].
-            sizes: of all processes.
-        """
+        """The bytes of all processes, one tensor each. `own`: uint8 [own size]. `sizes`: of all processes."""
         ...
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -101,14 +89,8 @@ def shared_out(
 ) -> list[Result]:
     """`compute` of every part, in order, each by one process; an error of one part is raised by all processes.
 
-    Args:
-        ranks: the processes.
-        parts: the same in all of them.
-        compute: of one part.
-        end: called with the number of all parts when the own ones are computed, or one of them has failed.
-
-    Raises:
-        ValueError, GroupNotFinite, UserError: of the first part whose computation raised it.
+    `parts`: the same in all of them. `end`: called with the number of all parts when the own ones are computed, or one
+    of them has failed. Raises ValueError, GroupNotFinite, UserError: of the first part whose computation raised it.
     """
     own: list[Result | ValueError | GroupNotFinite | UserError] = []
     for index in ranks.own(len(parts)):
@@ -130,10 +112,7 @@ def shared_out(
 
 def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
     """The results of all processes; an error of one of them is raised by all.
-
-    Raises:
-        OSError, UserError: of reading or writing files.
-    """
+    Raises OSError, UserError: of reading or writing files."""
     own: Result | OSError | UserError
     try:
         own = act()
@@ -202,5 +181,4 @@ class KeptWeights:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
         del self._own

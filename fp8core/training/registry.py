@@ -44,7 +44,6 @@ class TrainerEntry:
     """A trainer as the rest of the program sees it.
 
     Attributes:
-        name: what people call it.
         chosen: whether a configuration selects it.
         packages: distributions whose versions `check` asks for (`Node.version`).
         build: a trainer that starts from weights by Hugging Face name, or the part of it that a process has.
@@ -62,7 +61,6 @@ class TrainerEntry:
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
         alone: its settings for a whole policy in one process, whatever grid shared it.
         saves_shards: whether each process of a grid saves its part (`saved_state.SHARDS`); else one process saves all.
-        needs_gpu: whether a machine without a GPU cannot run the configuration.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
         advice: what to change where the memory of a GPU does not fit.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
@@ -104,7 +102,6 @@ def trainers() -> tuple[TrainerEntry, ...]:
 
 
 def trainer_of(training: "TrainingConfig") -> TrainerEntry:
-    """The entry that a configuration selects."""
     return next(entry for entry in reversed(trainers()) if entry.chosen(training))
 
 
@@ -119,7 +116,6 @@ def trainer_grid(config: "RunConfig", machine: "Machine") -> "Parallel | None":
 
 
 def gpu_memory(training: "TrainingConfig") -> "TrainerMemory":
-    """The memory that the chosen trainer holds on each GPU of its grid, which it has."""
     memory = trainer_of(training).memory(training)
     assert memory is not None, "a trainer without a grid computes on the host"
     return memory

@@ -118,7 +118,6 @@ def check_checkpoint(folder: Path, step: int, weights_digest: str, training: Tra
     Shards are only there or not: they are read by torch, in a format of its own.
 
     Args:
-        folder: of the checkpoint.
         step: the checkpoint is of the policy after it.
         weights_digest: that of this policy's masters.
         training: the run's settings, which name the trainer that wrote it.

@@ -122,9 +122,7 @@ class Trainer(Protocol):
         ...
 
     @property
-    def arch(self) -> Architecture:
-        """Shape of the policy."""
-        ...
+    def arch(self) -> Architecture: ...
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         """Score completion tokens under the current policy; `scales` of each layer, none where attention has none."""
@@ -213,8 +211,6 @@ class ScoringTrainer(Protocol):
 
 
 class SftTrainer(Protocol):
-    """A trainer that learns from demonstrations too."""
-
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
         """One update on the mean cross-entropy of the completion tokens, which it returns (nats a token)."""
         ...
@@ -223,9 +219,7 @@ class SftTrainer(Protocol):
         """Store the FP32 weights as an artifact of kind `weights`. Raises UserError when the disk refuses."""
         ...
 
-    def close(self) -> None:
-        """Give its device back."""
-        ...
+    def close(self) -> None: ...
 
 
 class PolicyTrainer(ABC):
@@ -241,10 +235,7 @@ class PolicyTrainer(ABC):
 
     def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
         """One update per minibatch (`minibatches`), in row order; gradients are clipped by their global norm.
-
-        Raises:
-            NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied.
-        """
+        Raises NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied."""
         corrected, correction = self._objective.corrected(batch)
         reports = [
             self._update(self._selected(corrected.rows(rows), update, temperature, scales), update, temperature, scales)
@@ -293,7 +284,6 @@ class PolicyTrainer(ABC):
         """As `LocalTrainer.masters`."""
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """As `Trainer.save_policy`."""
         save_checkpoint(folder, self.arch, self.masters, tokenizer)
 
     def rest(self) -> None:  # noqa: B027 - on a CPU it takes longer to make than memory is worth
@@ -392,10 +382,7 @@ class PolicyTrainer(ABC):
 def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "the rollout") -> str | None:
     """The first token of a completion, of those in the mask, for which a forward has other bits; None: there is none.
 
-    Args:
-        theirs, ours: log-probs from `origin` and of the forward, FP32 [C].
-        mask: bool [C].
-        origin: of `theirs`, in words.
+    `theirs`, `ours`: log-probs from `origin` and of the forward, FP32 [C]. `origin`: of `theirs`, in words.
     """
     differing = (mask & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
     if not len(differing):

@@ -65,10 +65,8 @@ class UpdateGain:
         """Take the tiles of the policy as it is.
 
         Args:
-            tiles: those that this process has.
             read: tiles, FP32, of the policy at the time of the call.
             form: what a weight is shipped in.
-            rule: scale rule.
             joined: the sums of all processes, from those of this one.
         """
         self._read, self._rule, self._joined = read, rule, joined

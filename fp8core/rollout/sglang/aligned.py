@@ -41,7 +41,6 @@ class AlignedAttention(ScaledAttention):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """One token a request."""
         codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(codes, layer, out)
@@ -50,7 +49,6 @@ class AlignedAttention(ScaledAttention):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """Prompts, or the rest of them after what is cached."""
         codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._decode(codes, layer, out)

@@ -31,7 +31,6 @@ class ScaledAttention(FlashAttentionBackend):
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """Prompts, or the rest of them after what is cached."""
         q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result
@@ -39,7 +38,6 @@ class ScaledAttention(FlashAttentionBackend):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        """One token a request."""
         q, save_kv_cache = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         result: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         return result

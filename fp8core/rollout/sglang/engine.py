@@ -62,8 +62,6 @@ _WOKEN = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
 
 
 class SglangEngine(ResidentEngine):
-    """A resident SGLang that holds one policy."""
-
     product = "SGLang"
     length_setting = "rollout.sglang.context_length"
 
@@ -80,11 +78,8 @@ class SglangEngine(ResidentEngine):
         """Start SGLang.
 
         Args:
-            arch: shape of the decoder.
             contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
-            options: what decides speed and memory.
             max_batch: sequences decoded together.
-            build: the SGLang that is installed.
             worker: path of `worker.answer`, or of a function that calls `worker.reply`.
             routes: whether the experts that tokens went to can be reported.
 
@@ -117,7 +112,6 @@ class SglangEngine(ResidentEngine):
         self._resolved: dict[str, Any] = self._host.call("resolved")
 
     def describe(self) -> dict[str, object]:
-        """Formats in the contract's words, kernel and dtype by linear, attention, dtypes and scales."""
         described = self.call_worker("describe")
         held = self.call_worker("held_scales")
         return {
@@ -135,12 +129,7 @@ class SglangEngine(ResidentEngine):
         }
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Generate all groups at once; each yield holds the completions of newly finished groups.
-
-        Raises:
-            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
-                SGLang can sample at.
-        """
+        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low for SGLang."""
         self._prepare(sampling)
         self._check_lengths(groups, sampling)
         wanted = [
@@ -153,11 +142,7 @@ class SglangEngine(ResidentEngine):
                 yield [_completion(output, group, i, sampling, self._arch) for i, output in enumerate(found)]
 
     def open_session(self, sampling: Sampling) -> "SglangSession":
-        """Take requests as they come.
-
-        Raises:
-            UserError: the temperature is lower than SGLang can sample at.
-        """
+        """Take requests as they come. Raises UserError: the temperature is lower than SGLang can sample at."""
         self._prepare(sampling)
         return SglangSession(self._host, sampling, self._check_lengths, self._arch)
 
@@ -241,7 +226,6 @@ class HostPipe:
         self._sender.start()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of `Host`."""
         self.send(method, *arguments)
         return self.answer()
 
@@ -256,11 +240,7 @@ class HostPipe:
         return self._pipe.poll(seconds)
 
     def receive(self) -> tuple[Any, ...]:
-        """The next message.
-
-        Raises:
-            RuntimeError: it is an error of what was asked for.
-        """
+        """The next message. Raises RuntimeError: it is an error of what was asked for."""
         try:
             message: tuple[Any, ...] = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -326,15 +306,11 @@ class SglangSession:
 
     @property
     def busy(self) -> bool:
-        """True while a request is in flight or waits."""
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Further requests.
-
-        Raises:
-            UserError: a prompt and its completion are longer than the engine allows; none was sent then.
-        """
+        Raises UserError: a prompt and its completion are longer than the engine allows; none was sent then."""
         self._check(groups, self._sampling)
         new = {next(self._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
         self._requests |= new
@@ -349,7 +325,6 @@ class SglangSession:
         return found
 
     def close(self) -> None:
-        """Drop what is in flight."""
         self._requests = {}
         # The call that found the loss has raised it.
         with suppress(EngineLost):

@@ -92,8 +92,6 @@ def _end_with_children(closing: threading.Event) -> None:
 
 
 class Host:
-    """The engine, and what is asked of it."""
-
     def __init__(self, pipe: Connection, engine: Any, arguments: dict[str, Any]) -> None:
         self._pipe, self._engine = pipe, engine
         self._mailbox = Mailbox(arguments["model_path"])
@@ -117,7 +115,6 @@ class Host:
         return True
 
     def ask_worker(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """A method of `PolicyWorker`, in the process that holds the model."""
         self._mailbox.ask(method, arguments)
         done, message = self._engine.update_weights_from_tensor([], load_format=self._worker, flush_cache=False)
         assert done, message
@@ -139,16 +136,12 @@ class Host:
         self._engine.resume_memory_occupation(kinds)
 
     def resolved(self) -> dict[str, Any]:
-        """SGLang's settings, as it resolved them."""
         settings = self._engine.server_args
         return {name: getattr(settings, name) for name in _RESOLVED} | {"graphs": str(settings.cuda_graph_config)}
 
     def generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:
         """Generate all requests at once; sends (FINISHED, group, outputs) for each group. STOP ends what is running.
-
-        Raises:
-            EOFError: CLOSE came, as also in a `session`.
-        """
+        Raises EOFError: CLOSE came, as also in a `session`."""
         self._engine.loop.run_until_complete(self._generate(groups))
 
     def session(self) -> None:
@@ -156,7 +149,6 @@ class Host:
         self._engine.loop.run_until_complete(self._session())
 
     def close(self) -> None:
-        """End SGLang's processes."""
         self._engine.shutdown()
 
     async def _generate(self, groups: Sequence[tuple[int, list[dict[str, Any]]]]) -> None:

@@ -23,7 +23,6 @@ _POOL_PARTS = ("k_buffer", "v_buffer", "store_dtype", "dtype")
 
 
 def register_models(*models: type[nn.Module]) -> None:
-    """Let SGLang find classes by their names in a config.json."""
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.models |= {model.__name__: model for model in models}
@@ -52,7 +51,6 @@ def give_scales(layer: nn.Module, device: Any, scaled: bool) -> None:
 
 
 def hold_backend(model: nn.Module, backend: object) -> None:
-    """Let the model's worker find its attention backend."""
     setattr(model, _BACKEND, backend)
 
 
@@ -63,7 +61,6 @@ def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def has_scales(model: nn.Module) -> bool:
-    """True if the KV cache is FP8."""
     return all(hasattr(layer, _SCALES) for layer in attention_layers(model))
 
 
@@ -110,13 +107,11 @@ def probe(model: nn.Module) -> list[str]:
 
 
 def backend_type(model: nn.Module) -> torch.dtype:
-    """The element type of the KV cache."""
     found: torch.dtype = getattr(model, _BACKEND).kv_cache_dtype
     return found
 
 
 def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The KV cache of every layer."""
     pool = getattr(model, _BACKEND).token_to_kv_pool
     yield from pool.k_buffer
     yield from pool.v_buffer

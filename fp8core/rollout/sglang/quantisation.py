@@ -86,7 +86,6 @@ class PolicyQuantisation(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Hopper's."""
         return 90
 
     @staticmethod

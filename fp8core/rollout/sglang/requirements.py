@@ -40,19 +40,13 @@ class SglangBuild:
 
     @property
     def described(self) -> str:
-        """Name and version in words."""
         return f"sglang {self.version}"
 
 
 def find_build(platform: str, version_of: Callable[[str], str] = installed_version) -> SglangBuild:
-    """The SGLang of this environment.
+    """The SGLang of this environment; `version_of`: PackageNotFoundError where a distribution is not installed.
 
-    Args:
-        platform: of this machine (`config.capability.this_platform`).
-        version_of: from the name of a distribution to its version; PackageNotFoundError where it is not installed.
-
-    Raises:
-        UserError: no SGLang is installed, one that this engine does not support, or on other than a Hopper GPU.
+    Raises UserError: no SGLang is installed, one that this engine does not support, or on other than a Hopper GPU.
     """
     try:
         version = version_of("sglang")

@@ -86,7 +86,6 @@ class Launch:
     Attributes:
         folder: of a config.json (`model_config`), and of the worker's requests; weights come by the first update.
         longest: tokens of the longest prompt with its completion.
-        max_batch: sequences decoded together.
         worker: path of the function that answers in the process with the model (`worker.answer`).
         routes: whether the experts that tokens went to are recorded.
     """

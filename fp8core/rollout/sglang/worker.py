@@ -98,17 +98,14 @@ class Mailbox:
         self._request, self._answer = Path(folder, "request.pickle"), Path(folder, "answer.pickle")
 
     def ask(self, method: str, arguments: tuple[Any, ...]) -> None:
-        """Leave a request for a method of `PolicyWorker`."""
         self._answer.unlink(missing_ok=True)
         self._request.write_bytes(pickle.dumps((method, arguments)))
 
     def asked(self) -> tuple[str, tuple[Any, ...]]:
-        """The request."""
         method, arguments = pickle.loads(self._request.read_bytes())
         return method, arguments
 
     def put(self, result: Any, error: str | None) -> None:
-        """Leave what was asked for, or how it failed."""
         self._answer.write_bytes(pickle.dumps((result, error)))
 
     def answered(self) -> Any:
@@ -125,7 +122,6 @@ def answer(model: nn.Module, tensors: object) -> None:
 
 
 def reply(worker: "PolicyWorker") -> None:
-    """Let a worker answer the request in the engine's folder."""
     from sglang.srt.server_args import get_global_server_args
 
     mailbox = Mailbox(get_global_server_args().model_path)
@@ -152,7 +148,6 @@ class PolicyWorker:
         return missing
 
     def parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """dtype and shape of every parameter."""
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._model.named_parameters()}
         return {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
 
@@ -173,7 +168,6 @@ class PolicyWorker:
         return list(tensors)
 
     def end(self, version: int) -> None:
-        """All weights of a version are written."""
         self._model.policy_version = version
 
     def set_scales(self, scales: list[list[float]]) -> None:
@@ -195,7 +189,6 @@ class PolicyWorker:
             cache.zero_()
 
     def describe(self) -> dict[str, Any]:
-        """Kernels, types and backends as they were resolved."""
         return {
             "model": type(self._model).__name__,
             "linears": internals.describe_linears(self._model),

@@ -16,8 +16,6 @@ from fp8core.numerics.attention import Queries
 
 
 class DecodeBackend(FlashAttentionBackend):
-    """FlashAttention with another implementation."""
-
     @staticmethod
     def get_name() -> str:
         """The registry's name: layers look it up there."""

@@ -91,11 +91,8 @@ class VllmEngine(ResidentEngine):
         """Start the engine core.
 
         Args:
-            arch: shape of the decoder.
             contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
-            options: what decides speed and memory.
             max_batch: sequences decoded together.
-            build: the vLLM that is installed.
             worker: qualified name of `PolicyWorker` or a class derived from it.
             routes: whether experts can be reported with completions (`requirements.replay_refusals`).
 
@@ -170,12 +167,7 @@ class VllmEngine(ResidentEngine):
         }
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Generate all groups at once; each yield holds the completions of newly finished groups.
-
-        Raises:
-            UserError: a prompt and its completion are longer than the engine allows, or the temperature is lower than
-                vLLM can sample at.
-        """
+        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low for vLLM."""
         with closing(self.steps(groups, sampling)) as steps:
             yield from filter(None, steps)
 
@@ -196,10 +188,7 @@ class VllmEngine(ResidentEngine):
 
     def open_session(self, sampling: Sampling) -> "VllmSession":
         """Send requests to the core as they come.
-
-        Raises:
-            UserError: the temperature is lower than vLLM can sample at.
-        """
+        Raises UserError: the temperature is lower than vLLM can sample at."""
         self._prepare(sampling)
         if self._aligned:
             self.call_worker("policy_set_temperature", sampling.temperature or 1.0)
@@ -228,7 +217,6 @@ class VllmEngine(ResidentEngine):
         return {"allocated": max(each["allocated"] for each in used), "free": min(each["free"] for each in used)}
 
     def close(self) -> None:
-        """End the engine core's process."""
         self._closed = True
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
 
@@ -369,22 +357,17 @@ class VllmSession:
 
     @property
     def busy(self) -> bool:
-        """True while a request is in flight or waits."""
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Further requests.
-
-        Raises:
-            UserError: a prompt and its completion are longer than the engine allows; none was sent then.
-        """
+        Raises UserError: a prompt and its completion are longer than the engine allows; none was sent then."""
         self._engine._check_lengths(groups, self._sampling)
         for group in groups:
             for i in range(len(group.seeds)):
                 self._requests[self._engine._submit_sample(group, i, self._sampling)] = group, i
 
     def step(self) -> list[Completion]:
-        """A step of the core: the completions that end with it."""
         found = []
         for output in self._engine._ask(self._llm.step):
             assert isinstance(output, RequestOutput)

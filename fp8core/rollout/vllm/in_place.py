@@ -92,8 +92,6 @@ class InPlaceExperts(FusedMoEMethodBase):
 
 @register_quantization_config(IN_PLACE)
 class InPlaceConfig(QuantizationConfig):
-    """Names the method of each layer."""
-
     def get_name(self) -> str:
         return IN_PLACE
 
@@ -102,7 +100,6 @@ class InPlaceConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """None: a CPU has none."""
         return 0
 
     @staticmethod

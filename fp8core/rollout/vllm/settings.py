@@ -133,7 +133,6 @@ class Launch:
     Attributes:
         model: folder of a config.json (`model_config`); weights come by the first update.
         longest: tokens of the longest prompt with its completion.
-        max_batch: sequences decoded together.
         worker: qualified name of the class mixed into vLLM's worker.
         attention: vLLM's name of the attention backend, on a GPU (`attention_backend`).
     """

@@ -53,7 +53,6 @@ class PolicyWorker:
         return missing
 
     def policy_parameters(self) -> dict[str, list[Any]]:
-        """dtype and shape of every parameter."""
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._policy_model().named_parameters()}
         return {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
 
@@ -78,7 +77,6 @@ class PolicyWorker:
         return list(tensors)
 
     def policy_end(self, version: int) -> None:
-        """All weights of a version are written."""
         self.policy_version = version
 
     @torch.inference_mode()
@@ -221,7 +219,6 @@ def captured_values(engine: Any, arch: Architecture, tokens: Sequence[int]) -> l
 
     Args:
         engine: a `VllmEngine` with the capturing worker, eager, that holds a policy.
-        arch: of the policy.
         tokens: one sequence; the engine's prefix cache is dropped, so that all of it is computed.
     """
     assert engine.drop_prefixes(), "requests are still running"

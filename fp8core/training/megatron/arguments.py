@@ -24,9 +24,7 @@ def transformer_arguments(
     """Keyword arguments of `megatron.core.transformer.TransformerConfig`.
 
     Args:
-        arch: the model.
         contract: its training side; FP32 is a mode of the CPU, block FP8 and BF16 of a GPU.
-        megatron: parallelism and recomputation.
         device: Transformer Engine's layers and fused kernels on `cuda`, Megatron's local layers on `cpu`.
         deterministic: only kernels that give the same result every time; Megatron refuses to start without the
             environment of `requirements.required_environment`.

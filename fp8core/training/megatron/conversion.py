@@ -84,13 +84,11 @@ def parallel_ranks(megatron: MegatronConfig) -> list[ParallelRank]:
 
 
 def layers_of(arch: Architecture, megatron: MegatronConfig, pipeline: int) -> range:
-    """Layers of a pipeline stage."""
     count = arch.num_layers // megatron.pipeline_parallel
     return range(pipeline * count, (pipeline + 1) * count)
 
 
 def parameters(arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank) -> Iterator[Parameter]:
-    """All parameters of one GPU's model."""
     first, last = rank.pipeline == 0, rank.pipeline == megatron.pipeline_parallel - 1
     embedding = "model.embed_tokens.weight"
     if first:
@@ -159,15 +157,7 @@ def _gate_up(prefix: str) -> tuple[str, str]:
 def share(
     arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank, policy: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """One GPU's parameters by Megatron's names.
-
-    Args:
-        arch: the model.
-        megatron: the grid.
-        style: whose layers hold the parameters.
-        rank: of the GPU in the grid.
-        policy: tensors by Hugging Face name, any type and device.
-    """
+    """One GPU's parameters by Megatron's names; `policy`: tensors by Hugging Face name, of any type and device."""
     found = {}
     for parameter in parameters(arch, megatron, style, rank):
         own = _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, rank)
@@ -286,7 +276,6 @@ def gathered(
     """The tensors of every rank, as `conversion.policy_of` takes them; every process calls it at the same time.
 
     Args:
-        rank: of this process.
         held: its tensors by Megatron's names.
         device: that processes exchange tensors on.
 

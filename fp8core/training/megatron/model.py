@@ -84,7 +84,6 @@ def packed_call(pack: Pack) -> dict[str, Any]:
 
 
 def layers(config: TransformerConfig, style: Style) -> TransformerBlockSubmodules:
-    """The layers of this process's pipeline stage, whose rank exists once process groups do."""
     fused = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
     for layer in block.layer_specs:
@@ -121,11 +120,7 @@ def padded(linear: Any, inputs: int, outputs: int) -> type:
     """A linear of Megatron both of whose sides are multiples of 128 on each GPU.
 
     It takes and gives tensors without padding. Transformer Engine quantises whole tiles alone; zeros change no amax and
-    no sum.
-
-    Args:
-        linear: its class.
-        inputs, outputs: numbers of GPUs that share its columns and its rows.
+    no sum. `linear`: its class. `inputs`, `outputs`: numbers of GPUs that share its columns and its rows.
     """
 
     class Padded(linear):
@@ -341,7 +336,6 @@ def written_logprobs(
     Args:
         hidden: BF16 or FP32 [tokens, hidden], equal on every GPU of the group.
         weight: this GPU's rows of the head.
-        share: which rows these are.
         targets: int64 [tokens].
         temperature: positive.
 

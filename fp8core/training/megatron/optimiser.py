@@ -176,7 +176,6 @@ class MegatronOptimiser:
         return {name: part if part.dtype == torch.float32 else part[:0].float() for name, part in found.items()}
 
     def is_expert(self, name: str) -> bool:
-        """True if a parameter is one expert's, which fewer processes share."""
         return not getattr(self._named[name], "allreduce", True)
 
     def _master(self, parameter: Tensor) -> Tensor:
@@ -236,7 +235,6 @@ class ThreadedWriter(SaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> None:
-        """Write this process's parts."""
         parts = defaultdict(list)
         for part in nested_values(sharded_state_dict):
             if is_main_replica(part.replica_id):
@@ -251,5 +249,4 @@ OptimiserFactory = Callable[[PolicyModel, TrainingConfig], Optimiser]
 
 
 def optimiser_for(device: torch.device) -> OptimiserFactory:
-    """Megatron's own on a GPU."""
     return MegatronOptimiser if device.type == "cuda" else LocalOptimiser

@@ -55,7 +55,6 @@ def destroy() -> None:
 
 
 def own_rank() -> ParallelRank:
-    """Where this process stands."""
     return ParallelRank(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -64,7 +63,6 @@ def own_rank() -> ParallelRank:
 
 
 def stages() -> int:
-    """Stages of a pipeline."""
     count: int = parallel_state.get_pipeline_model_parallel_world_size()
     return count
 

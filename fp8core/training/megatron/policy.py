@@ -57,7 +57,6 @@ class CountedPack:
         return self.pack.sequences.valid[None].to(self.pack.tokens.device) & self.counts
 
     def to(self, device: torch.device) -> "CountedPack":
-        """The same on a device."""
         return CountedPack(self.pack.to(device), self.counts)
 
 

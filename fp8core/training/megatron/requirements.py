@@ -29,9 +29,7 @@ def package_refusals(node: Node) -> Iterator[str]:
 def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
     """A message for all that is not installed, formats that Megatron does not compute there, and GPUs that are missing.
 
-    Args:
-        config: of a run with `training.trainer: megatron`.
-        node: where its ranks compute; they share a `cpu`.
+    `config`: of a run with `training.trainer: megatron`. `node`: where its ranks compute; they share a `cpu`.
     """
     yield from package_refusals(node)
     contract, on_cpu = config.precision.training, node.platform == "cpu"
@@ -94,11 +92,7 @@ def grid_refusals(
 ) -> Iterator[str]:
     """A message for all that Megatron Core or Transformer Engine would refuse later, or in their own words.
 
-    Args:
-        arch: the model.
-        megatron: how it is spread.
-        contract: formats; block FP8 needs experts of whole tiles.
-        longest: tokens of the longest sequence.
+    `contract`: formats; block FP8 needs experts of whole tiles. `longest`: tokens of the longest sequence.
     """
     tensor, pipeline, expert = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
@@ -229,7 +223,6 @@ activations of the packs that a stage has in flight; what the head makes of a pa
 
 
 def advice(config: RunConfig) -> str:
-    """The change to make where a phase does not fit."""
     # Nothing else gives as much back as the scores that repeatable attention holds.
     first = "set training.deterministic=false, " if config.training.deterministic else ""
     return f"{first}train on more GPUs, or lower training.megatron.micro_batch_tokens"

@@ -55,20 +55,9 @@ class MegatronTrainer(PolicyTrainer):
         optimise: OptimiserFactory,
         ranks: Ranks,
     ) -> None:
-        """Take this process's part.
+        """Take this process's part; `masters` by Hugging Face name, `ranks` all processes of the grid.
 
-        Args:
-            arch: the model.
-            masters: its weights by Hugging Face name.
-            contract: formats of training, and those that `export` stores.
-            training: optimisation, and the grid.
-            objective: the loss.
-            device: of this process.
-            optimise: `optimiser.optimiser_for`.
-            ranks: all processes of the grid.
-
-        Raises:
-            UserError: Transformer Engine follows another scale rule than the contract's.
+        Raises UserError: Transformer Engine follows another scale rule than the contract's.
         """
         super().__init__(training, objective)
         self.arch, self._contract, self._ranks = arch, contract, ranks

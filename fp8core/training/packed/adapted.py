@@ -49,8 +49,6 @@ class _Made(Mapping[str, Tensor]):
 
 
 class AdaptedMasters(PackedMasters):
-    """The rows of one rank, and all adapters."""
-
     def __init__(
         self,
         arch: Architecture,

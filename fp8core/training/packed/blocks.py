@@ -62,7 +62,6 @@ class Normed(NamedTuple):
     Attributes:
         total: BF16 [tokens, hidden], the residual stream.
         inverse: FP32 [tokens], 1 / rms.
-        operand: for the product.
         kept: for the gradient of the weight.
     """
 
@@ -133,9 +132,7 @@ class Blocks(Protocol):
         """The residual stream x + added, and its norm."""
         ...
 
-    def operand(self, x: Tensor) -> Operand:
-        """Values as an operand."""
-        ...
+    def operand(self, x: Tensor) -> Operand: ...
 
     def activated(self, inner: Tensor) -> Operand:
         """SwiGLU of gate and up, [tokens, 2 * width]."""

@@ -35,8 +35,6 @@ class LayerContext:
     """The values that all layers of one pass share.
 
     Attributes:
-        pack: the sequences.
-        attention: its format, in every layer.
         cos, sin: FP32 [positions, head_dim / 2] of BF16 values.
         scales: of Q, K and V by layer, where attention is FP8.
         observe: called per layer with q, k and v as they are cached, not again where a layer is computed again.
@@ -55,8 +53,6 @@ class LayerContext:
 
 
 class PackedLayer(nn.Module):
-    """One decoder layer."""
-
     def __init__(
         self,
         arch: Architecture,
@@ -90,7 +86,6 @@ class PackedLayer(nn.Module):
             self._values["qkv_bias"] = filling.fill(self._values["qkv_bias"])
 
     def drop_weights(self) -> None:
-        """The masters are about to change."""
         self._weights, self._values = {}, {}
 
     def forward(
@@ -132,7 +127,6 @@ class PackedLayer(nn.Module):
         Args:
             grad_total, grad_added: of the results of the pass.
             total: the first of these results.
-            shared: as in the pass.
             kept: what that pass kept, which is given up; the rest is computed again.
         """
         blocks, vectors = self._blocks, dict[str, Tensor]()
@@ -170,7 +164,6 @@ class PackedLayer(nn.Module):
         return grad
 
     def _first_half(self, x: Tensor, added: Tensor | None, shared: LayerContext) -> "FirstHalf":
-        """Up to the attention."""
         total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("input_norm"))
         qkv = self._biased(self._blocks.product(operand, self._weights["qkv"]))
         return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, shared))
@@ -361,8 +354,6 @@ class PackedDecoder(nn.Module):
 
         Args:
             tokens: int64 [tokens of the pack].
-            pack: where the sequences lie.
-            attention: its format.
             scales: scales of Q, K and V per layer; required by FP8 attention.
             observe: called per layer with q, k, v [tokens, heads, head_dim] as they are cached.
 
@@ -384,7 +375,6 @@ class PackedDecoder(nn.Module):
         return total, more
 
     def packed_layers(self) -> Iterator[PackedLayer]:
-        """The layers, typed."""
         for layer in self.layers:
             assert isinstance(layer, PackedLayer)
             yield layer

@@ -38,9 +38,7 @@ Unit = dict[str, "Stack"]
 class Stack(NamedTuple):
     """A parameter as GEMMs read it: tensors of the checkpoint, one above the other.
 
-    Attributes:
-        parts: Hugging Face name and rows of each.
-        width: the other dimensions.
+    `parts`: Hugging Face name and rows of each. `width`: the other dimensions.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -48,7 +46,6 @@ class Stack(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all rows."""
         return sum(rows for _, rows in self.parts), *self.width
 
 
@@ -66,7 +63,6 @@ def units_of(arch: Architecture) -> list[Unit]:
 
 
 def layer_stacks(arch: Architecture, index: int) -> dict[str, Stack]:
-    """The parameters of a layer, by their names in it."""
     hidden, width = (arch.hidden_size,), arch.intermediate_size
     query, key = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
 
@@ -310,7 +306,6 @@ class Masters(PackedMasters):
         return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
-        """`policy_digest` of the whole masters."""
         own = self.named()
         digits = combined(self._ranks.joined([slice_sums([self.slice_of(*each) for each in own.items()])]))
         return digest_of({name: ("float32", self.shapes[name], found) for name, found in zip(own, digits, strict=True)})

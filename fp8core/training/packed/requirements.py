@@ -39,10 +39,7 @@ def required_environment(training: TrainingConfig) -> dict[str, str]:
 def contract_refusals(contract: PrecisionContract, device: str, platform: str) -> Iterator[str]:
     """A message for all that no kernel of this trainer computes: the setting, and what to do.
 
-    Args:
-        contract: formats of both sides.
-        device: `cpu`, where references stand in, or `cuda`.
-        platform: see `config.capability.this_platform`.
+    `device`: `cpu`, where references stand in, or `cuda`. `platform`: see `config.capability.this_platform`.
     """
     training = contract.training
     if device == "cuda" and platform == "cpu":
@@ -117,7 +114,6 @@ _AT_REST = 8_000_000_000
 
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """The memory that stays between steps."""
     if config.training.lora is not None:
         return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
     owned, form = _owned(arch, parallel), config.training.optimiser_state
@@ -145,7 +141,6 @@ def _made_ready(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Nee
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """The memory that a step adds."""
     recomputed = config.training.activation_checkpointing
     return (
         *_made_ready(config, arch, parallel),
@@ -192,7 +187,6 @@ def _saved(_: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, 
 
 
 def advice(config: RunConfig) -> str:
-    """The settings that lower the memory of a training on GPUs."""
     whole = config.cluster.ranks > 1 and config.training.reduce_gradients == "per_update"
     reduce = "set training.reduce_gradients=per_pass, " if whole and config.training.lora is None else ""
     return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"

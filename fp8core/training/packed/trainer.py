@@ -134,12 +134,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return {name: tensor.cpu() for name, tensor in whole.items() if self._ranks.rank == 0}
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        """As `SftTrainer.store_weights`."""
         assert self._ranks.count == 1, "one rank trains the warm start, and has all in FP32"
         return store.put_tensors("weights", self._masters.named())
 
     def describe(self) -> dict[str, object]:
-        """Formats by layer, and what multiplies."""
         said: dict[str, object] = {"trainer": "torch", "accumulation": "exact"}
         if self._device.type == "cuda":
             # The two kernels differ in bytes, and a replay can be on a host that has the other one.
@@ -373,11 +371,7 @@ STORED = {"fp32": "F32", "bf16": "BF16"}
 
 
 class InPlaceAdamW:
-    """Updates masters in place.
-
-    Attributes:
-        updates: how often it has.
-    """
+    """Updates masters in place. `updates`: how often it has."""
 
     def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
         self._masters, self._config = dict(masters), training
