@@ -57,7 +57,6 @@ class Member:
         self._items: Iterator[Any] = iter(())
 
     def place(self) -> HostProcess:
-        """Where this process runs, with which code, and on what kind of processor."""
         import ray
 
         from fp8core.numerics.elementwise import processor_digest
@@ -112,7 +111,6 @@ class Member:
         return next(filter(None, self._items), None)
 
     def end(self) -> None:
-        """End the generator, wherever it is."""
         self._items = iter(())
 
     def drop(self, key: str) -> None:

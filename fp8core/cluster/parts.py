@@ -133,8 +133,6 @@ class EnginePart:
 
 
 class Exported(NamedTuple):
-    """Weights that wait in a rank for the engines."""
-
     digest: str
     layouts: dict[str, TensorSpec]
     on_gpu: bool

@@ -188,7 +188,6 @@ class Conversation:
             raise LongTextError(f"{AT_LEAST}{least} tokens, {most} fit")
 
     def _texts(self) -> list[str]:
-        """Everything that the environment has said, its tools included."""
         said = [said.content for said in self._messages if said is not None]
         return said + [text for tool in self._tools for text in _texts(_function(tool))]
 

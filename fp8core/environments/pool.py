@@ -47,7 +47,6 @@ class _Episode:
     """An episode, what it was asked, and the lines to its process."""
 
     def __init__(self, key: Key | None, first: Mapping[str, Any]) -> None:
-        """`first` is what it is asked first."""
         self.key = key
         self.lines: Lines | None = None
         """None before there is room for its process."""
@@ -73,7 +72,6 @@ class _Episode:
 
     @property
     def busy(self) -> bool:
-        """True if its process has not answered everything."""
         return self.answered < len(self._messages)
 
     def was_asked(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -91,7 +89,6 @@ class _Episode:
             self.go_on()
 
     def go_on(self) -> None:
-        """Ask what is not answered yet."""
         self.since = time.monotonic()
         self.open_lines.send(self._messages[self.answered])
 

@@ -142,7 +142,6 @@ class Verifiers:
         self._loop.close()
 
     async def _play(self, row: Mapping[str, Any]) -> Any:
-        """The episode in the environment's own loop, and its reward."""
         state = await self._environment.rollout(row, self._policy, "policy", {})
         if state["error"] is not None:
             raise state["error"]

@@ -308,7 +308,6 @@ def _class_of(arch: Architecture) -> str:
 
 
 def _specific_to_hf(arch: Architecture) -> dict[str, Any]:
-    """Keys that a family has beyond those of all."""
     experts = {} if arch.experts is None else _experts_to_hf(arch.experts)
     if arch.qk_norm or arch.qkv_bias:
         window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}

@@ -18,8 +18,6 @@ _LIBRARIES = ("gguf", "transformers")
 
 
 class Converted(NamedTuple):
-    """A folder that was written, and how many elements its tensors have."""
-
     architecture: Architecture
     elements: int
 

@@ -169,7 +169,6 @@ def layer_of(name: str) -> int | None:
 
 
 def is_linear(name: str) -> bool:
-    """True if a parameter is the weight of one of the seven linears of a layer."""
     return name.endswith(".weight") and name.split(".")[-2] in _FUSED
 
 
@@ -308,7 +307,6 @@ class Formats:
     scale_rule: ScaleRule
 
     def stored_names(self) -> StoredNames:
-        """The format that every parameter is stored in."""
         names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
         return StoredNames(
             values="fp32" if self.rounding is keep_fp32 else "bf16",
@@ -336,7 +334,6 @@ class Formats:
         return replace(self, points=points, layers=tuple(layers))
 
     def with_attention(self, attention: AttentionFormat) -> "Formats":
-        """The same with another attention in every layer."""
         return replace(self, layers=tuple(replace(layer, attention=attention) for layer in self.layers))
 
 

@@ -32,8 +32,6 @@ Line = tuple[str, ...]
 
 
 class _Worker:
-    """A process that serves one scorer, and what it works on."""
-
     def __init__(self, task: Mapping[str, Any]) -> None:
         """`task` is the first line of the channel (fp8core/rewards/child.py)."""
         self.process = SupervisedProcess("fp8core.rewards.child")

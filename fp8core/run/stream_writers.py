@@ -313,7 +313,6 @@ class EpisodeWriter:
         return [key for key, each in self._played.items() if each.over]
 
     def attach_turns(self, rows: Sequence[Row]) -> None:
-        """Give rows what their episodes have beside a completion."""
         for row in rows:
             played, told = self._played.get(_sample(row)), len(row.tokens)
             if played is None or not told:
@@ -330,7 +329,6 @@ class EpisodeWriter:
         return any(each is not None and each.over for each in played)
 
     def _number(self, place: GroupPlace) -> int:
-        """The group of a place, by which an episode goes on."""
         batch, group = place
         return _FIRST_NUMBER + (batch - 1) * self._run.config.rollout.drawn_prompts + group
 

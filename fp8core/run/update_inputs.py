@@ -113,7 +113,6 @@ def counted_rows(rewards: pa.Table, config: RunConfig) -> Tensor:
 
 
 def turn_advantages_asked(config: RunConfig) -> bool:
-    """True where advantages differ by turn."""
     return config.environment is not None and config.environment.advantage == "turn"
 
 

@@ -182,7 +182,6 @@ class Host:
         return {loop.create_task(self._group(requests)): group for group, requests in groups}
 
     async def _pass_on(self, running: Running) -> None:
-        """Wait a moment, and send what has ended."""
         if not running:
             await asyncio.sleep(_POLL_SECONDS)
             return

@@ -68,7 +68,6 @@ def find_build(platform: str, version_of: Callable[[str], str] = installed_versi
 
 
 def contract_refusals(contract: PrecisionContract, options: SglangConfig, build: SglangBuild) -> Iterator[str]:
-    """The refusals of this build of SGLang: the setting, the build and what to change."""
     rollout = contract.rollout
     if options.model == "aligned":
         size = options.page_size
@@ -95,7 +94,6 @@ def temperature_refusals(temperature: float) -> Iterator[str]:
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> Iterator[str]:
-    """The reasons why this engine cannot hold a model: the model's property and what to change."""
     if options.model == "aligned":
         yield from shape_refusals(_ALIGNED, arch)
     if arch.experts is not None:

@@ -145,7 +145,6 @@ class VllmEngine(ResidentEngine):
         self._requests = 0
 
     def describe(self) -> dict[str, object]:
-        """Formats in the contract's words, kernel and dtype by linear, attention, passes, dtypes and scales."""
         described = self.call_worker("policy_describe")
         kernels = kernels_by_type(described["linears"])
         held = self.call_worker("policy_held_scales") if self._has_fp8_cache() else []

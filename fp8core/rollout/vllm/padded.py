@@ -53,8 +53,6 @@ class PaddedLinear(Fp8LinearMethod):
 
 @register_quantization_config(PADDED)
 class PaddedConfig(Fp8Config):
-    """vLLM's block FP8 with other linears."""
-
     @classmethod
     def get_name(cls) -> str:
         return PADDED

@@ -104,7 +104,6 @@ def _version(distribution: str, version_of: Callable[[str], str]) -> str | None:
 
 
 def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
-    """The refusals of this build of vLLM: the setting, the build and what to change."""
     if options.model == "aligned":
         yield from aligned_refusals(contract, options, build)
     if contract.rollout.linear == "fp32":
@@ -152,7 +151,6 @@ def aligned_refusals(contract: PrecisionContract, options: VllmConfig, build: Vl
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
-    """The reasons why this engine cannot hold a model: the model's property and what to change."""
     if options.model == "aligned":
         yield from aligned_shape_refusals(arch)
         yield from shared_refusals(arch, contract, options)
@@ -200,7 +198,6 @@ def shared_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
 
 
 def aligned_shape_refusals(arch: Architecture) -> Iterator[str]:
-    """Properties of a decoder that the aligned model does not compute."""
     yield from shape_refusals(_ALIGNED, arch)
     if arch.family == "qwen2" and with_whole_tiles(arch).num_heads * arch.head_dim != arch.hidden_size:
         yield (

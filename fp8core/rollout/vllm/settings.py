@@ -264,7 +264,6 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: VllmC
 
 
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
-    """Modules with a matrix that is not block FP8."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name) and ".experts." not in name)
     kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]

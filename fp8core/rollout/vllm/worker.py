@@ -107,7 +107,6 @@ class PolicyWorker:
             cache.zero_()
 
     def policy_describe(self) -> dict[str, Any]:
-        """Kernels, types, passes and backends as they were resolved."""
         model, compilation = self._policy_model(), self.vllm_config.compilation_config
         passes = {k: v for k, v in vars(compilation.pass_config).items() if isinstance(v, bool)}
         return {

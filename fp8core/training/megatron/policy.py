@@ -87,7 +87,6 @@ class MegatronPolicy:
         self._head = VocabularyShare(rows * self.rank.tensor, arch.vocab_size, tensor_group(), contract.training.head)
 
     def describe(self) -> dict[str, object]:
-        """Formats by layer as they were built, and whose layers these are."""
         config = self.model.config
         inner = "fp8_block" if config.fp8 else "fp32" if config.params_dtype == torch.float32 else "bf16"
         ends = (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16)
@@ -136,9 +135,7 @@ class MegatronPolicy:
     def hidden(self, micro_batch: CountedPack) -> Tensor:
         """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes.
 
-        Args:
-            micro_batch: on this device. The states of an earlier stage are the model's input already
-                (`set_input_tensor`).
+        `micro_batch` is on this device; states of an earlier stage are the model's input already (`set_input_tensor`).
         """
         if self._observing:
             self._valid = micro_batch.valid

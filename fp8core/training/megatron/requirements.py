@@ -20,7 +20,6 @@ from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory,
 
 
 def package_refusals(node: Node) -> Iterator[str]:
-    """A message for each distribution that is not installed on a machine."""
     for package in ["megatron-core"] if node.platform == "cpu" else ["megatron-core", "transformer-engine"]:
         if package not in node.packages:
             yield f"training.trainer=megatron: {package} is not installed (pip install 'fp8-grpo[megatron]')"

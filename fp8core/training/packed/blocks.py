@@ -116,8 +116,6 @@ class BlockWeight:
 
 
 class Blocks(Protocol):
-    """The linears of one format."""
-
     name: str
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
