@@ -1,6 +1,8 @@
-"""Every page of docs/ that code, messages and configurations name is there."""
+"""Pages of docs/ that code, messages and configurations name are there, and links of pages lead somewhere."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,3 +23,9 @@ def test_pages_that_sources_name_exist() -> None:
         if not name.startswith(ELSEWHERE) and not (REPOSITORY / name).is_file()
     }
     assert not missing
+
+
+def test_links_of_pages_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", REPOSITORY / "mkdocs.yml", "-d", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
