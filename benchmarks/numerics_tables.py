@@ -298,9 +298,7 @@ def logprob_table(errors: Mapping[str, Mapping[str, float]]) -> str:
     return table(["precision", *columns], [[name, *(f"{row[c]:.4g}" for c in columns)] for name, row in errors.items()])
 
 
-PAGES = tuple(
-    ROOT / "docs" / page for page in ("reference/numerics.md", "results/numerics.md", "results/calibration.md")
-)
+PAGES = tuple(ROOT / "docs" / page for page in ("reference/numerics.md", "results/numerics.md"))
 
 
 def write_pages(parts: Mapping[str, str]) -> None:

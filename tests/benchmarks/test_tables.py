@@ -5,7 +5,6 @@ import pytest
 from benchmarks import host_costs, tables
 from benchmarks.cold_start import cold_start_table
 from benchmarks.harness import ROOT, stored
-from benchmarks.studies.greedy_agreement import agreement_table
 from benchmarks.tables import TABLES, expert_sync_table, rollout_table
 
 ENGINE = {"model": "qwen3-8b", "batch_invariant": False, "forward": "stock"}
@@ -64,7 +63,6 @@ def test_the_middle_update_of_a_process_but_its_first():
 
 PRINTERS = {
     **TABLES,
-    "greedy tokens": lambda: [agreement_table(stored("greedy_agreement"))],
     "cold start": lambda: [cold_start_table(stored("cold_start"))],
     "the process beside a GPU": lambda: host_costs.tables(stored("host_costs")),
 }
