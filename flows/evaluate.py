@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, questions, refuse, variants
+from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, problems, questions, refuse, variants
 from flows.launch import long_part, say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
@@ -24,9 +24,10 @@ from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import problems_digest
-from fp8core.data.source import check_references
+from fp8core.data.references import counted
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
+from fp8core.progress import Part
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
@@ -104,9 +105,13 @@ def evaluate(
 def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRequest) -> EvaluationResult:
     """Measure in each precision, and compare each with the first; after SIGTERM, in those that are whole."""
     config = checkpoint.config
-    questioned, configs = questions(asked, config), variants(asked, config)
+    configs = variants(asked, config)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        check_references(questioned.problems, verifier)
+        with Part("checking the data", say):
+            found, left_out = problems(asked, config, verifier)
+        if left_out:
+            say(f"{counted(left_out, len(found) + len(left_out))} and left out")
+        questioned = questions(asked, config, found)
         answered = _answers(configs, questioned, verifier.main, stop)
         described = verifier.describe()
     base, *others = answered

@@ -13,13 +13,14 @@ from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem, refuse_unfit
-from fp8core.data.source import SUFFIXES, check_references
+from fp8core.data.references import Readable, Unreadable, counted, first_readable, readable
+from fp8core.data.source import SUFFIXES, RowSource, build_source
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.answer import Questions
 from fp8core.run.build import FoundModel, build_environment, find_base
@@ -105,10 +106,8 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         check_engine(one, members_node(one))
         check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
-    found = problems(asked, config)
-    if asked.data is not None or asked.overrides:  # Else the run has checked its own.
-        with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-            check_references(found, verifier)
+    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+        found = problems(asked, config, verifier).problems
     positions = longest_row(config, model.arch)
     for problem in found:
         refuse_unfit(problem, config, model.tokenizer, positions)
@@ -148,10 +147,10 @@ def opened(asked: EvaluationRequest) -> Iterator[EvaluatedPolicy]:
         yield EvaluatedPolicy(_config(asked, policy.folder.absolute()), run.folder, step, policy.weights_digest)
 
 
-def questions(asked: EvaluationRequest, config: RunConfig) -> Questions:
-    """The problems, and how they are put. Raises UserError as `refuse`, and on data that cannot be read."""
+def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Problem]) -> Questions:
+    """The problems, and how they are put. Raises UserError as `refuse`."""
     return Questions(
-        problems=problems(asked, config),
+        problems=list(found),
         samples=asked.samples,
         temperature=_temperature(asked, config),
         seed=asked.seed,
@@ -159,9 +158,32 @@ def questions(asked: EvaluationRequest, config: RunConfig) -> Questions:
     )
 
 
-def problems(asked: EvaluationRequest, config: RunConfig) -> list[Problem]:
+def problems(asked: EvaluationRequest, config: RunConfig, verifier: Verifier) -> Readable:
     """All rows of `data`, or the held-out prompts of the configuration. Raises UserError: they cannot be read."""
-    return heldout_problems(config) if asked.data is None else all_problems(config, asked.prompts)
+    own = asked.data is None
+    found = readable(heldout_problems(config) if own else all_problems(config, asked.prompts), config, verifier)
+    if not found.left_out:
+        return found
+    found = (
+        _heldout(config, verifier)
+        if own
+        else first_readable(all_problems(config, None), asked.prompts, config, verifier)
+    )
+    if len(found.problems) < (asked.prompts or 1):
+        total = len(found.problems) + len(found.left_out)
+        raise UserError(f"{config.data.source}: {counted(found.left_out, total)}; {len(found.problems)} are left")
+    return found
+
+
+def _heldout(config: RunConfig, verifier: Verifier) -> Readable:
+    """Those that a training of the configuration holds out, where some rows are left out."""
+    source, left_out = build_source(config.data, config.evaluation), list[Unreadable]()
+    while True:
+        found, more = readable(source.heldout(config.evaluation.prompts), config, verifier)
+        if not more:
+            return Readable(found, left_out)
+        assert isinstance(source, RowSource), "nothing is left out of what is generated"
+        source, left_out = source.without(row for row, _ in more), left_out + more
 
 
 def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Annotated, Any, TextIO, cast
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
@@ -42,6 +42,7 @@ from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, is_loss, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
+from fp8core.progress import Part
 from fp8core.report.chart import short
 from fp8core.report.console import Console, StyleAccuracy, shows_sample
 from fp8core.report.diagnosis import diagnose
@@ -101,7 +102,8 @@ def grpo(
         settings = load_settings(config, merged_overrides(overrides or {}, given))
         if runtime.deployment.id is not None:
             # A command does so before it starts the flow.
-            refuse_unrunnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
+            with Part("checking model and data", get_run_logger().info):
+                refuse_unrunnable(settings.model_copy(update={"run": run_name(settings)}), new_code=new_code)
         return train(settings, new_code=new_code).model_dump(mode="json")
     except (UserError, UpdateError, SyncError, RedoError, BoundError, ProcessLost) as error:
         return failed(str(error))

@@ -43,7 +43,8 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     from fp8core.run.preflight import refuse_unrunnable
     from fp8core.store.run_directory import read_description
 
-    refuse_unrunnable(config, new_code=parameters.get("new_code", False))
+    with Part("checking model and data", say):
+        refuse_unrunnable(config, new_code=parameters.get("new_code", False))
     refuse_silent_store(config)
     if not wants_gpus(config):
         # Before Prefect's threads, in which the steps run, have arenas of their own.

@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.launch import refuse_silent_store
+from flows.launch import refuse_silent_store, say
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
 from fp8core.parity.measure import VARIANTS, corrected, variant_settings
 from fp8core.parity.verdict import ParityResult, ParityVerdict
+from fp8core.progress import Part
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.machine import members_node
@@ -123,7 +124,8 @@ def refuse(asked: ParityRequest, date: str) -> ParityPlan:
         refuse_unrunnable_settings(unfinished)
     # A variant has another precision, not another model, data, verifier or store. The last one is the last to begin.
     for unfinished in left[-1:]:
-        check_inputs(unfinished)
+        with Part("checking model and data", say):
+            check_inputs(unfinished)
         refuse_silent_store(unfinished)
     return ParityPlan(name, config, variants, seeds, trainings)
 

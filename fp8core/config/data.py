@@ -77,6 +77,9 @@ class DataConfig(Section):
         max_length=100,
         description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
     )
+    unreadable: Literal["refuse", "skip"] = Field(
+        "refuse", description="Rows whose reference the verifier cannot read: refuse the data, or leave them out."
+    )
     template: str = Field(
         _QUESTION,
         description="Prompt text; {question} alone is replaced. Used inside the chat template if there is one.",

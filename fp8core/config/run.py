@@ -30,7 +30,7 @@ RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of a run, which is that of its folder too."""
 MOST_EXPERTS = 1 << 16
 """Of all layers together; ten times those of the largest released models."""
-_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "logs", "parity"})
+_BESIDE_THE_RUNS = frozenset({"mlflow.db", "mlartifacts", "warm_starts", "checked_references", "logs", "parity"})
 
 
 class ArchitectureConfig(Section):

@@ -10,10 +10,11 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from decimal import Decimal
 from io import BufferedReader
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,7 @@ from fp8core.data.prompt import (
     refuse_unfit,
     refuse_unread_turns,
 )
+from fp8core.data.references import counted, readable
 from fp8core.errors import InvalidReply, UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer
@@ -148,6 +150,17 @@ class RowSource:
 
     def to_check(self) -> list[Problem]:
         return self._rows
+
+    def without(self, rows: Iterable[Problem]) -> Self:
+        """The same source without some of its rows. Raises UserError when nothing is left to train on."""
+        gone = {row.asked for row in rows}
+        less = copy(self)
+        less._rows, less._heldout, less._training = (
+            [row for row in part if row.asked not in gone] for part in (self._rows, self._heldout, self._training)
+        )
+        if not less._training:
+            raise UserError(f"{self._place}: none of the {len(self._training):,} rows to train on is left")
+        return less
 
 
 def in_epochs(rows: Sequence[Row], step: int, count: int, seed: int, purpose: str) -> list[Row]:
@@ -376,18 +389,33 @@ def read_rows(data: DataConfig) -> list[Problem]:
     return read_hub_dataset(data)
 
 
+class CheckedSource(NamedTuple):
+    """What is left of a source, the number of rows that are left out, and what to say of them."""
+
+    source: PromptSource
+    left_out: int
+    remark: str | None
+
+
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
-) -> None:
-    """Raises UserError on a reference that is no answer, a prompt that does not fit, and too few rows.
+) -> CheckedSource:
+    """Raises UserError on a reference that is no answer (but see `readable`), an unfit prompt, and too few rows.
 
     The first two name the place (file:line).
     """
-    problems = list(source.to_check())
-    check_references(problems, verifier)
+    every = list(source.to_check())
+    problems, left_out = readable(every, config, verifier)
+    if left_out:
+        assert isinstance(source, RowSource), "nothing is left out of what is generated"
+        try:
+            source = source.without(row for row, _ in left_out)
+        except UserError as error:
+            raise UserError(f"{error}: {counted(left_out, len(every))}; the first: {left_out[0].fault}") from error
     source.heldout(config.evaluation.prompts)
     _refuse_all_unfit(problems, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
+    return CheckedSource(source, len(left_out), f"{counted(left_out, len(every))} and left out" if left_out else None)
 
 
 def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
@@ -400,14 +428,6 @@ def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer:
             first, count = first or str(error), count + 1
     if count:
         raise UserError(first + (f" (and {count - 1:,} more such rows)" if count > 1 else ""))
-
-
-def check_references(problems: Sequence[Problem], verifier: Verifier) -> None:
-    """Raises UserError, with the place (file:line), on the first reference that is no answer."""
-    faults = verifier.faults([(row.question, row.reference) for row in problems])
-    for row, fault in zip(problems, faults, strict=True):
-        if fault is not None:
-            raise UserError(f"{row.place}: {fault}" if row.place else fault)
 
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:

@@ -96,9 +96,6 @@ def open_run(
             is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
-    data = source.digest()
-    if replayed is None:
-        refuse_other_data(config, directory.ledger, data)
     check_memory(config, members_node(config), directory.ledger)
     with ExitStack() as parts:
         # Too few GPUs, or a node of other code: before anything is loaded.
@@ -110,7 +107,13 @@ def open_run(
         for note in _notes(config, base):
             console.note(note)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
-        teacher = check_opened(config, base, source, verifier)
+        with console.part("checking the data"):
+            (source, left_out, remark), teacher = check_opened(config, base, source, verifier)
+        if remark is not None:
+            console.note(remark)
+        data = source.digest()
+        if replayed is None:
+            refuse_other_data(config, directory.ledger, data)
         is_new = replayed is None and not directory.ledger.holds_work()
         if is_new:
             check_new(config, base, source, teacher)
@@ -126,7 +129,15 @@ def open_run(
                 described = {**environment.description}
         version, pid, host = current_code(), os.getpid(), socket.gethostname()
         directory.ledger.append(
-            SegmentEntry(pid=pid, host=host, code_version=version, started=time.time(), steps=config.steps, data=data)
+            SegmentEntry(
+                pid=pid,
+                host=host,
+                code_version=version,
+                started=time.time(),
+                steps=config.steps,
+                data=data,
+                left_out=left_out,
+            )
         )
         run = RunContext(
             config=config,

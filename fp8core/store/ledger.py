@@ -103,8 +103,9 @@ class SegmentEntry(_Entry):
     started: UnixSeconds = Field(description="Unix seconds.")
     steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="That it was to come to; null in older runs.")
     data: Digest | None = Field(
-        None, description="Of all problems that it read, held-out ones too; null for generated ones and in older runs."
+        None, description="Of all problems that it used, held-out ones too; null for generated ones and in older runs."
     )
+    left_out: int = Field(0, ge=0, description="Rows that it did not use (`data.unreadable`).")
 
 
 class RedoEntry(_Entry):

@@ -6,11 +6,12 @@
 import re
 from collections.abc import Sequence
 from contextlib import closing
+from typing import NamedTuple
 
 from fp8core.config.run import RunConfig
 from fp8core.data.demonstrations import own_demonstrations
 from fp8core.data.prompt import Problem, PromptSource, longest_prompt
-from fp8core.data.source import build_source, check_problems, check_turns
+from fp8core.data.source import CheckedSource, build_source, check_problems, check_turns
 from fp8core.environments.chat import tool_calls_of
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError
@@ -44,7 +45,8 @@ def check_inputs(config: RunConfig) -> None:
             and `check_observation` have it.
     """
     source = build_source(config.data, config.evaluation)
-    if (ledger := stored_ledger(config)) is not None:
+    # What is read of what there is, only the verifier knows.
+    if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
         refuse_other_data(config, ledger, source.digest())
     base = find_base(config)
     # A run that goes on has its warm start behind it, and reads them no more.
@@ -52,7 +54,9 @@ def check_inputs(config: RunConfig) -> None:
     if config.warm_start is not None and config.warm_start.demonstrations is not None and not trained:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        teacher = check_opened(config, base, source, verifier)
+        (source, *_), teacher = check_opened(config, base, source, verifier)
+    if ledger is not None:
+        refuse_other_data(config, ledger, source.digest())
     # As `open_run` judges it: a run that was killed in its warm start may still be refused.
     is_new = ledger is None or not ledger.holds_work()
     if is_new:
@@ -71,17 +75,24 @@ def check_inputs(config: RunConfig) -> None:
                 check_observation(call_trial(problems[0], replies, config, pool), config, base.tokenizer)
 
 
-def check_opened(
-    config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier
-) -> Architecture | None:
-    """Refuse parts of any run that do not go together; returns the shape of its teacher, if it has one.
-    Raises UserError: as `check_stop_strings`, `check_template_arguments`, `find_teacher` and `check_problems`."""
+class Opened(NamedTuple):
+    """The data that a run uses, and the shape of its teacher, if it has one."""
+
+    data: CheckedSource
+    teacher: Architecture | None
+
+
+def check_opened(config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, verifier: Verifier) -> Opened:
+    """Refuse parts of any run that do not go together.
+
+    Raises:
+        UserError: as `check_stop_strings`, `check_template_arguments`, `find_teacher` and `check_problems`.
+    """
     check_stop_strings(config, base.tokenizer)
     check_template_arguments(config, base.tokenizer)
     distils = config.loss.distillation.teacher is not None
     teacher = find_teacher(config, base.tokenizer).architecture if distils else None
-    check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier)
-    return teacher
+    return Opened(check_problems(source, config, base.tokenizer, longest_row(config, base.arch), verifier), teacher)
 
 
 def check_new(

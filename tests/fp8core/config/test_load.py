@@ -632,7 +632,7 @@ def test_runs_of_earlier_versions_are_continued() -> None:
     assert reload_config(old).rollout.oversample == 2
 
 
-@pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts"])
+@pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts", "checked_references"])
 def test_a_run_may_not_take_the_name_of_what_lies_beside_the_runs(name):
     with pytest.raises(UserError, match="beside the run folders"):
         load_config("tiny", {"run": name})

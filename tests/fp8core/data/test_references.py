@@ -1,0 +1,158 @@
+"""References that the verifier cannot read are counted, refused or left out, and checked once."""
+
+import json
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.load import load_config
+from fp8core.config.run import RunConfig
+from fp8core.data import references
+from fp8core.data.prompt import Problem, is_heldout
+from fp8core.data.source import CheckedSource, build_source, check_problems
+from fp8core.errors import UserError
+from fp8core.models.tokenizer import Tokenizer
+from fp8core.progress import Part
+from fp8core.rewards.verifier import InProcess, IntegerVerifier, build_verifier
+
+
+def written(path: Path, bad: set[int], rows: int = 40) -> Path:
+    text = [{"question": f"Q{n}?", "answer": f"none {n}" if n in bad else f"#### {n}"} for n in range(1, rows + 1)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in text))
+    return path
+
+
+def config_of(data: Path, **settings: object) -> RunConfig:
+    own = {"model": "any", "data.source": str(data), "evaluation.prompts": 1, "rollout.prompts_per_step": 2}
+    return load_config("gsm8k", own | {"runs": str(data.parent / "runs")} | settings)
+
+
+def check(config: RunConfig, tokenizer: Tokenizer) -> CheckedSource:
+    source = build_source(config.data, config.evaluation)
+    with closing(build_verifier(config.reward)) as verifier:
+        return check_problems(source, config, tokenizer, 1024, verifier)
+
+
+def test_all_are_counted_at_once_with_the_first_places(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    data = written(tmp_path / "rows.jsonl", {3, 5, 8, 13, 21, 34})
+    with pytest.raises(UserError) as caught:
+        check(config_of(data), bpe_tokenizer)
+    assert str(caught.value).startswith(
+        f"{data}:3: reward.verifier=integer: the reference of 'Q3?' ends in 'none 3' (no"
+    )
+    named = ", ".join(f"{data}:{line}: 'none {line}'" for line in (3, 5, 8, 13, 21))
+    assert f"; 6 of 40 references cannot be read ({named}, ...); correct them, or" in str(caught.value)
+    assert str(caught.value).endswith("data.unreadable=skip")
+
+
+def test_skip_leaves_out_rows_of_both_files(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    data, heldout = written(tmp_path / "rows.jsonl", {3, 5}, 20), written(tmp_path / "test.jsonl", {17}, 18)
+    skip = {"data.unreadable": "skip", "evaluation.source": str(heldout), "evaluation.prompts": 17}
+    left, number, remark = check(config_of(data, **skip), bpe_tokenizer)
+    assert number == 1, "Q3 and Q5 are held out, with the references of their own rows"
+    assert remark == f"1 of 20 references cannot be read ({heldout}:17: 'none 17') and left out"
+    with pytest.raises(UserError, match=r"evaluation\.prompts=18, but 17 rows are held out"):
+        check(config_of(data, **skip | {"evaluation.prompts": 18}), bpe_tokenizer)
+    assert {row.question for row in left.training(0, 2, 0)} == {"Q19?", "Q20?"}
+
+
+def test_what_is_left_is_as_if_the_other_rows_were_not_there(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    data = written(tmp_path / "rows.jsonl", {3, 5, 40})
+    clean = tmp_path / "clean.jsonl"
+    clean.write_text("".join(line for line in data.read_text().splitlines(keepends=True) if "none" not in line))
+    left, same = (check(config_of(path, **{"data.unreadable": "skip"}), bpe_tokenizer)[0] for path in (data, clean))
+    assert left.digest() == same.digest()
+    assert left.training_set() == same.training_set()
+    assert left.training(3, 7, 1) == same.training(3, 7, 1)
+    assert list(left.to_check()) == list(same.to_check())
+
+
+@pytest.mark.parametrize("readable", ["none", "held-out rows"])
+def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Tokenizer, readable: str) -> None:
+    good = {n for n in range(1, 41) if readable != "none" and is_heldout(f"Q{n}?")}
+    data = written(tmp_path / "rows.jsonl", {*range(1, 41)} - good)
+    with pytest.raises(UserError, match=r"rows\.jsonl: none of the \d\d rows to train on is left: \d\d of 40 ref"):
+        check(config_of(data, **{"data.unreadable": "skip"}), bpe_tokenizer)
+
+
+@dataclass(frozen=True)
+class Counting(InProcess):
+    """The integer verifier under the name of one whose references take long, with what it was asked."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
+        self.asked.extend(reference for _, reference in references)
+        return super().faults(references)
+
+
+@pytest.fixture
+def problems() -> list[Problem]:
+    return [Problem(f"{n}", f"Q{n}?", "none" if n == 7 else f"#### {n % 20}", f"rows:{n}") for n in range(40)]
+
+
+def test_each_reference_is_checked_once(tmp_path: Path, problems: list[Problem]) -> None:
+    config = config_of(tmp_path / "rows.jsonl", **{"reward.verifier": "math-verify", "data.unreadable": "skip"})
+    verifier = Counting("integer", IntegerVerifier())
+    found = references.readable(problems, config, verifier)
+    assert [row.problem.place for row in found.left_out] == ["rows:7"]
+    assert len(verifier.asked) == 21, "equal ones are one"
+    again = Counting("integer", IntegerVerifier())
+    assert references.readable(problems, config, again) == found
+    added = [*problems, Problem("new", "New?", "#### 99")]
+    references.readable(added, config, again)
+    assert again.asked == ["#### 99"]
+    # Refused, it is looked at again.
+    refusing = config.model_copy(update={"data": config.data.model_copy(update={"unreadable": "refuse"})})
+    with pytest.raises(UserError, match=r"rows:7: .* 1 of 41 references"):
+        references.readable(added, refusing, again)
+    assert again.asked == ["#### 99", "none"]
+
+
+@pytest.mark.parametrize("change", ["verifier", "settings", "damaged", "removed"])
+def test_another_verifier_or_a_damaged_memory_is_checked_again(
+    tmp_path: Path, problems: list[Problem], change: str
+) -> None:
+    settings = {"reward.verifier": "math-verify", "data.unreadable": "skip"}
+    config = config_of(tmp_path / "rows.jsonl", **settings)
+    found = references.readable(problems, config, Counting("integer", IntegerVerifier()))
+    (memory,) = (tmp_path / "runs" / "checked_references").iterdir()
+    if change == "damaged":
+        memory.write_bytes(memory.read_bytes()[:-9])
+    elif change == "removed":
+        memory.unlink()
+    elif change == "settings":
+        config = config_of(tmp_path / "rows.jsonl", **settings, **{"reward.timeout_seconds": 9})
+    again = Counting("integer 2" if change == "verifier" else "integer", IntegerVerifier())
+    assert [row.problem for row in references.readable(problems, config, again).left_out] == [
+        row.problem for row in found.left_out
+    ]
+    assert len(again.asked) == 21
+
+
+def test_a_check_that_is_stopped_goes_on_and_tells_how_far_it_is(
+    tmp_path: Path, problems: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "_AT_ONCE", 4)
+    config = config_of(tmp_path / "rows.jsonl", **{"reward.verifier": "math-verify", "data.unreadable": "skip"})
+
+    class Stopped(Counting):
+        def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
+            if len(self.asked) == 8:
+                raise KeyboardInterrupt
+            return super().faults(references)
+
+    told: list[tuple[int, int]] = []
+
+    class Told(Part):
+        def __call__(self, done: int, total: int) -> None:
+            told.append((done, total))
+
+    with pytest.raises(KeyboardInterrupt), Told("checking", print):
+        references.readable(problems, config, Stopped("integer", IntegerVerifier()))
+    assert told == [(0, 21), (4, 21), (8, 21)]
+    rest = Counting("integer", IntegerVerifier())
+    references.readable(problems, config, rest)
+    assert len(rest.asked) == 13
