@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Each imports only what stands before it.
 PARTS = (
-    *("errors", "user_files", "user_code", "durable", "freed_memory", "processes", "numerics", "config"),
+    *("errors", "progress", "user_files", "user_code", "durable", "freed_memory", "processes", "numerics", "config"),
     *("rl", "models", "resources", "kernels", "rewards", "environments", "store", "rollout", "training"),
     *("alignment", "cluster", "data", "evaluation", "plan", "report", "parity", "run"),
 )

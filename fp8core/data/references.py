@@ -43,6 +43,11 @@ class Readable(NamedTuple):
 
 def readable(problems: Sequence[Problem], config: RunConfig, verifier: Verifier) -> Readable:
     """Raises UserError, with all counted and the first named, where some cannot be read and may not be left out."""
+    if config.data.source == "chain" and config.reward.verifier == "integer":
+        raise UserError(
+            "reward.verifier=integer: the reference of a chain is its digits after one #, and integer reads what is "
+            "after ####; set reward.verifier to chain, or data.source"
+        )
     faults = _faults(problems, config, verifier)
     left_out = [Unreadable(row, faults[row.reference]) for row in problems if row.reference in faults]
     if left_out and (config.data.unreadable == "refuse" or config.data.source == "chain"):
