@@ -104,11 +104,12 @@ def test_the_name_of_another_metric_is_refused(name):
 
 def test_a_mistake_in_another_verifier_names_its_own_setting():
     def others(verifier):
-        return RewardConfig.model_validate({"others": [{"name": "strict", "verifier": verifier}], "workers": 1})
+        settings = {"verifier": "integer", "others": [{"name": "strict", "verifier": verifier}], "workers": 1}
+        return RewardConfig.model_validate(settings)
 
-    with closing(build_verifier(others("integer"))) as built:
-        (fault,) = built.faults([("?", "3")])
-    assert fault.startswith("reward.others.strict.verifier=integer: the reference of '?' ends in '3'")
+    with closing(build_verifier(others("chain"))) as built:
+        (fault,) = built.faults([("?", "1,000")])
+    assert fault.startswith("reward.others.strict.verifier=chain: the reference of '?' is '1,000'")
     with pytest.raises(UserError, match=r"^reward\.others\.strict\.verifier=nowhere:score: nowhere cannot be imported"):
         build_verifier(others("nowhere:score"))
 
