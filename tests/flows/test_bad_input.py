@@ -250,7 +250,11 @@ MISTAKES = {
         {},
         "tensor lm_head.weight: expected the values of model.embed_tokens.weight",
     ),
-    "no-answer": (change_text("data", "#### 9", "nine"), {}, "problems.jsonl:3: reward.verifier=integer: the reference"),
+    "no-answer": (
+        change_text("data", "#### 9", "nine"),
+        {},
+        "problems.jsonl:3: reward.verifier=integer: the reference",
+    ),
     "no-question": (nothing, {"data.template": "Answer it."}, "data.template: the text has no {question}"),
     "placeholder": (nothing, {"data.template": "{question} is {answer}"}, "data.template: {answer} would stand in"),
     "no-question-in-chat": (

@@ -152,9 +152,7 @@ def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step
     assert moved > 0
 
 
-@pytest.mark.parametrize(
-    ("linear", "warmed", "named"), [("fp8_block", False, True), ("bf16", True, False)]
-)
+@pytest.mark.parametrize(("linear", "warmed", "named"), [("fp8_block", False, True), ("bf16", True, False)])
 def test_adapters_name_the_model_as_their_base_where_the_policy_after_step_0_equals_it(
     loop_run, export, tmp_path, linear, warmed, named
 ):
