@@ -251,6 +251,8 @@ def _refuse_cut(node: yaml.ScalarNode, place: Place, text: str, column: int | No
     found = (_BEHIND if node.value else _INSTEAD).match(text, node.end_mark.index)
     if found is None or not place.fits(f"{node.value} {found['comment']}".lstrip()):
         return
+    if node.value and not re.search(r"\s", node.value) and re.match(r"[ \t]{2,}# ", text[node.end_mark.index :]):
+        return  # Behind one word, two spaces and a space after the `#` are how comments are written.
     indent = found.groupdict().get("indent")  # Of a comment on a line of its own; a text that goes on is indented.
     if indent is None or (column is not None and len(indent) > column):
         raise yaml.constructor.ConstructorError(None, None, _CUT, node.end_mark)

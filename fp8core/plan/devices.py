@@ -2,8 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8core.config.derived import sft_config
 from fp8core.config.run import RunConfig
@@ -33,6 +34,7 @@ from fp8core.training.registry import gpu_memory, trainer_of
 _STREAMED = 12
 # A GPU that only trains has this one.
 _NO_ENGINE = EngineMemory(())
+_MORE_GPUS = "train on more GPUs"
 _MORE_MEMORY = "choose a machine with more memory"
 _HOST = "what computes on the CPU lies there: choose a smaller model, or a machine with more memory"
 
@@ -151,19 +153,49 @@ def _with_warm_start(devices: tuple[DevicePlan, ...], demand: Demand, gpu: Devic
         return devices
     memory, alone = gpu_memory(settings.training), Parallel()
     needs = (*memory.state(settings, arch, alone), *memory.step(settings, arch, alone))
-    phase = Phase("warm start", needs, gpu.memory, _lower_warm_start(settings.training))
+
+    def changed(one: RunConfig) -> tuple[Need, ...]:
+        return (*memory.state(one, arch, alone), *memory.step(one, arch, alone))
+
+    advice = _smaller(
+        settings, _lower_warm_start(settings.training), changed, gpu.memory, "choose a GPU with more memory"
+    )
+    phase = Phase("warm start", needs, gpu.memory, advice)
     if devices[0].device != gpu or devices[0].count > 1:
         return (*devices, DevicePlan(gpu, 1, (phase,)))
     return replace(devices[0], phases=(*devices[0].phases, phase)), *devices[1:]
 
 
-def _lower_warm_start(training: TrainingConfig) -> str:
-    """The settings that lower the memory of a warm start, which more GPUs do not."""
-    lower = {
-        "set training.optimiser_state=bf16": training.optimiser_state == "fp32",
-        "set training.activation_checkpointing=true": not training.activation_checkpointing,
+def _lower_warm_start(training: TrainingConfig) -> dict[str, dict[str, Any]]:
+    """Changes of `training` that lower the memory of a warm start, which more GPUs do not."""
+    lower: dict[str, dict[str, Any]] = {
+        "set training.optimiser_state=bf16": {"optimiser_state": "bf16"},
+        "set training.activation_checkpointing=true": {"activation_checkpointing": True},
+        "lower training.tokens_per_pass": {"tokens_per_pass": 128},
     }
-    return ", ".join([*(setting for setting, left in lower.items() if left), "lower training.tokens_per_pass"])
+    present = training.model_dump()
+    return {said: change for said, change in lower.items() if any(present[key] != change[key] for key in change)}
+
+
+def _smaller(
+    config: RunConfig,
+    changes: Mapping[str, dict[str, Any]],
+    needs: Callable[[RunConfig], tuple[Need, ...]],
+    limit: int,
+    otherwise: str,
+) -> str:
+    """Advice of the changes that help where needs exceed a limit: of any that suffices alone, else of all together."""
+
+    def total(update: dict[str, Any]) -> int:
+        changed = config.model_copy(update={"training": config.training.model_copy(update=update)})
+        return sum(need.bytes for need in needs(changed))
+
+    now, together = total({}), {key: value for change in changes.values() for key, value in change.items()}
+    helping = [said for said, change in changes.items() if total(change) < now]
+    alone = [said for said in helping if total(changes[said]) <= limit]
+    if alone:
+        return " or ".join([*alone, otherwise])
+    return " and ".join(helping) + f", or {otherwise}" if total(together) <= limit else otherwise
 
 
 def _with_policies(devices: tuple[DevicePlan, ...], host: Device | None, ahead: AheadSpace) -> tuple[DevicePlan, ...]:
@@ -266,7 +298,7 @@ def _trainer_phases(
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that trains, and may generate in turn: masters and optimiser states stay, an engine may sleep."""
     config, arch, scoring = demand.config, demand.arch, demand.scoring
-    memory, lower = gpu_memory(config.training), trainer_of(config.training).advice(config)
+    memory, changes = gpu_memory(config.training), trainer_of(config.training).smaller(config)
     state = (*memory.state(config, arch, parallel), *scoring.on_gpu)
     sent = memory.exported(config, arch, parallel, demand.sync)
     keeping = _keeping(demand, sent)
@@ -278,16 +310,22 @@ def _trainer_phases(
     at_rest = Need("trainer at rest", memory.at_rest, "CUDA context, communication; estimate")
     stays = (*state, at_rest) if engine.needs else state
     left = gpu.memory - sum(need.bytes for need in (*stays, *_larger(sent, saved)))
-    advice = engine.advice_beside(math.floor(100 * left / gpu.memory) / 100) or lower
+    advice = engine.advice_beside(math.floor(100 * left / gpu.memory) / 100) or _MORE_GPUS
     generating = (Phase("generating", (*engine.needs, *stays), gpu.memory, advice),) if engine.needs else ()
+
+    def trained(one: RunConfig) -> tuple[Need, ...]:
+        return (*beside, *state, *memory.step(one, arch, parallel))
+
+    def scored(one: RunConfig) -> tuple[Need, ...]:
+        return _scoring(replace(demand, config=one), parallel, (*beside, *state))
+
     phases = (
         *generating,
-        Phase("training", (*beside, *state, *memory.step(config, arch, parallel)), gpu.memory, lower),
+        Phase("training", trained(config), gpu.memory, _smaller(config, changes, trained, gpu.memory, _MORE_GPUS)),
         Phase("syncing", _larger((*engine.needs, *stays, *sent), (*beside, *stays, *keeping)), gpu.memory, advice),
     )
-    scored = _scoring(demand, parallel, (*beside, *state))
     return _with_largest(
         phases,
-        Phase("scoring", scored, gpu.memory, lower),
+        Phase("scoring", scored(config), gpu.memory, _smaller(config, changes, scored, gpu.memory, _MORE_GPUS)),
         Phase("saving", (*engine.needs, *stays, *saved), gpu.memory, advice),
     )

@@ -7,7 +7,7 @@ Megatron is optional, and Transformer Engine reads its environment when it is im
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8core.rollout.registry import Arithmetic, engine_entry, no_products, no_refusals
 from fp8core.user_code import import_attribute
@@ -62,7 +62,7 @@ class TrainerEntry:
         alone: its settings for a whole policy in one process, whatever grid shared it.
         saves_shards: whether each process of a grid saves its part (`saved_state.SHARDS`); else one process saves all.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
-        advice: what to change where the memory of a GPU does not fit.
+        smaller: what to change of `training` where the memory of a GPU does not fit, by what to say.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
@@ -83,7 +83,7 @@ class TrainerEntry:
     saves_shards: bool = False
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
-    advice: Callable[["RunConfig"], str] = lambda _: ""
+    smaller: Callable[["RunConfig"], dict[str, dict[str, Any]]] = lambda _: {}
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()

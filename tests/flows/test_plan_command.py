@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     (line,) = err
     assert line.startswith("fp8-grpo: memory: generating on NVIDIA H100 80 GB needs ")
     assert "training on NVIDIA H100 80 GB needs " in line
-    assert "train on more GPUs, or lower training.tokens_per_pass; also syncing on " in line
+    assert "there are 79.6; train on more GPUs; also syncing on " in line
     assert json.loads(file.read_text())["fits"] is False
 
 

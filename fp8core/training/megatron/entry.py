@@ -13,11 +13,11 @@ from fp8core.models.architecture import Architecture
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.megatron.requirements import (
     MEMORY,
-    advice,
     grid_refusals,
     machine_refusals,
     package_refusals,
     required_environment,
+    smaller,
     suggested_environment,
 )
 from fp8core.training.memory import Parallel
@@ -73,5 +73,5 @@ TRAINER = TrainerEntry(
     saves_shards=True,
     needs_gpu=lambda config: config.cluster.ranks > 1,
     memory=lambda _: MEMORY,
-    advice=advice,
+    smaller=smaller,
 )

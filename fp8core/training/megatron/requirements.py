@@ -6,6 +6,7 @@ environment when it is imported.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from fp8core.config.capability import Node
 from fp8core.config.precision import PrecisionContract
@@ -221,7 +222,9 @@ MEMORY = TrainerMemory(_state, _step, _exported, AT_REST)
 activations of the packs that a stage has in flight; what the head makes of a part of their tokens."""
 
 
-def advice(config: RunConfig) -> str:
+def smaller(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Changes of `training` that lower the memory of an update, the last as far as it goes."""
     # Nothing else gives as much back as the scores that repeatable attention holds.
-    first = "set training.deterministic=false, " if config.training.deterministic else ""
-    return f"{first}train on more GPUs, or lower training.megatron.micro_batch_tokens"
+    first = {"set training.deterministic=false": {"deterministic": False}} if config.training.deterministic else {}
+    least = config.training.megatron.model_copy(update={"micro_batch_tokens": 128})
+    return {**first, "lower training.megatron.micro_batch_tokens": {"megatron": least}}

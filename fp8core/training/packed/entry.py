@@ -17,12 +17,12 @@ from fp8core.training.lora import adapter_refusals
 from fp8core.training.memory import Parallel
 from fp8core.training.packed.requirements import (
     MEMORY,
-    advice,
     contract_refusals,
     model_refusals,
     packs,
     products,
     required_environment,
+    smaller,
 )
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -84,7 +84,7 @@ TRAINER = TrainerEntry(
     grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
     needs_gpu=lambda config: _on_gpu(config.training),
     memory=lambda training: MEMORY if _on_gpu(training) else None,
-    advice=advice,
+    smaller=smaller,
     products=products,
     packs=packs,
 )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
@@ -186,10 +187,12 @@ def _saved(_: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, 
     return Need("policy to save", count_parameters(arch).total * BF16_BYTES, "BF16, on every GPU"), rows
 
 
-def advice(config: RunConfig) -> str:
+def smaller(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Changes of `training` that lower the memory of an update on GPUs, the last as far as it goes."""
     whole = config.cluster.ranks > 1 and config.training.reduce_gradients == "per_update"
-    reduce = "set training.reduce_gradients=per_pass, " if whole and config.training.lora is None else ""
-    return f"{reduce}train on more GPUs, or lower training.tokens_per_pass"
+    reduce = {"set training.reduce_gradients=per_pass": {"reduce_gradients": "per_pass"}}
+    lower = {"lower training.tokens_per_pass": {"tokens_per_pass": 128}}
+    return {**(reduce if whole and config.training.lora is None else {}), **lower}
 
 
 MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready, _saved, _scoring)

@@ -237,6 +237,8 @@ def test_a_value_on_the_command_line_has_the_type_of_its_setting(override: str, 
         ("runs: /tmp/a #1\n", 2),
         ("model: /models/a #1\n", 2),
         ("tracking: {experiment: a #1\n  }\n", 2),
+        ("data:\n  source: rows.jsonl  #1\n", 3),
+        ("runs: my runs  # 1\n", 2),
         ("rollout:\n  stop_strings: [#x]\n", 3),
         ("rollout:\n  stop_strings: [#x]\nsteps: 3\n", 3),
         ("rollout:\n  stop_strings: [#x]\n  max_new_tokens: 3\n", 3),
@@ -269,6 +271,7 @@ data:  # rows
   # of a model's hub
   subset: null  # unset
   split: ~  x
+  revision: v1.0  # one word, two spaces
   # after a text, and not further in
   chain: {operations: +-}  # its pattern has no more
 reward: {verifier: integer}  # strict

@@ -510,7 +510,7 @@ def test_a_warm_start_is_a_phase_of_the_gpu_that_trains_it(form, moment):
 def test_a_warm_start_that_does_not_fit_is_advised_what_lowers_it():
     plan = _with_demonstrations(**{"training.optimiser_state": "fp32"})
     (refusal,) = (found for found in plan.refusals if found.startswith("warm start"))
-    assert refusal.endswith("; set training.optimiser_state=bf16, lower training.tokens_per_pass")
+    assert refusal.endswith("; set training.optimiser_state=bf16 or choose a GPU with more memory")
 
 
 def test_one_of_several_gpus_trains_the_warm_start():
