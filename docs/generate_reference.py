@@ -47,8 +47,8 @@ A configuration file lists differences from its `base`. `--set key=value` is the
 by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json).
 
 A text is its characters, in a file and after `--set key=`: `3.10`, `010`, `true`. `--set` keeps ` #` and `: ` in it and
-takes off quotes around the whole; a file is refused if a comment cuts a text. Numbers are decimal: `80`, `1_000`, `1e-4`.
-In JSON, as of a deployment, a text is a string.
+takes off quotes around the whole. A file is refused if a comment cuts a text; behind one word, write `  # comment`.
+Numbers are decimal: `80`, `1_000`, `1e-4`. In JSON, as of a deployment, a text is a string.
 """
 _CLI = """# Command line
 
