@@ -168,7 +168,7 @@ def _add_norm_row_codes_kernel(
     normed = normalise(values, high, low, tl.load(weight + column, mask=inside, other=0.0)).to(tl.float32)
     amax = tl.reduce(tl.abs(normed), 1, larger)
     scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
-    tl.store(codes + at, codes_of(normed, scale[:, None], inverse[:, None], pow2), mask=inside)
+    tl.store(codes + at, codes_of(normed, scale[:, None], inverse[:, None], _AMAX_FLOOR, pow2), mask=inside)
     tl.store(scales + left.to(tl.int64) * scale_pitch + row, scale, mask=left * group < columns)
     report(not_finite, amax)
 

@@ -73,6 +73,7 @@ _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
 _GRADIENT_FLOOR = tl.constexpr(GRADIENT_FLOOR)
 # Divisions of smaller values are made of their products with 2^64.
 _SMALL, _UP, _DOWN = tl.constexpr(2.0**-60), tl.constexpr(2.0**64), tl.constexpr(2.0**-64)
+_LEAST_AMAX = tl.constexpr(E4M3_MAX * 2.0**-60)
 _FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 # Both the row pitch of column codes and that of scales: what a tensor map needs.
@@ -102,17 +103,27 @@ def scale_and_inverse(amax: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr) 
         bits = ((floored.to(tl.int32, bitcast=True) + 0x001FFFFF) & 0x7F800000) - 0x04000000
         # The exponent fields of 2^k and 2^-k add up to 254.
         return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
-    small = floored < _SMALL
-    scale = _quotient(floored * tl.where(small, _UP, 1.0), _E4M3_MAX, _E4M3_MAX_INVERSE) * tl.where(small, _DOWN, 1.0)
+    if floor > _LEAST_AMAX:
+        scale = _quotient(floored, _E4M3_MAX, _E4M3_MAX_INVERSE)
+    else:
+        up, down = _up_and_down(floored)
+        scale = _quotient(floored * up, _E4M3_MAX, _E4M3_MAX_INVERSE) * down
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def codes_of(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
-    """E4M3 codes of FP32 values under a scale and its reciprocal."""
+def _up_and_down(x: tl.tensor) -> tl.tuple:
+    return tl.where(x < _SMALL, _UP, 1.0), tl.where(x < _SMALL, _DOWN, 1.0)
+
+
+@triton.jit
+def codes_of(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, floor: tl.constexpr, pow2: tl.constexpr) -> tl.tensor:
+    """E4M3 codes of FP32 values under a scale of an amax from `floor` on, and its reciprocal."""
     if pow2:
         return to_e4m3(x * inverse)
-    up, down = tl.where(scale < _SMALL, _UP, 1.0), tl.where(scale < _SMALL, _DOWN, 1.0)
+    if floor > _LEAST_AMAX:
+        return to_e4m3(_quotient(x, scale, inverse))
+    up, down = _up_and_down(scale)
     return to_e4m3(_quotient(x * up, scale * up, inverse * down))
 
 
@@ -140,7 +151,7 @@ def store_row_groups(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     amax = tl.reduce(tl.abs(values), 1, larger)
     scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
-    quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
+    quotients = codes_of(values, scale[:, None], inverse[:, None], _AMAX_FLOOR, pow2)
     tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
     tl.store(scales + group.to(tl.int64) * scale_pitch + row, scale, mask=row < rows)
     report(not_finite, amax)
@@ -160,14 +171,14 @@ def _store_quarter(
     amax = tl.reduce(tl.abs(values), 1, larger)
     scale, inverse = scale_and_inverse(amax, floor, pow2)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    quotients = codes_of(values, scale[:, None], inverse[:, None], pow2)
+    quotients = codes_of(values, scale[:, None], inverse[:, None], floor, pow2)
     tl.store(codes + row[:, None] * columns + column[None, :], quotients, mask=inside)
     return amax
 
 
 @triton.jit
 def _byte(x: tl.tensor, scale: tl.tensor, inverse: tl.tensor, pow2: tl.constexpr) -> tl.tensor:
-    return codes_of(x, scale, inverse, pow2).to(tl.uint8, bitcast=True).to(tl.int32)
+    return codes_of(x, scale, inverse, _GRADIENT_FLOOR, pow2).to(tl.uint8, bitcast=True).to(tl.int32)
 
 
 @triton.jit
@@ -355,7 +366,7 @@ def _tiles_kernel(
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     amax = tl.reduce(tl.reduce(tl.abs(values), 1, larger), 0, larger)
     scale, inverse = scale_and_inverse(amax, _AMAX_FLOOR, pow2)
-    tl.store(codes + at, codes_of(values, scale, inverse, pow2), mask=inside)
+    tl.store(codes + at, codes_of(values, scale, inverse, _AMAX_FLOOR, pow2), mask=inside)
     tl.store(scales + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), scale)
     tl.store(not_finite, 1, mask=~(amax <= _FLOAT32_MAX))
 
