@@ -31,7 +31,7 @@ from flows.parameters import ConfigName, FlowOverrides, RunName
 from flows.run_lookup import load_settings
 from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
-from flows.tracking.publish import write_report
+from flows.tracking.publish import step_speed, write_report
 from flows.tracking.record import Guardian
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
@@ -233,7 +233,7 @@ class FlowExecution(PrefectExecution):
         self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
         seconds = {name: result.entry.seconds for name, result in results.items()}
         metrics = step_metrics(run, index)
-        run.console.step({**metrics, "step": index}, ended - began, seconds)
+        run.console.step({**metrics, **step_speed(run, index), "step": index}, ended - began, seconds)
         _note_missing_metric(run, index, metrics)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)

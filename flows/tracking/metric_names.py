@@ -20,6 +20,7 @@ from fp8core.store.metrics import (
     TMPE,
     TOKENS,
     TOKENS_DIFFERING,
+    TOKENS_PER_SECOND,
     Interval,
 )
 
@@ -28,7 +29,7 @@ ERROR = f"{CORE}error_minus_1"
 K3 = f"{CORE}k3"
 ACCURACY = f"{CORE}heldout"
 MEAN_REWARD = f"{CORE}reward"
-SECONDS, TOKENS_PER_SECOND, OVERHEAD = f"{CORE}seconds", f"{CORE}tokens_per_second", f"{CORE}overhead_ms"
+SECONDS, OVERHEAD = f"{CORE}seconds", f"{CORE}overhead_ms"
 COMPILED = f"{DETAIL}compile/kernels"
 TIMED = (SECONDS, TOKENS_PER_SECOND, OVERHEAD, COMPILED, f"{DETAIL}time/", "system/")
 """Beginnings of the names of metrics that two equal trainings need not share."""
@@ -74,7 +75,7 @@ def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
 
-    The report's seconds are those in which a task ran, and its tokens are by the seconds of rollout. The console's
+    Console and MLflow show these tokens a second. The report's are by the seconds of rollout. The console's seconds
     have the checkpoint and the orchestration of the step, too. Times are Unix seconds.
     """
     ran = list(tasks)

@@ -84,6 +84,14 @@ def publish_bound(tracker: Tracker, crossed: BoundEntry) -> None:
     )
 
 
+def step_speed(run: RunContext, index: int) -> dict[str, float]:
+    """`speed` of a committed step; empty for step 0, and for a step that was cut: no process ran for a part of it."""
+    if index == START or run.directory.ledger.was_cut(index):
+        return {}
+    ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
+    return speed(ran, committed_step(run, index).committed_ms / 1000, step_metrics(run, index))
+
+
 def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     manifest = stored_manifest(run, index)
     seconds = manifest.observed.timings
@@ -93,15 +101,11 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     answers = manifest.observed.environment
     shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     entry, metrics = committed_step(run, index), step_metrics(run, index)
-    committed = entry.committed_ms
-    ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
-    # Of a cut step it would be that of the time in which no process ran.
-    whole = index > START and not run.directory.ledger.was_cut(index)
-    quick = speed(ran, committed / 1000, metrics) if whole else {}
+    quick = step_speed(run, index)
     if entry.compiled is not None:
         quick[COMPILED] = entry.compiled
     head = {CHAIN_HEAD: str(Head.of(manifest))}
-    tracker.log_step(index, {**shown_metrics({**metrics, **shares}), **timings, **quick}, committed, head)
+    tracker.log_step(index, {**shown_metrics({**metrics, **shares}), **timings, **quick}, entry.committed_ms, head)
     tracker.log_text(manifest.model_dump_json(indent=2) + "\n", manifest_place(index))
     if tables_due(run, index):
         tables = {f"artifacts/step_{index:06d}.json": artifact_table(run, index)}

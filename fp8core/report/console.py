@@ -18,7 +18,17 @@ from fp8core.errors import printable
 from fp8core.progress import Part, clock
 from fp8core.report.chart import counted, short
 from fp8core.report.summary import CURVES, MISSING, REPORT, ComparedTokens, Summary
-from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS, TOKENS_DIFFERING
+from fp8core.store.metrics import (
+    HELDOUT,
+    LENGTH,
+    REWARD,
+    SIGNAL,
+    STALENESS,
+    STEP,
+    TMPE,
+    TOKENS_DIFFERING,
+    TOKENS_PER_SECOND,
+)
 
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120
@@ -128,7 +138,7 @@ class Console:
             "tmpe": format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
             "differ": _number(metrics, TOKENS_DIFFERING, ".0f"),
             "seconds": f"{seconds:.2f}",
-            "tokens/s": f"{metrics[TOKENS] / seconds:,.0f}" if TOKENS in metrics else MISSING,
+            "tokens/s": _number(metrics, TOKENS_PER_SECOND, ",.0f"),
             "left": clock(sum(newest) / len(newest) * (self._steps - step)),
             "age": _number(metrics, STALENESS, ".2f"),
         }

@@ -12,6 +12,8 @@ Interval = tuple[float, float]
 """Readings of one clock in seconds, start and end."""
 
 STEP = "step"
+# Written tokens by the seconds of the whole step, from its first task to its commit.
+TOKENS_PER_SECOND = "core/tokens_per_second"
 REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"

@@ -112,7 +112,7 @@ def test_a_wide_terminal_shows_tokens_a_second_and_no_line_is_wider_than_it(monk
     monkeypatch.setenv("COLUMNS", "100")
     out = Terminal()
     console = Console(out, 80)
-    console.step(METRICS | {"rollout/tokens": 4936.0}, 1.234, {"a_step_with_quite_a_long_name" * 3: 0.2})
+    console.step(METRICS | {"core/tokens_per_second": 4000.0}, 1.234, {"a_step_with_quite_a_long_name" * 3: 0.2})
     console.sample("What is\n2 + 3?", "5 " * 200, 1.0)
     header, step, sample = out.getvalue().splitlines()[1:]
     assert "tokens/s" in header
