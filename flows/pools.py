@@ -50,7 +50,7 @@ SILENT_ELSEWHERE = "fp8-grpo: a flow run that no worker started, and that falls 
 UNBEGUN = "fp8-grpo: a flow run that does not begin has crashed"
 # From the moment a worker takes a flow run until its process has imported everything. On a busy machine, minutes.
 _BEGIN_SECONDS = 900
-# Without a worker, heartbeats come as Prefect's own setting says: one in 180 s. One may be late.
+# Without a worker, Prefect's own setting holds: one heartbeat in 180 s. One may be late.
 _ELSEWHERE_SECONDS = 400
 _HEARTBEAT = "prefect.flow-run.heartbeat"
 _JOB = {

@@ -42,8 +42,8 @@ def filter(
 ) -> dict[str, Ref]:
     """Clear `keep` of every completion of a group that stays out of the loss: the scores in its baseline are equal.
 
-    What shaping and other verifiers add to the rewards does not count. With `environment.advantage: turn` a group has a
-    signal where returns of its `turns` differ.
+    Additions of shaping and other verifiers to the rewards do not count. With `environment.advantage: turn` a group has
+    a signal where returns of its `turns` differ.
     """
     store, by_turn = run.directory.store, turn_advantages_asked(run.config)
     if by_turn and turns is None:

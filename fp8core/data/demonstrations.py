@@ -79,7 +79,7 @@ def own_demonstrations(
     for row in rows:
         _text, prompt = encode_prompt(row, config, tokenizer, max_positions)
         try:
-            # What begins or ends a turn is not the policy's to write, and thoughts and calls are.
+            # The template writes the marks of a turn; the policy writes thoughts and calls.
             pieces = tokenizer.assistant_pieces(row.reference)
             completion = [*(i for piece in pieces for i in tokenizer.encode(piece)), tokenizer.end_id]
         except (UserError, ValueError) as error:

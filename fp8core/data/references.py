@@ -1,6 +1,6 @@
 """References that a verifier cannot read: all of them are found before a run, and refused or left out.
 
-What is found is remembered below `runs`, by reference and verifier: neither a resume nor another run checks it again.
+A file below `runs` has the results by reference and verifier: neither a resume nor another run checks them again.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def _at(row: Problem) -> str:
 
 
 def _faults(problems: Sequence[Problem], config: RunConfig, verifier: Verifier) -> dict[str, str]:
-    """The fault of each reference that has one. What a verifier says of a reference depends on nothing else."""
+    """The fault of each reference that has one. It depends on the reference and the verifier alone."""
     first = dict[str, Problem]()
     for row in problems:
         first.setdefault(row.reference, row)
@@ -106,7 +106,7 @@ class _Content(BaseModel):
 
 
 class _Memory:
-    """What one verifier says of references, in a file; without one, what it said in this process."""
+    """Results of one verifier by reference, in a file; without one, those of this process."""
 
     def __init__(self, file: Path | None, content: _Content) -> None:
         self._file, self._content = file, content

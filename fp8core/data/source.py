@@ -212,7 +212,7 @@ class JsonNumber(float):
 
 
 def _answer(row: dict[str, object], field: str, place: str) -> str:
-    """A reference; a number is the text of it, without an exponent where no JSON text says how it is written."""
+    """A reference; a number is the text of it, without an exponent where there is no JSON text of it."""
     value = _field(row, field, place)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return _text_field(row, field, place)
@@ -390,7 +390,7 @@ def read_rows(data: DataConfig) -> list[Problem]:
 
 
 class CheckedSource(NamedTuple):
-    """What is left of a source, the number of rows that are left out, and what to say of them."""
+    """A source without the rows that are left out, their number, and a line about them."""
 
     source: PromptSource
     left_out: int

@@ -91,7 +91,7 @@ class Conversation:
         self._pieces: dict[tuple[PiecesOf, str], list[str]] = {}
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
-        # What the template has written of the policy's present turn.
+        # The part of the policy's present turn that the template has written.
         self._begun = ""
         if talk.tokenizer.has_template:
             cut, gap = self._marks()
@@ -248,7 +248,7 @@ class Conversation:
 
 
 def _thought_at_end(rendered: str) -> str:
-    """What a generation prompt has begun, for those who read calls."""
+    """The thought that a generation prompt has begun, for readers of calls."""
     return _THOUGHT if rendered.rstrip().endswith(_THOUGHT) else ""
 
 

@@ -99,7 +99,7 @@ class Tokenizer:
         texts = {text for key, text in self._special.items() if key != "unk_token" and len(text) > 1}
         named = {i for text in texts if (i := backend.token_to_id(text)) is not None}
         self._control |= named
-        # What begins and ends turns: thoughts and calls have tokens too, which an assistant writes.
+        # Marks of turns. An assistant writes tokens of thoughts and calls itself.
         self._turns = self._control & (named | self.eos_ids | {i for i, token in added.items() if token.special})
         self._template_text = template
         self._template = None if template is None else _compile(template, where)
@@ -222,7 +222,7 @@ class Tokenizer:
 
     @cached_property
     def _control_parts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """What control tokens begin with, and what they end with."""
+        """Beginnings and ends of control tokens."""
         cuts = [(name[:i], name[i:]) for name in self._control_texts for i in range(1, len(name))]
         return frozenset(begin for begin, _ in cuts), frozenset(end for _, end in cuts)
 
@@ -241,7 +241,7 @@ class Tokenizer:
         return self._cut(text, self._control)
 
     def assistant_pieces(self, text: str) -> list[str]:
-        """As `plain_pieces`, of what an assistant says: tokens that are not special stand, such as `<think>`."""
+        """As `plain_pieces` for an assistant's message, where tokens that are not special stand: `<think>`."""
         return self._cut(text, self._turns)
 
     def _cut(self, text: str, control: Set[int]) -> list[str]:

@@ -200,7 +200,7 @@ def keeps_value(phrase: str) -> bool:
 
 
 def _unit_after(after: str) -> str:
-    """What stands between the box and the first pause. Raises Unreadable where something after it may change it."""
+    """The text between the box and the first pause. Raises Unreadable where something after it may change it."""
     line, _, below = after.partition("\n")
     sentence, *later = _SENTENCE_END.split(line)
     clause = _DASH_BETWEEN.sub("—", re.sub(_MARKUP, " ", sentence))

@@ -132,13 +132,13 @@ REWARDS = pa.schema(
         ("outcome", pa.string()),
         ("detail", pa.string()),
         ("keep", pa.bool_()),
-        # What the verifier or the environment gave (`scores_of`); `reward` may have other rewards and penalties, too.
+        # The reward of the verifier or the environment (`scores_of`); `reward` may have other rewards and penalties.
         ("score", pa.float64()),
     ]
 )
 _SCORE = REWARDS.field("score")
 
-# What the loss of the step's update multiplied by (`objective.row_advantages`).
+# The factors of the loss of the step's update (`objective.row_advantages`).
 ADVANTAGES = pa.schema([("group", pa.int32()), ("sample", pa.int32()), ("advantage", pa.float64())])
 
 SCORE = "score_"

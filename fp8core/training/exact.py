@@ -250,7 +250,7 @@ def _observer(statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerSca
 
 
 def _counted(observe: Observe, before: int, total: int) -> Observe:
-    """The same, which tells how many layers of all passes are done; so many are before this pass."""
+    """`observe` with progress in layers; `before` and `total` count those of all passes."""
 
     def watched(layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
         tell_progress(before + layer, total)

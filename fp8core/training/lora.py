@@ -1,8 +1,8 @@
 """LoRA: a policy of frozen weights and of adapters of its linears, which alone learn.
 
 The policy is the merged weights (`numerics.lora`), rounded and quantised as any masters are. So engines, log-probs and
-records see an ordinary policy. Frozen weights are in BF16, whatever the policy is multiplied in: on the grid of block
-FP8 a product that is smaller than half a step would round back. B begins as 0, so policy 0 is the frozen weights.
+records see an ordinary policy. Frozen weights are in BF16, whatever the policy is multiplied in. On the grid of block
+FP8 a product below half a step would round back. B begins as 0, so policy 0 is the frozen weights.
 
 `weights_digest` of such a policy covers its weights in BF16 and the FP32 adapters: what a checkpoint holds.
 """
@@ -59,7 +59,7 @@ def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[st
 
 
 def frozen_line(arch: Architecture, lora: LoraConfig) -> str:
-    """What learns and what is frozen, for people."""
+    """The adapters and the frozen weights, for people."""
     shapes = parameter_shapes(arch)
     adapters = len(adapter_shapes(shapes, lora)) // 2
     return f"training.lora: {adapters} adapters learn; all {len(shapes)} weights are frozen, in BF16"

@@ -45,7 +45,7 @@ def check_inputs(config: RunConfig) -> None:
             and `check_observation` have it.
     """
     source = build_source(config.data, config.evaluation)
-    # What is read of what there is, only the verifier knows.
+    # With `skip` the verifier decides which rows are read.
     if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
         refuse_other_data(config, ledger, source.digest())
     base = find_base(config)
