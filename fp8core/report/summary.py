@@ -96,7 +96,7 @@ class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured, or there is nothing to diagnose.
 
     `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run. In a
-    step without a signal, the rewards of every group are equal.
+    step without a signal, the scores of every group are equal.
     """
 
     run: str

@@ -25,6 +25,7 @@ from flows.tracking.tracker import Tracker
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
+from fp8core.report.summary import Summary
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
@@ -76,6 +77,27 @@ def settings(small: dict[str, Any]) -> dict[str, Any]:
     return {**small, "steps": STEPS}
 
 
+SUMMARY = Summary(
+    run="tiny-run",
+    mlflow_run_id="abc",
+    chain_head=f"{STEPS}:{64 * 'e'}",
+    weights_digest="def",
+    steps=STEPS,
+    reward_first10=0.5,
+    reward_last10=0.5,
+    reward_edge_steps=1,
+    heldout_first=None,
+    heldout_last=None,
+    tmpe_max=1.0,
+    tokens_differing=0,
+    steps_without_signal=0,
+    bounds="none",
+    bounds_crossed=None,
+    overhead_ms_per_step=None,
+    seconds={"total": 1.0},
+)
+
+
 @pytest.fixture(scope="session")
 def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that was never published to MLflow."""
@@ -84,7 +106,7 @@ def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     with open_directory(config, "tiny-run") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
         (directory.path / "curves.png").write_bytes(b"a picture")
-        (directory.path / "summary.json").write_text("{}")
+        (directory.path / "summary.json").write_text(SUMMARY.model_dump_json())
         write_report(run)
     return directory.path
 

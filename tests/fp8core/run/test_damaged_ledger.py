@@ -45,8 +45,8 @@ def test_a_resume_refuses_a_renamed_task_of_step_0(run_copy):
 def test_replay_and_export_refuse_a_renamed_output_of_their_step(run_copy):
     rename_output(run_copy, 3, "train", "next_policy")
     said = (
-        r"^ledger\.jsonl: step 3: differs from its manifest: task train stored renamed, train_report, by the manifest "
-        r"next_policy, train_report$"
+        r"^ledger\.jsonl: step 3: differs from its manifest: task train stored advantages, renamed, train_report, by "
+        r"the manifest advantages, next_policy, train_report$"
     )
     with pytest.raises(StoredFileError, match=said):
         run_copy.replayed([3])
