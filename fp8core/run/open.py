@@ -12,13 +12,14 @@ from fp8core.config.load import config_digest
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.step_graph import StepGraph
+from fp8core.data.prompt import PromptSource
 from fp8core.data.source import build_source, failed_answer
 from fp8core.environments.chat import tool_calls_of
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.build import BaseModel, build_base, build_environment, open_cluster
 from fp8core.run.checks.continuation import other_code, refuse_other_data, refuse_other_run
@@ -76,6 +77,23 @@ def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
         yield warning
 
 
+def _segment(code_version: str, steps: int, data: str | None, left_out: int) -> SegmentEntry:
+    return SegmentEntry(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        code_version=code_version,
+        started=time.time(),
+        steps=steps,
+        data=data,
+        left_out=left_out,
+    )
+
+
+def _remarks(source: PromptSource, config: RunConfig, verifier: Verifier) -> Iterator[str]:
+    """Contradictory rows of the data, and a verifier that fails on the first one."""
+    yield from filter(None, (source.contradiction(), failed_answer(next(iter(source.to_check())), config, verifier)))
+
+
 @contextmanager
 def open_run(
     config: RunConfig,
@@ -91,9 +109,7 @@ def open_run(
     `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. Data and model of a
     replay were checked when its run began, and the comparison shows prompts that differ.
 
-    Raises:
-        UserError: the model, the data or the verifier cannot be loaded or do not fit into memory, or a row of the data
-            is of no use.
+    Raises UserError: model, data or verifier cannot be loaded or do not fit into memory, or a row is of no use.
     """
     source = build_source(config.data, config.evaluation)  # Before the model, which takes longer to load.
     check_memory(config, members_node(config), directory.ledger)
@@ -104,21 +120,18 @@ def open_run(
             cluster.gang.check_shared(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
-        for note in _notes(config, base):
-            console.note(note)
         verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
         with console.part("checking the data"):
             (source, left_out, remark), teacher = check_opened(config, base, source, verifier)
-        if remark is not None:
-            console.note(remark)
+        for note in (*_notes(config, base), *filter(None, [remark])):
+            console.note(note)
         data = source.digest()
         if replayed is None:
             refuse_other_data(config, directory.ledger, data)
         is_new = replayed is None and not directory.ledger.holds_work()
         if is_new:
             check_new(config, base, source, teacher)
-            failure = failed_answer(next(iter(source.to_check())), config, verifier)
-            for remark in filter(None, (source.contradiction(), failure)):
+            for remark in _remarks(source, config, verifier):
                 console.note(remark)
         environment, described = None, {} if replayed is None else {**(replayed.environment or {})}
         if config.environment is not None:
@@ -127,18 +140,8 @@ def open_run(
                 environment = parts.enter_context(closing(build_environment(config.environment)))
                 try_environment(environment, config, base, list(source.to_check()), console, is_new=is_new)
                 described = {**environment.description}
-        version, pid, host = current_code(), os.getpid(), socket.gethostname()
-        directory.ledger.append(
-            SegmentEntry(
-                pid=pid,
-                host=host,
-                code_version=version,
-                started=time.time(),
-                steps=config.steps,
-                data=data,
-                left_out=left_out,
-            )
-        )
+        version = current_code()
+        directory.ledger.append(_segment(version, config.steps, data, left_out))
         run = RunContext(
             config=config,
             config_digest=config_digest(config),
