@@ -27,7 +27,6 @@ from fp8core.data.prompt import problems_digest
 from fp8core.data.references import counted
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
-from fp8core.progress import Part
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
@@ -107,7 +106,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
     config = checkpoint.config
     configs = variants(asked, config)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
-        with Part("checking the data", say):
+        with long_part("checking the data"):
             found, left_out = problems(asked, config, verifier)
         if left_out:
             say(f"{counted(left_out, len(found) + len(left_out))} and left out")

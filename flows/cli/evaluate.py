@@ -9,10 +9,9 @@ from typing import Any
 
 from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
-from flows.launch import explain, prepare_prefect, say, stopped
+from flows.launch import explain, long_part, prepare_prefect, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode, keep_interrupt
-from fp8core.progress import Part
 from fp8core.store.outputs import EVALUATION
 
 
@@ -81,7 +80,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
     parameters = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationRequest(**parameters)
     refuse(asked)
-    with Part("checking model and data", say):
+    with long_part("checking model and data"):
         refuse_unread(asked)
     prepare_prefect("flows.evaluate")
     # An exception, so that Prefect's server hears of it.
