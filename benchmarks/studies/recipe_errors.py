@@ -54,7 +54,7 @@ from fp8core.numerics.linear import dequantise_rows
 
 Row = dict[str, Any]
 RULES: tuple[ScaleRule, ...] = ("pow2", "fp32")
-GROUPS, GROUP, TOKENS, TEXTS, DRAWS = 16, 3, 12, 128, 4
+GROUPS, GROUP, TOKENS, TEXTS, DRAWS = 16, 3, 8, 128, 4
 _FILE = "recipe_errors"
 
 
@@ -104,7 +104,8 @@ def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: 
     if module.q_proj.rule:
         k, v = (through(x, torch.mul(*quantise_tensor(x.detach(), "pow2"))) for x in (k, v))
     q, k, v = (through(x, x.bfloat16().float()) for x in (q, k, v))
-    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    causal = q.shape[2] > 1
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=True)
     return through(mixed, mixed.bfloat16().float()).transpose(1, 2).contiguous(), None
 
 
