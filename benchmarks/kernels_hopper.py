@@ -38,7 +38,6 @@ from benchmarks.kernel_cases import cases
 from fp8core.kernels.fingerprint import launched, programs_of
 from fp8core.numerics.e4m3 import (
     FiniteFlag,
-    ScaleRule,
     encode,
     quantise_columns,
     quantise_rows,
@@ -48,6 +47,7 @@ from fp8core.numerics.e4m3 import (
     tile_codes,
 )
 from fp8core.numerics.fingerprint import bytes_in_order, fingerprint, fingerprints, hex_digits
+from fp8core.numerics.recipe import ScaleRule
 
 Calls = Sequence[Callable[[], Any]]
 

@@ -26,9 +26,10 @@ from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
-from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import decode, quantise_rows, quantise_tiles
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
+from fp8core.numerics.recipe import ScaleRule
 from fp8core.rl import alignment_metrics, correction
 from fp8core.rl.batch import TokenBatch, length_mask
 from fp8core.rl.correction import CorrectionRule, Filter, Weighting

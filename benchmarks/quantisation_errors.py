@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE, ScaleRule, quantise_rows, quantise_tiles, round_to_e4m3, scale_from_amax
+from fp8core.numerics.e4m3 import quantise_rows, quantise_tiles, round_to_e4m3, scale_from_amax
 from fp8core.numerics.gemm import block_gemm, relative_rms
+from fp8core.numerics.recipe import TILE, ScaleRule
 
 
 def quantise_tensor(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:

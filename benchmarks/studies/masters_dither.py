@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fp8core.models.safetensors_stream import FLOATS, read_folder
 from fp8core.models.weights import is_linear
-from fp8core.numerics.e4m3 import TILE, quantise_tiles
+from fp8core.numerics.e4m3 import quantise_tiles
+from fp8core.numerics.recipe import TILE
 from fp8core.training.update_gain import sampled_tiles
 
 RATES, UPDATES = (1e-6, 1e-5), (1, 15, 50)

@@ -82,7 +82,7 @@ class Side:
 
     @classmethod
     def of(cls, formats: Formats, masters: Mapping[str, Tensor]) -> "Side":
-        return cls(formats, stored_weights(masters, formats.stored_names(), formats.scale_rule))
+        return cls(formats, stored_weights(masters, formats.stored_names(), formats.recipe.weights))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import E4M3_MAX, round_to_e4m3
+from fp8core.numerics.e4m3 import round_to_e4m3
+from fp8core.numerics.recipe import E4M3_MAX
 
 Rounding = Callable[[Tensor], Tensor]
 

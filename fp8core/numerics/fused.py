@@ -22,17 +22,10 @@ from torch import Tensor
 
 from fp8core.numerics import elementwise
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import (
-    E4M3_MAX,
-    GRADIENT_FLOOR,
-    Codes,
-    FiniteFlag,
-    ScaleRule,
-    row_and_column_codes,
-    row_codes,
-)
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import E4M3_MAX, Grouping
 
 
 @with_kernel("norm")
@@ -58,23 +51,29 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @with_kernel("norm")
 def add_norm_row_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
     """`add_norm` for a linear whose input is not kept: the sum, and `e4m3.row_codes` of its norm."""
     total, normed, _inverse = add_norm(x, added, weight, eps)
-    return total, row_codes(normed, rule, flag)
+    return total, row_codes(normed, rows, flag)
 
 
 @with_kernel("norm")
 def add_norm_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Grouping,
+    columns: Grouping,
+    flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     """`add_norm` for a linear that is trained: normed as codes for the forward and for the gradient of the weight.
 
     Returns the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms.
     """
     total, normed, inverse = add_norm(x, added, weight, eps)
-    return total, *row_and_column_codes(normed, rule, flag), inverse
+    return total, *row_and_column_codes(normed, rows, columns, flag), inverse
 
 
 @with_kernel("norm")
@@ -108,15 +107,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @with_kernel("swiglu")
-def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
     """`e4m3.row_codes` of `swiglu`, [tokens, m], for a linear whose input is not kept."""
-    return row_codes(swiglu(gate_up), rule, flag)
+    return row_codes(swiglu(gate_up), rows, flag)
 
 
 @with_kernel("swiglu")
-def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+def swiglu_codes(
+    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
     """`e4m3.row_and_column_codes` of `swiglu`, for a linear that is trained."""
-    return row_and_column_codes(swiglu(gate_up), rule, flag)
+    return row_and_column_codes(swiglu(gate_up), rows, columns, flag)
 
 
 @with_kernel("swiglu")
@@ -130,10 +131,10 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @with_kernel("swiglu")
 def swiglu_backward_codes(
-    grad: Tensor, gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None
+    grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """`e4m3.row_and_column_codes` of `swiglu_backward`, with the floor of gradients, for the fused projection."""
-    return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
+    """`e4m3.row_and_column_codes` of `swiglu_backward`, for the fused projection."""
+    return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

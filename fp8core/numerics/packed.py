@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.fused import HeadLayout, heads_of
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
 from fp8core.numerics.kv_scales import LayerScales
@@ -38,6 +38,7 @@ from fp8core.numerics.logprobs import (
     token_statistics,
     truncate,
 )
+from fp8core.numerics.recipe import TILE
 
 # Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
 PAGE = 16

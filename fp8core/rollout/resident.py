@@ -194,19 +194,21 @@ def formats_in_words(
     linears: Mapping[str, str],
     attention: Iterable[str],
     head: str,
-    scale_rule: str,
+    activations: str,
     contract: PrecisionContract,
     num_layers: int,
 ) -> dict[str, object]:
     """The formats that run, in the words of the contract, from those of linears by name and of attention by layer.
 
     Returns:
-        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where no linear is in
-        block FP8). Where a part is not what any contract means, its name says what it is.
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where activations
+        have its rule, or no linear is in block FP8; a sync compares the bytes of weights). Where a part is
+        not what any contract means, its name says what it is.
     """
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
     joined = ["+".join(kinds) for kinds in by_layer]
+    scale_rule = contract.scale_rule if activations == contract.recipe.activations.rule else activations
     return {
         "linear": joined,
         "attention": "+".join(dict.fromkeys(attention)),

@@ -58,7 +58,7 @@ def measure_gap(run: RunContext, scales: PolicyScales, evaluated: dict[str, Any]
     precision = contract_in("bf16", run.config.precision)
     other = run.config.model_copy(update={"precision": precision})
     formats = rollout_formats(precision, run.arch.num_layers)
-    stored = stored_weights(run.initial_policy(), formats.stored_names(), formats.scale_rule)
+    stored = stored_weights(run.initial_policy(), formats.stored_names(), formats.recipe.weights)
     with run.console.part("precision gap, scores in BF16"):
         distances = clamp_exponent(ours - _logprobs_in(run, other, stored, batch).double())
     with closing(build_engine(other, run.arch)) as engine, run.console.part("precision gap, held-out in BF16"):

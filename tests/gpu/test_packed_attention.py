@@ -12,7 +12,6 @@ from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
 from fp8core.kernels.sequence_attention import SequenceAttention
 from fp8core.numerics.attention import Bf16Attention
-from fp8core.numerics.e4m3 import E4M3_MAX
 from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import (
@@ -22,6 +21,7 @@ from fp8core.numerics.packed import (
     PackedAttention,
     PackedSequences,
 )
+from fp8core.numerics.recipe import E4M3_MAX
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

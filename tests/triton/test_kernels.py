@@ -13,14 +13,7 @@ from torch import Tensor
 
 from fp8core.numerics.adamw import AdamWStep, adamw
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
-from fp8core.numerics.e4m3 import (
-    GRADIENT_FLOOR,
-    GroupNotFinite,
-    round_to_e4m3,
-    row_and_column_codes,
-    row_codes,
-    tile_codes,
-)
+from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -44,6 +37,7 @@ from fp8core.numerics.fused import (
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
+from fp8core.numerics.recipe import GRADIENT_FLOOR
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]

@@ -129,7 +129,7 @@ class AlignedForward(AlignedDecoder):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         arch = decoder_of(config)
-        self.prepare(arch, HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim), self.lm_head.weight.device)
+        self.prepare(config, HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     @torch.no_grad()
     def forward(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8core.numerics.e4m3 import TILE, Codes, scale_from_amax
+from fp8core.numerics.e4m3 import Codes, scale_from_amax
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.slots import expert_layers
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.

@@ -14,8 +14,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.aligned import contract_refusals as aligned_refusals
 from fp8core.rollout.aligned import shape_refusals
 

@@ -165,7 +165,7 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     made = {**config, **positions, "quantization_config": {**section, **about}}
-    return aligned_config(made, arch) if options.model == "aligned" else made
+    return aligned_config(made, arch, contract.recipe) if options.model == "aligned" else made
 
 
 def _module(name: str) -> str:

@@ -157,15 +157,16 @@ class AlignedForward(AlignedDecoder):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        arch = decoder_of(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
+        arch = decoder_of(config)
         _, self._ranks = internals.layer_share()
         for layer in self.model.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
-                for parameter in (linear.weight, linear.weight_scale_inv):
+                for parameter in linear.parameters():
                     parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
         heads, kv_heads = arch.num_heads // self._ranks, arch.num_kv_heads // self._ranks
-        self.prepare(arch, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
+        self.prepare(config, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     def forward(
         self,

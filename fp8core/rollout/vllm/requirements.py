@@ -28,7 +28,7 @@ from fp8core.models.architecture import (
     parameter_shapes,
     with_whole_tiles,
 )
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import gib
 from fp8core.rollout.aligned import contract_refusals as contract_needs
 from fp8core.rollout.aligned import shape_refusals
@@ -210,10 +210,10 @@ def expert_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
     """FP8 experts that no kernel computes as the contract requires."""
     if arch.experts is None or contract.rollout.linear != "fp8_block":
         return
-    if contract.scale_rule == "fp32":
+    if contract.recipe.activations.rule == "fp32":
         yield (
-            "precision.scale_rule=fp32: vLLM quantises between the linears of FP8 experts by another rule; "
-            "set it to pow2, or precision.rollout.linear to bf16"
+            f"precision.scale_rule={contract.scale_rule}: vLLM quantises between the linears of FP8 experts by another "
+            "rule; set it to pow2, or precision.rollout.linear to bf16"
         )
     if options.experts == "triton":
         return

@@ -41,7 +41,7 @@ from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.packed.adapted import AdaptedMasters
-from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
+from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
 from fp8core.training.packed.masters import Masters, PackedMasters, PassMasters, balanced
 from fp8core.training.packing import Pack, even_groups
@@ -95,11 +95,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
+        names = [layer.qkv.name for layer in formats.training.layers]
         blocks: dict[str, Blocks] = {
-            "fp8_block": Fp8Blocks(formats.training.scale_rule, self._flag),
-            "bf16": Bf16Blocks(),
+            "fp8_block": Fp8Blocks(formats.training.recipe, self._flag),
+            "bf16": Bf16Blocks() if "fp8_block" not in names else InvariantBf16Blocks(),
         }
-        linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
+        linears = [blocks[name] for name in names]
         self._masters: PackedMasters
         if training.lora is not None:
             self._masters = AdaptedMasters(arch, masters, training.lora, seed, device, ranks)
@@ -118,8 +119,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
         own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
-        names, rule = formats.rollout.stored_names(), formats.rollout.scale_rule
-        self._gain = UpdateGain(own, self._masters.tiles, names.of, rule, ranks.joined)
+        stored, grouping = formats.rollout.stored_names(), formats.rollout.recipe.weights
+        self._gain = UpdateGain(own, self._masters.tiles, stored.of, grouping, ranks.joined)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -154,7 +155,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _stored(self, formats: Formats) -> dict[str, Tensor]:
         """The policy in the stored formats of a side, on every rank."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
-        return self._masters.joined(stored_weights(self._masters.named(), formats.stored_names(), formats.scale_rule))
+        stored = stored_weights(self._masters.named(), formats.stored_names(), formats.recipe.weights)
+        return self._masters.joined(stored)
 
     def digest(self) -> str:
         return self._masters.digest()

@@ -29,7 +29,7 @@ from fp8core.models.quantised_checkpoint import (
     write_checkpoint,
 )
 from fp8core.models.weights import StoredNames, stored_weights
-from fp8core.numerics.e4m3 import ScaleRule
+from fp8core.numerics.recipe import ScaleRule
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -25,7 +25,8 @@ from fp8core.models.safetensors_stream import (
     read_header,
     write_tensors,
 )
-from fp8core.numerics.e4m3 import ScaleRule, decode, encode, quantise_tiles
+from fp8core.numerics.e4m3 import decode, encode, quantise_tiles
+from fp8core.numerics.recipe import ScaleRule
 
 DTYPES = {
     "F32": torch.float32,

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fp8core.numerics.dispatch import has_kernels
 from fp8core.numerics.e4m3 import (
-    AMAX_FLOOR,
-    GRADIENT_FLOOR,
     FiniteFlag,
     GroupNotFinite,
     decode,
@@ -26,6 +24,7 @@ from fp8core.numerics.e4m3 import (
     scale_from_amax,
     tile_codes,
 )
+from fp8core.numerics.recipe import AMAX_FLOOR, GRADIENT_FLOOR
 
 RULES = ["pow2", "fp32"]
 # The format's non-negative values in the order of their codes 0..126: subnormals m 2^-9, then (8 + m) 2^(e - 10).

@@ -5,15 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics import elementwise
-from fp8core.numerics.e4m3 import (
-    E4M3_MAX,
-    Codes,
-    GroupNotFinite,
-    encode,
-    round_to_e4m3,
-    row_and_column_codes,
-    row_codes,
-)
+from fp8core.numerics.e4m3 import Codes, GroupNotFinite, encode, round_to_e4m3, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -35,6 +27,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import E4M3_MAX
 
 EPS = 1e-6
 HIDDEN = 200

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.models.experts import MlpFormats, MlpWeights, mix
-from fp8core.numerics.e4m3 import TILE, row_codes, tile_codes
+from fp8core.numerics.e4m3 import row_codes, tile_codes
 from fp8core.numerics.elementwise import STEPWISE, round_to_bf16
 from fp8core.numerics.grouped import (
     PADDING,
@@ -20,6 +20,7 @@ from fp8core.numerics.grouped import (
     weighted_sum,
 )
 from fp8core.numerics.linear import Fp8BlockLinear, StoredWeight, load_weight
+from fp8core.numerics.recipe import TILE
 
 HIDDEN, WIDTH, COUNT = 256, 128, 6
 

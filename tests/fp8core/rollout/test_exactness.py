@@ -231,7 +231,7 @@ def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, con
         before = pair.trainer.digest()
         pair.trainer.step(batch, 1.0, pair.scales.layers)
         assert pair.trainer.digest() != before
-        layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].scale_rule)
+        layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].recipe.cache)
         pair = replace(pair, scales=PolicyScales(version + 1, tuple(layers)))
         pair.engine.update(pair.trainer.export(), pair.scales, version + 1)
 

@@ -49,7 +49,7 @@ def started(config):
     base = build_base(config)
     trainer, engine = build_trainer(config, base.arch, base.tensors), build_engine(config, base.arch)
     prompts = TokenBatch.of([base.tokenizer.encode(question) for question in QUESTIONS], [[5]] * len(QUESTIONS))
-    layers = scales_from_statistics(trainer.statistics(prompts).amax(), 2.0, config.precision.scale_rule)
+    layers = scales_from_statistics(trainer.statistics(prompts).amax(), 2.0, config.precision.recipe.cache)
     scales = PolicyScales(0, tuple(layers))
     engine.update(trainer.export(), scales, 0)
     return base, trainer, engine, scales
