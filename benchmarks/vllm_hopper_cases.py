@@ -33,6 +33,7 @@ from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, trai
 from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.numerics.recipe import RecipeName
 from fp8core.resources.kernels import Product, layer_products, samples
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
@@ -85,17 +86,17 @@ def build() -> VllmBuild:
 
 
 def contract(precision: str) -> PrecisionContract:
-    """`bf16`, `fp8_linear` or `fp8_linear_kv`, for both sides; FP32 head."""
+    """`bf16`, `fp8_linear` or `fp8_linear_kv`, for both sides, by powers of two; FP32 head."""
     parts: dict[str, Any] = {
         "linear": "bf16" if precision == "bf16" else "fp8_block",
         "kv_cache": "fp8" if precision == "fp8_linear_kv" else "bf16",
     }
-    return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts))
+    return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts), scale_rule="pow2")
 
 
-def aligned(agreed: PrecisionContract) -> PrecisionContract:
-    """The same, rounded as the engine rounds whose layers are the trainer's (`options(model="aligned")`)."""
-    return agreed.model_copy(update={"rounding_points": POINTS})
+def aligned(agreed: PrecisionContract, rule: RecipeName = "fp32_activations") -> PrecisionContract:
+    """The same by another rule, rounded as the engine whose layers are the trainer's (`options(model="aligned")`)."""
+    return agreed.model_copy(update={"rounding_points": POINTS, "scale_rule": rule})
 
 
 def options(**changes: Any) -> VllmConfig:
