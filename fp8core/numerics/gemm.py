@@ -28,7 +28,7 @@ OUTPUT_MULTIPLE = 64
 _LAST_BIT = 2.0**-9
 # Half of what FP64 holds: spans are sums of FP32, which are rounded.
 _WIDEST_SPAN = 2.0**52
-_CACHED_ELEMENTS = 32768
+_CACHED_ROWS, _CACHED_COLUMNS = 128, 512
 
 
 def block_gemm(
@@ -47,21 +47,33 @@ def block_gemm(
         FP64 [M, N].
     """
     wide, factors = left.double(), left_scales.double()
-    columns = [slice(start, start + block) for start in range(0, left.shape[1], block)]
-    others = [right[:, each].double().t() for each in columns]
     total = torch.empty(left.shape[0], right.shape[0], dtype=torch.float64)
-    # So many rows of a sum and of a block's product stay in the cache.
-    step = max(16, _CACHED_ELEMENTS // max(1, right.shape[0]))
-    for start in range(0, left.shape[0], step):
-        rows = slice(start, start + step)
-        for b, other in enumerate(others):
-            product = wide[rows, columns[b]] @ other
-            product *= factors[rows, b, None]
-            if right_scales is not None:
-                product *= right_scales[:, b].double()
-            # Two operations: a fused one would round differently in vectors and in what is left over.
-            total[rows] = product if b == 0 else total[rows].add_(product)
+    # So much of a sum and of a block's product stays in the cache.
+    for first in range(0, right.shape[0], _CACHED_COLUMNS):
+        columns = slice(first, first + _CACHED_COLUMNS)
+        weights = right[columns].double().t()
+        others = None if right_scales is None else right_scales[columns].double().t()
+        for start in range(0, left.shape[0], _CACHED_ROWS):
+            rows = slice(start, start + _CACHED_ROWS)
+            _add_blocks(total[rows, columns], wide[rows], factors[rows], weights, others, block)
     return total
+
+
+def _add_blocks(
+    total: Tensor, left: Tensor, factors: Tensor, right: Tensor, others: Tensor | None, block: int
+) -> None:
+    """Write left @ right, of which each block is multiplied by its row's factor and, if given, its column's."""
+    for b in range(factors.shape[1]):
+        inner = slice(b * block, (b + 1) * block)
+        product = left[:, inner] @ right[inner]
+        product *= factors[:, b, None]
+        if others is not None:
+            product *= others[b]
+        # Two operations: a fused one would round differently in vectors and in what is left over.
+        if b == 0:
+            total.copy_(product)
+        else:
+            total += product
 
 
 def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
