@@ -56,7 +56,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import ScaleRule
+from fp8core.numerics.recipe import AttentionProducts, ScaleRule
 
 PEAK = 4.8e12
 EPS = 1e-6
@@ -270,14 +270,14 @@ def head_cases(tokens: int, device: torch.device) -> Iterator[Case]:
         return [(codes.float() * scale).bfloat16() for codes, scale in zip(torch_codes(), each, strict=True)]
 
     def torch_gradients() -> Tensor:
-        parts = zip((q, k, v), heads, limits_of(scales), strict=True)
+        parts = zip((q, k, v), heads, limits_of(scales, "fp8"), strict=True)
         return torch.cat([grad * (x.abs() <= limit) for grad, x, limit in parts], dim=1)
 
-    forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales), "torch": torch_codes}
+    forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales, "fp8"), "torch": torch_codes}
     yield Case("head_codes", 3 * qkv.numel(), forms)
-    forms = {"fused": partial(head_values, qkv, LAYOUT, scales), "torch": torch_values}
+    forms = {"fused": partial(head_values, qkv, LAYOUT, scales, "fp8"), "torch": torch_values}
     yield Case("head_values", 4 * qkv.numel(), forms)
-    forms = {"fused": partial(head_gradients, (q, k, v), qkv, LAYOUT, scales), "torch": torch_gradients}
+    forms = {"fused": partial(head_gradients, (q, k, v), qkv, LAYOUT, scales, "fp8"), "torch": torch_gradients}
     yield Case("head_gradients", 6 * qkv.numel(), forms)
 
 
@@ -351,6 +351,7 @@ def attention_rows() -> Iterator[Row]:
     for requests, context in ATTENTION_SHAPES:
         for partition, resident, stages in VARIANTS:
             yield attention_speed(requests, context, E4M3, 16, f"ours {partition} {resident} {stages}")
+        yield attention_speed(requests, context, E4M3, 16, "fp16 4096 3 2")
         for dtype in (BF16, E4M3):
             yield attention_speed(requests, context, dtype, 16, "flash")
 
@@ -362,7 +363,8 @@ def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, 
     caches = [torch.empty(pages, page, KV_HEADS, 2 * HEAD_DIM, device="cuda", dtype=dtype) for _ in range(LAYERS)]
     for cache in caches:
         cache.view(torch.uint8).random_(0, 64)  # small finite values in either type
-    query = torch.randn(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16).to(dtype)
+    of_query = BF16 if kernel.startswith("fp16") else dtype
+    query = torch.randn(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16).to(of_query)
     table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(requests, -1)
     lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
     out = torch.empty(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16)
@@ -388,11 +390,11 @@ def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, 
 
 
 def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
-    """The kernel of fp8core/kernels/decode_attention.py; its name holds partition, resident blocks and stages."""
-    settings = map(int, name.split()[1:])
-    attention = DecodeAttention(
-        cache.device, cache.shape, cache.stride(), HEADS // KV_HEADS, longest, len(lengths), *settings
-    )
+    """The kernel of kernels/decode_attention.py; its name holds products, partition, resident blocks and stages."""
+    form, *settings = name.split()
+    products: AttentionProducts = "fp16_over_fp8_cache" if form == "fp16" else "fp8"
+    shape = cache.shape, cache.stride(), HEADS // KV_HEADS
+    attention = DecodeAttention(cache.device, *shape, longest, len(lengths), products, *map(int, settings))
     scales = (torch.ones((), device="cuda"),) * 3
     starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
     queries = Queries(table, starts, lengths)

@@ -35,6 +35,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import MlpWeights, TopKRouting, feed_forward
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
+from fp8core.numerics.attention import FP8_CACHE_FORMS
 from fp8core.numerics.e4m3 import quantise_rows
 from fp8core.numerics.elementwise import rms_norm, rotate, swiglu, to_e4m3_grid
 from fp8core.numerics.gemm import relative_rms
@@ -128,7 +129,8 @@ class _Parts:
         groups, first = self.decoder.formats.recipe.activations, ("delta",) if i == 0 else ("residual", "delta")
         qkv, gate_up = _row_codes("normed", form.qkv, groups), _row_codes("normed", form.gate_up, groups)
         attended = _row_codes("attended", form.output, groups)
-        cached = scales if form.attention.name == "fp8" else None
+        cached = scales if form.attention.name in FP8_CACHE_FORMS else None
+        rotated = _cache_codes(cached, "qk" if form.attention.name == "fp8" else "k")
         heads, normed = ("q", "k", "v"), ("normed", "residual")
         output = _linear(form.output, layer.output, "attended")
         input_norm, post_norm = self.norm(layer.input_norm, first=i == 0), self.norm(layer.post_norm, first=False)
@@ -136,7 +138,7 @@ class _Parts:
             (f"{prefix}.input_layernorm", first, normed, input_norm, qkv),
             (f"{prefix}.self_attn.qkv_proj", ("normed",), heads, self.qkv(i, layer), _cache_codes(cached, "v")),
             *self.head_norms(f"{prefix}.self_attn", layer),
-            (f"{prefix}.self_attn.rotary_emb", ("q", "k"), ("q", "k"), self.rotary(), _cache_codes(cached, "qk")),
+            (f"{prefix}.self_attn.rotary_emb", ("q", "k"), ("q", "k"), self.rotary(), rotated),
             (f"{prefix}.self_attn.attn", heads, ("attended",), self.attention(i, scales), attended),
             (f"{prefix}.self_attn.o_proj", ("attended",), ("delta",), output, {}),
             (f"{prefix}.post_attention_layernorm", ("residual", "delta"), normed, post_norm, gate_up),

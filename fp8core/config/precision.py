@@ -94,6 +94,10 @@ class PrecisionContract(Section):
     def recipe(self) -> Recipe:
         return recipe_of(self.scale_rule, self.attention, (self.bf16_first_layers, self.bf16_last_layers))
 
+    def attention_of(self, side: SidePrecision) -> AttentionProducts | CacheFormat:
+        """The attention of a side: the format of its cache, and of products where that is FP8."""
+        return self.recipe.attention if side.kv_cache == "fp8" else side.kv_cache
+
 
 _Unbounded = Literal["none"]
 

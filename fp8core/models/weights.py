@@ -17,7 +17,13 @@ from fp8core.config.precision import LinearFormat as LinearName
 from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
-from fp8core.numerics.attention import AttentionFormat, Bf16Attention, ExactFp32Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.attention import (
+    FP8_CACHE_FORMS,
+    AttentionFormat,
+    Bf16Attention,
+    ExactFp32Attention,
+    Fp32Attention,
+)
 from fp8core.numerics.e4m3 import round_up, tile_codes
 from fp8core.numerics.elementwise import (
     FUSED,
@@ -371,8 +377,8 @@ def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearN
     outer = ExactFp32Linear() if side.linear == "fp32" else Bf16Linear()
     points = NOWHERE if side.linear == "fp32" else _POINTS[contract.rounding_points]
     bf16 = Bf16Attention(points.weights)
-    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": bf16, "fp32": ExactFp32Attention()}
-    attention = forms[side.kv_cache]
+    forms: dict[str, AttentionFormat] = {**FP8_CACHE_FORMS, "bf16": bf16, "fp32": ExactFp32Attention()}
+    attention = forms[contract.attention_of(side)]
     head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
     return Formats(
         layers=tuple(_layer(inner if recipe.in_fp8(i, num_layers) else outer, attention) for i in range(num_layers)),

@@ -15,6 +15,7 @@ Rounding is that of `elementwise.KERNELS`. Where the kernels' results differ fro
 Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from fp8core.numerics.dispatch import with_kernel
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import E4M3_MAX, Grouping
+from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
 
 @with_kernel("norm")
@@ -214,23 +215,30 @@ def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lay
 
 
 @with_kernel("head_codes")
-def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
-    """float8_e4m3fn codes of Q, K and V over their scales, saturated; all contiguous, of qkv as for `norm_rotate`."""
+def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
+    """float8_e4m3fn codes of Q, K and V over their scales, saturated and contiguous, of qkv as for `norm_rotate`.
+
+    Where products are not of E4M3 Q, it is a view of qkv: here and in `head_values`.
+    """
     q, k, v = heads_of(qkv, layout)
-    return static_codes(q, scales.q), static_codes(k, scales.k), static_codes(v, scales.v)
+    query = static_codes(q, scales.q) if products == "fp8" else q
+    return query, static_codes(k, scales.k), static_codes(v, scales.v)
 
 
 @with_kernel("head_codes")
-def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
+def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
     """BF16 of the values that the codes stand for: exact for scales that are powers of two."""
-    q, k, v = head_codes(qkv, layout, scales)
-    return _values(q, scales.q), _values(k, scales.k), _values(v, scales.v)
+    q, k, v = head_codes(qkv, layout, scales, products)
+    query = _values(q, scales.q) if products == "fp8" else q
+    return query, _values(k, scales.k), _values(v, scales.v)
 
 
 @with_kernel("head_codes")
-def head_gradients(grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Tensor:
+def head_gradients(
+    grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts
+) -> Tensor:
     """Gradients of Q, K and V as one of qkv, BF16: those of saturated elements times zero, the others as they are."""
-    limits = limits_of(scales)
+    limits = limits_of(scales, products)
     # Compared in FP32: torch would round the limit to BF16 on a CPU and not on a GPU.
     parts = zip(grads, heads_of(qkv, layout), limits, strict=True)
     return torch.cat([grad * (x.float().abs() <= limit) for grad, x, limit in parts], dim=1).flatten(1)
@@ -243,9 +251,10 @@ def static_codes(x: Tensor, scale: float) -> Tensor:
     return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
-def limits_of(scales: LayerScales) -> tuple[float, float, float]:
+def limits_of(scales: LayerScales, products: AttentionProducts) -> tuple[float, float, float]:
     """The largest magnitudes of Q, K and V that are not saturated."""
-    return E4M3_MAX * scales.q, E4M3_MAX * scales.k, E4M3_MAX * scales.v
+    of_query = E4M3_MAX * scales.q if products == "fp8" else math.inf
+    return of_query, E4M3_MAX * scales.k, E4M3_MAX * scales.v
 
 
 def _values(codes: Tensor, scale: float) -> Tensor:

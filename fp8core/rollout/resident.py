@@ -6,7 +6,7 @@ that what generates is proved to be what was sent (`tasks.sync`). An engine adds
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -188,6 +188,15 @@ def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
     return {kind: "+".join(names) for kind, names in kernels.items()}
+
+
+def attention_refusals(contract: PrecisionContract, described: str) -> Iterator[str]:
+    """Products over an FP8 cache that no kernel of an engine, which is named in words, has."""
+    if contract.attention_of(contract.rollout) == "fp16_over_fp8_cache":
+        yield (
+            f"precision.attention=fp16_over_fp8_cache: {described} multiplies E4M3 Q and P over an FP8 cache; set "
+            "precision.attention=fp8, or take the aligned model"
+        )
 
 
 def formats_in_words(

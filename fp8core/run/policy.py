@@ -175,7 +175,7 @@ def check_formats(described: dict[str, object], contract: PrecisionContract) -> 
         if name != agreed:
             raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {agreed}")
     pairs: dict[str, object] = {
-        "attention": contract.rollout.kv_cache,
+        "attention": contract.attention_of(contract.rollout),
         "head": contract.rollout.head,
         "scale_rule": contract.scale_rule,
     }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.adamw import AdamWStep, adamw
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
 from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.elementwise import inverse_frequencies
@@ -37,7 +38,7 @@ from fp8core.numerics.fused import (
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
-from fp8core.numerics.recipe import GRADIENT_FLOOR
+from fp8core.numerics.recipe import GRADIENT_FLOOR, AttentionProducts
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -169,15 +170,19 @@ def head_cases() -> Iterator[Case]:
     small = [(13, HeadLayout(4, 2, 32)), (13, HeadLayout(9, 3, 24)), (13, HeadLayout(16, 8, 128))]
     layouts = HeadLayout(32, 8, 128), HeadLayout(9, 3, 24), HeadLayout(20, 10, 128)
     for tokens, layout in [*small, *((n, layout) for n in (9, 77, 1025) for layout in layouts)]:
-        for scales, rule in zip(SCALES, RULES, strict=True):
-            what = f"{tokens}-{'-'.join(map(str, layout))}-{rule}"
+        for (scales, rule), products in product(zip(SCALES, RULES, strict=True), QUERY_TYPES):
+            what = f"{tokens}-{'-'.join(map(str, layout))}-{rule}-{products}"
 
             def forward(
-                n: int = tokens, layout: HeadLayout = layout, scales: LayerScales = scales, nan: bool = tokens != 13
+                n: int = tokens,
+                layout: HeadLayout = layout,
+                scales: LayerScales = scales,
+                products: AttentionProducts = products,
+                nan: bool = tokens != 13,
             ) -> tuple[Any, ...]:
                 """Some elements are saturated, some on the limit or next to it, some are nothing in E4M3."""
                 qkv = projection(n, layout, 2)
-                for x, limit in zip(heads_of(qkv, layout), limits_of(scales), strict=True):
+                for x, limit in zip(heads_of(qkv, layout), limits_of(scales, "fp8"), strict=True):
                     x.mul_(limit / 8)
                     near = torch.tensor([limit]).bfloat16().view(torch.int16) + torch.arange(-2, 3, dtype=torch.int16)
                     x[5, 0, :5], x[6, 0, :5] = near.view(torch.bfloat16), -near.view(torch.bfloat16)
@@ -185,12 +190,12 @@ def head_cases() -> Iterator[Case]:
                     x[8] = 129 / 128
                     if nan:
                         x[7, 0, 6] = torch.nan
-                return qkv, layout, scales
+                return qkv, layout, scales, products
 
             def backward(forward: Callable[..., Any] = forward) -> tuple[Any, ...]:
                 """Gradients are views of one tensor, as they come from a fused projection."""
-                qkv, layout, scales = forward(nan=True)
-                return heads_of(projection(len(qkv), layout, 3), layout), qkv, layout, scales
+                qkv, layout, *rest = forward(nan=True)
+                return heads_of(projection(len(qkv), layout, 3), layout), qkv, layout, *rest
 
             for operation in (head_codes, head_values):
                 yield Case(operation, what, forward, large=tokens != 13)

@@ -119,11 +119,11 @@ def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, version of FlashAttention, splits of keys (0: as it chooses) and cache format of every layer."""
+    """Implementation, FlashAttention's version, splits of keys (0: it chooses), cache and products of every layer."""
     backend = getattr(model, _BACKEND)
     pool = str(backend.token_to_kv_pool.dtype).removeprefix("torch.")
     about = {"implementation": type(backend).__name__, "version": backend.fa_impl_ver, "splits": backend.num_splits}
-    return [{**about, "cache": pool} for _ in attention_layers(model)]
+    return [{**about, "cache": pool, "products": backend.products} for _ in attention_layers(model)]
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:

@@ -192,7 +192,7 @@ def _kind(linear: Mapping[str, str]) -> str:
 
 
 def _attention_name(layer: Mapping[str, Any]) -> str:
-    known = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    known = {"bfloat16": "bf16", "float8_e4m3fn": layer["products"]}
     if layer["implementation"] in _BACKENDS and layer["version"] == 3 and layer["cache"] in known:
-        return known[layer["cache"]]
+        return str(known[layer["cache"]])
     return f"{layer['cache']} by {layer['implementation']} {layer['version']}"

@@ -141,12 +141,13 @@ def cache_tensors(runner: Any) -> list[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, its version (of FlashAttention, else None) and cache format of every layer."""
+    """Implementation, version (of FlashAttention, else None), cache format and products over FP8 of every layer."""
     return [
         {
             "implementation": type(layer.impl).__name__,
             "version": getattr(layer.impl, "vllm_flash_attn_version", None),
             "cache": layer.kv_cache_dtype,
+            "products": getattr(layer.impl, "products", "fp8"),
         }
         for _, layer in _attention_layers(model)
     ]

@@ -308,7 +308,7 @@ def _attention_name(layer: Mapping[str, Any]) -> str:
     if layer["cache"] in ("auto", "bfloat16"):
         return "bf16"
     if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
-        return "fp8"
+        return str(layer["products"])
     return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
 
 

@@ -20,7 +20,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
-from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
@@ -67,7 +67,7 @@ class PackedFormats:
     Attributes:
         training: formats of the forward; backward GEMMs follow the linears.
         rollout: formats of the weights that are exported.
-        longest: tokens of the longest request of the engine whose FP8 attention is computed.
+        longest: tokens of the longest request of the engine whose attention over an FP8 cache is computed.
         amax_only: whether calibration needs no histogram of Q, K and V.
     """
 
@@ -113,7 +113,10 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         for name, collector in self._decoder.named_parameters():
             collector.requires_grad_(self._masters.collects(name))
         bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
-        attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
+        attention: dict[str, PackedAttention] = {
+            **{products: Fp8PackedAttention(products, formats.longest) for products in QUERY_TYPES},
+            "bf16": bf16,
+        }
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics import elementwise
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.e4m3 import Codes, GroupNotFinite, encode, round_to_e4m3, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
@@ -27,7 +28,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import E4M3_MAX
+from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts
 
 EPS = 1e-6
 HIDDEN = 200
@@ -232,14 +233,15 @@ def test_static_codes_are_the_grid_of_the_reference(values: list[float], scale: 
     assert torch.equal(static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_every_part_has_its_own_scale() -> None:
+@pytest.mark.parametrize("products", QUERY_TYPES)
+def test_every_part_has_its_own_scale(products: AttentionProducts) -> None:
     qkv = 10 * torch.randn(5, 8 * 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = zip(
-        head_codes(qkv, SMALL, SCALES),
-        head_values(qkv, SMALL, SCALES),
-        strict=True,
-    )
-    given_parts = zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)
+    found = [*zip(head_codes(qkv, SMALL, SCALES, products), head_values(qkv, SMALL, SCALES, products), strict=True)]
+    given_parts = [*zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)]
+    if products != "fp8":
+        (codes, values), (q, _) = found.pop(0), given_parts.pop(0)
+        assert torch.equal(codes, q)
+        assert torch.equal(values, q)
     for (codes, values), (x, scale) in zip(found, given_parts, strict=True):
         assert codes.is_contiguous()
         assert values.is_contiguous()
@@ -261,7 +263,9 @@ def test_gradients_pass_by_what_is_not_saturated(limit: float, largest: float, n
     )
     grads = tuple(torch.full_like(x, i + 1).contiguous() for i, x in enumerate((q, k, v)))
     scales = LayerScales(*[limit / E4M3_MAX] * 3)
-    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales), SMALL)
+    unbound = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp16_over_fp8_cache"), SMALL)[0]
+    assert (unbound == 1).all(), "Q in FP16 has no codes that saturate"
+    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp8"), SMALL)
     for found, value, zeros in ((of_q, 1, [(0, 0, 1)]), (of_k, 2, [(1, 1, 3)]), (of_v, 3, [(2, 0, 4), (2, 1, 5)])):
         assert found.unique().tolist() == [0, value]
         assert (found == 0).nonzero().tolist() == [list(at) for at in zeros]

