@@ -164,17 +164,16 @@ def test_fp16_products_are_those_of_a_slow_version(scales: LayerScales) -> None:
 
 
 def test_products_with_codes_are_exact_for_2340_keys_of_one_weight() -> None:
-    """Of the largest code, beside a weight and a code that are the smallest; in any order."""
-    keys, large = 2340, 448.0 * POW2.v
-    k, v = torch.zeros(1, 1, keys, 8), torch.full((1, 1, keys, 8), large)
-    q = torch.ones(1, 1, 1, 8)
-    k[0, 0, -1] = -16.5 * math.log(2) / math.sqrt(8)  # e to this score is 2^-16.5.
-    v[0, 0, -1] = 2.0**-9 * POW2.v
-    mask, order = torch.ones(1, 1, 1, keys, dtype=torch.bool), torch.arange(keys).flip(0)
-    stored = FP16.store(k, v, POW2)
-    out = FP16.attend(q, *stored, mask, POW2)
-    assert torch.equal(out, FP16.attend(q, *(x[:, :, order] for x in stored), mask, POW2))
-    assert (out == large).all()
+    """The largest code so often, a small weight of the smallest code, and the largest taken away: that one is left."""
+    keys, large, small = 2340, 448.0 * POW2.v, 2.0**-9 * POW2.v
+    v = torch.tensor([*[large] * keys, small, *[-large] * keys])[None, None, :, None].repeat(1, 1, 1, 8)
+    q, k = torch.full((1, 1, 1, 8), 2.0), torch.zeros_like(v)
+    k[0, 0, keys] = -15 / (2 * math.sqrt(8))
+    stored_k, stored_v = FP16.store(k, v, POW2)
+    weight = torch.tensor(16 * float(stored_k[0, 0, keys, 0]) * POW2.k / math.sqrt(8)).exp().half().item()
+    assert 0 < weight < 2.0**-20
+    out = FP16.attend(q, stored_k, stored_v, torch.ones(1, 1, 1, len(v[0, 0]), dtype=torch.bool), POW2)
+    assert (out == to_bf16(torch.tensor(weight * small / (2 * keys + weight)))).all()
 
 
 @given(seed=st.integers(0, 2**31), dim=st.sampled_from([8, 64, 128, 512]))

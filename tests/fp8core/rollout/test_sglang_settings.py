@@ -120,6 +120,8 @@ def test_contracts_it_cannot_run_are_refused():
     assert not list(contract_refusals(FP8, STOCK, BUILD))
     assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), STOCK, BUILD))
     _refused(contract_refusals(POINTS, STOCK, BUILD), "set it to stepwise")
+    fp16 = FP8.model_copy(update={"attention": "fp16_over_fp8_cache"})
+    _refused(contract_refusals(fp16, STOCK, BUILD), "sglang 0.5.15 multiplies E4M3 Q and P .* precision.attention=fp8")
     exact = FP8.model_copy(update={"rollout": SidePrecision(linear="fp32", kv_cache="fp32")})
     _refused(contract_refusals(exact, STOCK, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
 

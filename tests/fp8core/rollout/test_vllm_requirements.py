@@ -91,6 +91,12 @@ def test_any_other_vllm_is_refused_by_name(platform, installed, complaint):
         (_changed(FP8, rounding_points="fused"), {"graphs": False}, HOPPER, ["fused: .*graphs=false has kernels"]),
         (_changed(FP8, rounding_points="native"), {}, HOPPER, ["graphs=true has kernels or fused"]),
         (
+            _changed(FP8, attention="fp16_over_fp8_cache"),
+            {},
+            HOPPER,
+            ["0.26.0 on a GPU .* precision.attention=fp8, or"],
+        ),
+        (
             _changed(FP8, rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
             {},
             HOPPER,
@@ -114,6 +120,7 @@ def test_what_a_build_cannot_do_is_refused(contract, options, build, complaints)
         (KERNELS, {}, HOPPER),
         (_changed(FP8, rounding_points="fused"), {}, HOPPER),
         (KERNELS, {"model": "aligned"}, HOPPER),
+        (_changed(KERNELS, attention="fp16_over_fp8_cache"), {"model": "aligned"}, HOPPER),
         (KERNELS, {"model": "aligned", "graphs": False, "sleep": True}, HOPPER),
     ],
 )
