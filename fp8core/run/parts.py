@@ -10,7 +10,7 @@ from fp8core.data.chain import completion
 from fp8core.data.prompt import Problem, encode_prompt, prompt_text
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import PartCosts
-from fp8core.evaluation.parts import Forward, Text, part_costs, subjects_of, whole_forward
+from fp8core.evaluation.parts import Forward, Subjects, Text, part_costs, subjects_of, whole_forward
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.attention import Bf16Attention
@@ -26,8 +26,16 @@ from fp8core.run.scales import covered, scales_of
 def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Progress) -> PartCosts:
     """KL and the rest by part (`evaluation.parts`) of the checkpoint `config.model` on the problems.
 
+    `progress` hears of texts, and may raise to end it. Raises UserError as `read_subjects`.
+    """
+    return part_costs(*read_subjects(config, problems), progress)
+
+
+def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subjects, list[Text]]:
+    """The checkpoint `config.model` in BF16 and by part, and the problems as texts.
+
     Main memory holds about 30 bytes a parameter, whatever the engine is. Scales of an FP8 cache are those of a run:
-    calibrated on the first `rollout.prompts_per_step` prompts. `progress` hears of texts, and may raise to end it.
+    calibrated on the first `rollout.prompts_per_step` prompts.
 
     Raises UserError: the checkpoint cannot be read, or a prompt does not fit.
     """
@@ -38,7 +46,7 @@ def measure_parts(config: RunConfig, problems: Sequence[Problem], progress: Prog
     unscaled = whole_forward(config.precision, base.arch, masters, ())
     batch = TokenBatch.of_prompts([text.prompt for text in texts[: config.rollout.prompts_per_step]])
     full = Forward(unscaled.decoder, unscaled.weights, _calibrated(config, unscaled, batch))
-    return part_costs(subjects_of(full, config.precision, masters), texts, progress)
+    return subjects_of(full, config.precision, masters), texts
 
 
 def texts_of(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, positions: int) -> list[Text]:
