@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8core.models.safetensors_stream import FLOATS, read_folder
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import quantise_tiles
-from fp8core.numerics.recipe import TILE
+from fp8core.numerics.recipe import POW2, TILE
 from fp8core.training.update_gain import sampled_tiles
 
 RATES, UPDATES = (1e-6, 1e-5), (1, 15, 50)
@@ -53,7 +53,7 @@ def shipped(masters: Tensor, form: str) -> Tensor:
     narrow = masters.bfloat16().float()
     if form == "bf16":
         return narrow.double()
-    grid, scales = quantise_tiles(narrow, "pow2")
+    grid, scales = quantise_tiles(narrow, POW2.weights)
     return grid.double() * scales.double().repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
 
 

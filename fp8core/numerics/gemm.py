@@ -59,9 +59,7 @@ def block_gemm(
     return total
 
 
-def _add_blocks(
-    total: Tensor, left: Tensor, factors: Tensor, right: Tensor, others: Tensor | None, block: int
-) -> None:
+def _add_blocks(total: Tensor, left: Tensor, factors: Tensor, right: Tensor, others: Tensor | None, block: int) -> None:
     """Write left @ right, of which each block is multiplied by its row's factor and, if given, its column's."""
     for b in range(factors.shape[1]):
         inner = slice(b * block, (b + 1) * block)

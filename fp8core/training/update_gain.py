@@ -68,7 +68,7 @@ class UpdateGain:
         Args:
             read: tiles, FP32, of the policy at the time of the call.
             form: what a weight is shipped in.
-            grouping: tiles of codes, 128 x 128.
+            grouping: tiles of codes, whose sides divide 128.
             joined: the sums of all processes, from those of this one.
         """
         self._read, self._grouping, self._joined = read, grouping, joined
@@ -105,6 +105,8 @@ class UpdateGain:
             if form == "bf16":
                 found[part] = tiles[part].bfloat16().double()
             elif form == "fp8_block":
-                codes, scales = tile_codes(tiles[part].bfloat16().reshape(-1, TILE), self._grouping)
-                found[part] = decode(codes).double().view(-1, TILE, TILE) * scales.double()[:, :, None]
+                group, rows = self._grouping, tiles[part].bfloat16().reshape(-1, TILE)
+                codes, scales = tile_codes(rows, group)
+                factors = scales.double().repeat_interleave(group.rows, 0).repeat_interleave(group.columns, 1)
+                found[part] = (decode(codes).double() * factors).view(-1, TILE, TILE)
         return found

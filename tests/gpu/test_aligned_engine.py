@@ -142,7 +142,7 @@ def trainer(arch: Architecture, masters: dict[str, Tensor]) -> PackedTrainer:
 @pytest.fixture(scope="module")
 def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is shipped."""
-    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
+    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), CONTRACT.recipe.weights)
     return {name: tensor.cuda() for name, tensor in stored.items()}
 
 

@@ -38,7 +38,7 @@ from fp8core.numerics.fused import (
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
-from fp8core.numerics.recipe import GRADIENT_FLOOR, AttentionProducts
+from fp8core.numerics.recipe import FP32, POW2, RECIPES, AttentionProducts, Recipe
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -75,17 +75,20 @@ class Case:
 
 
 def quantise_cases() -> Iterator[Case]:
-    for operation in (row_codes, row_and_column_codes, tile_codes):
-        for rule in RULES:
-            for shape in ((130, 5), (37, 200)):
-                yield Case(operation, f"{shape}-{rule}", lambda s=shape, r=rule: (drawn(*s, seed=1), r))
+    for (name, recipe), shape in product(RECIPES.items(), ((130, 5), (37, 200))):
+        for operation, groups in (
+            (row_codes, (recipe.activations,)),
+            (row_and_column_codes, (recipe.activations, recipe.tokens)),
+            (tile_codes, (recipe.weights,)),
+        ):
+            yield Case(operation, f"{shape}-{name}", lambda s=shape, g=groups: (drawn(*s, seed=1), *g))
     # The smallest scales are normal numbers, values may be subnormal.
-    for rule, exponent in product(RULES, (-40, -70, -100, -118, -124)):
+    for recipe, exponent in product((POW2, FP32), (-40, -70, -100, -118, -124)):
 
-        def small(rule: str = rule, exponent: int = exponent) -> tuple[Any, ...]:
-            return drawn(130, 200, seed=2).float() * 2.0**exponent, rule, None, GRADIENT_FLOOR
+        def small(recipe: Recipe = recipe, exponent: int = exponent) -> tuple[Any, ...]:
+            return drawn(130, 200, seed=2).float() * 2.0**exponent, recipe.gradients, recipe.tokens
 
-        yield Case(row_and_column_codes, f"2^{exponent}-{rule}", small)
+        yield Case(row_and_column_codes, f"2^{exponent}-{recipe.name}", small)
 
 
 def norm_cases() -> Iterator[Case]:
@@ -104,9 +107,12 @@ def norm_cases() -> Iterator[Case]:
 
             yield Case(add_norm, what, forward, large=large)
             yield Case(add_norm_backward, what, backward, near=2**-7, large=large)
-            for operation in (add_norm_row_codes, add_norm_codes):
-                for rule in RULES:
-                    yield Case(operation, f"{what}-{rule}", lambda f=forward, r=rule: (*f(), r), large=large)
+            for name, recipe in RECIPES.items():
+                for operation, groups in (
+                    (add_norm_row_codes, (recipe.activations,)),
+                    (add_norm_codes, (recipe.activations, recipe.tokens)),
+                ):
+                    yield Case(operation, f"{what}-{name}", lambda f=forward, g=groups: (*f(), *g), large=large)
 
 
 def projection(tokens: int, layout: HeadLayout, seed: int) -> Tensor:
@@ -286,16 +292,19 @@ def test_a_kernel_takes_what_its_reference_takes(device: torch.device) -> None:
         assert inspect.signature(kernel_of(module, name)) == inspect.signature(reference), name
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("columns", [256, 200])
-def test_codes_of_swiglu_are_those_of_the_unfused_kernels(device: torch.device, run, columns: int, rule: str) -> None:
+def test_codes_of_swiglu_are_those_of_the_unfused_kernels(
+    device: torch.device, run, columns: int, recipe: Recipe
+) -> None:
+    forward, backward = (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
     rows = 37 if device.type == "cpu" else 4096
     gate_up, grad = drawn(rows, 2 * columns, seed=4).to(device), drawn(rows, columns, seed=5).to(device)
-    by_row, by_column = row_and_column_codes(run(swiglu, gate_up), rule)
-    assert_same(run(swiglu_row_codes, gate_up, rule), moved(by_row, "cpu"))
-    assert_same(run(swiglu_codes, gate_up, rule), moved((by_row, by_column), "cpu"))
-    gradient = row_and_column_codes(run(swiglu_backward, grad, gate_up), rule)
-    assert_same(run(swiglu_backward_codes, grad, gate_up, rule), moved(gradient, "cpu"))
+    by_row, by_column = row_and_column_codes(run(swiglu, gate_up), *forward)
+    assert_same(run(swiglu_row_codes, gate_up, recipe.activations), moved(by_row, "cpu"))
+    assert_same(run(swiglu_codes, gate_up, *forward), moved((by_row, by_column), "cpu"))
+    gradient = row_and_column_codes(run(swiglu_backward, grad, gate_up), *backward)
+    assert_same(run(swiglu_backward_codes, grad, gate_up, *backward), moved(gradient, "cpu"))
 
 
 def test_silu_is_the_nearest_bfloat16_to_all_but_a_few_gates(device: torch.device, run) -> None:
@@ -372,30 +381,43 @@ def test_a_token_is_drawn_where_the_number_of_its_row_falls(device: torch.device
     assert torch.equal(logprobs[1:].cpu(), run(drawn_tokens, wide.to(device)[:, :vocabulary], *rest)[1][1:].cpu())
 
 
-REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]]]] = {
-    "rows": (row_codes, lambda bad: (bad,)),
-    "rows and columns": (row_and_column_codes, lambda bad: (bad,)),
-    "tiles": (tile_codes, lambda bad: (bad,)),
-    "norm, rows": (add_norm_row_codes, lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS)),
-    "norm": (add_norm_codes, lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS)),
-    "norm's weight": (add_norm_codes, lambda bad: (torch.ones_like(bad), None, bad.amax(0).float(), EPS)),
-    "swiglu, rows": (swiglu_row_codes, lambda bad: (bad,)),
-    "swiglu": (swiglu_codes, lambda bad: (bad,)),
-    "swiglu backward": (swiglu_backward_codes, lambda bad: (torch.ones_like(bad[:, :128]), bad)),
-    "swiglu backward, gradient": (swiglu_backward_codes, lambda bad: (bad, torch.ones_like(bad).repeat(1, 2))),
+FORWARD, BACKWARD = ("activations", "tokens"), ("gradients", "tokens")
+REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]], tuple[str, ...]]] = {
+    "rows": (row_codes, lambda bad: (bad,), FORWARD[:1]),
+    "rows and columns": (row_and_column_codes, lambda bad: (bad,), FORWARD),
+    "tiles": (tile_codes, lambda bad: (bad,), ("weights",)),
+    "norm, rows": (
+        add_norm_row_codes,
+        lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS),
+        FORWARD[:1],
+    ),
+    "norm": (
+        add_norm_codes,
+        lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS),
+        FORWARD,
+    ),
+    "norm's weight": (add_norm_codes, lambda bad: (torch.ones_like(bad), None, bad.amax(0).float(), EPS), FORWARD),
+    "swiglu, rows": (swiglu_row_codes, lambda bad: (bad,), FORWARD[:1]),
+    "swiglu": (swiglu_codes, lambda bad: (bad,), FORWARD),
+    "swiglu backward": (swiglu_backward_codes, lambda bad: (torch.ones_like(bad[:, :128]), bad), BACKWARD),
+    "swiglu backward, gradient": (
+        swiglu_backward_codes,
+        lambda bad: (bad, torch.ones_like(bad).repeat(1, 2)),
+        BACKWARD,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nothing_with_nan_or_infinity_is_quantised(device: torch.device, run, name: str, value: float) -> None:
-    operation, arguments = REFUSING[name]
+    operation, arguments, operands = REFUSING[name]
     for place in ((0, 0), (129, 255), (64, 128)) if device.type == "cuda" else ((2, 255),):
         x = torch.ones(place[0] + 1, 256, device=device).bfloat16()
         x[place] = value
-        for rule in RULES:
+        for recipe in (POW2, FP32):
             with pytest.raises(GroupNotFinite):
-                run(operation, *arguments(x), rule)
+                run(operation, *arguments(x), *(getattr(recipe, name) for name in operands))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

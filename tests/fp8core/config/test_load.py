@@ -64,7 +64,7 @@ def test_tiny_has_true_tiles_and_the_same_fp8_on_both_sides() -> None:
     assert config.precision.rollout.model_dump() == config.precision.training.model_dump(exclude={"backward"})
     assert (config.precision.rollout.linear, config.precision.rollout.kv_cache) == ("fp8_block", "fp8")
     assert config.precision.training.backward_format == "fp8_block"
-    assert config.precision.scale_rule == "pow2"
+    assert config.precision.scale_rule == "fp32_activations"
 
 
 def test_gsm8k_asks_for_a_model_and_says_what_to_run() -> None:

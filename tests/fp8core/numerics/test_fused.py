@@ -28,7 +28,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts
+from fp8core.numerics.recipe import E4M3_MAX, POW2, RECIPES, AttentionProducts, Recipe
 
 EPS = 1e-6
 HIDDEN = 200
@@ -60,17 +60,17 @@ def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     assert torch.allclose(inverse.double() * rms, torch.ones(()).double(), rtol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_codes_are_those_of_the_norm_alone(rule: str) -> None:
-    x, added, weight = inputs()
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_codes_are_those_of_the_norm_alone(recipe: Recipe) -> None:
+    (x, added, weight), both = inputs(), (recipe.activations, recipe.tokens)
     total, normed, inverse = add_norm(x, added, weight, EPS)
-    summed, rows = add_norm_row_codes(x, added, weight, EPS, rule)
+    summed, rows = add_norm_row_codes(x, added, weight, EPS, recipe.activations)
     assert torch.equal(summed, total)
-    assert_same(rows, row_codes(normed, rule))
-    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, rule)
+    assert_same(rows, row_codes(normed, recipe.activations))
+    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, *both)
     assert torch.equal(summed, total)
     assert torch.equal(factor, inverse)
-    for found, expected in zip(codes, row_and_column_codes(normed, rule), strict=True):
+    for found, expected in zip(codes, row_and_column_codes(normed, *both), strict=True):
         assert_same(found, expected)
 
 
@@ -92,13 +92,16 @@ def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
     assert (grad.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("codes_of", [add_norm_row_codes, add_norm_codes])
+@pytest.mark.parametrize(
+    ("codes_of", "groups"),
+    [(add_norm_row_codes, (POW2.activations,)), (add_norm_codes, (POW2.activations, POW2.tokens))],
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, value: float) -> None:
+def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, groups, value: float) -> None:
     x, added, weight = inputs()
     x[3, 5] = value
     with pytest.raises(GroupNotFinite):
-        codes_of(x, added, weight, EPS, "pow2")
+        codes_of(x, added, weight, EPS, *groups)
 
 
 # SwiGLU
@@ -119,15 +122,16 @@ def test_the_product_is_that_of_the_decoder() -> None:
     assert torch.equal(out.float(), elementwise.swiglu(gate, up, round_to_bf16, KERNELS.activated))
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_codes_are_those_of_the_product_and_of_the_gradient(rule: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_codes_are_those_of_the_product_and_of_the_gradient(recipe: Recipe) -> None:
     grad, gate_up = projections()
+    rows, both, backward = recipe.activations, (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
     out = swiglu(gate_up)
-    assert_same(swiglu_row_codes(gate_up, rule), row_codes(out, rule))
-    for found, expected in zip(swiglu_codes(gate_up, rule), row_and_column_codes(out, rule), strict=True):
+    assert_same(swiglu_row_codes(gate_up, rows), row_codes(out, rows))
+    for found, expected in zip(swiglu_codes(gate_up, *both), row_and_column_codes(out, *both), strict=True):
         assert_same(found, expected)
-    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), rule)
-    for found, expected in zip(swiglu_backward_codes(grad, gate_up, rule), gradient, strict=True):
+    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), *backward)
+    for found, expected in zip(swiglu_backward_codes(grad, gate_up, *backward), gradient, strict=True):
         assert_same(found, expected)
 
 
@@ -149,9 +153,9 @@ def test_swiglu_with_nan_or_infinity_is_not_quantised(value: float, column: int)
     grad, gate_up = projections()
     gate_up[3, column] = value
     for codes in (
-        lambda: swiglu_row_codes(gate_up, "pow2"),
-        lambda: swiglu_codes(gate_up, "pow2"),
-        lambda: swiglu_backward_codes(grad, gate_up, "pow2"),
+        lambda: swiglu_row_codes(gate_up, POW2.activations),
+        lambda: swiglu_codes(gate_up, POW2.activations, POW2.tokens),
+        lambda: swiglu_backward_codes(grad, gate_up, POW2.gradients, POW2.tokens),
     ):
         with pytest.raises(GroupNotFinite):
             codes()
