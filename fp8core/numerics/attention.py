@@ -7,8 +7,8 @@ in a full pass, and whatever padding surrounds it.
 
 `fp16_over_fp8_cache` has the same cache and rounds Q and P to FP16: tensor cores get K and V in it anyway. Q has no
 scale, and the row sum is that of the rounded P. Q keeps so many bits below the largest of its row that its product with
-codes is exact. P is at most 1 and a multiple of 2^-24. So P V is exact for 2,340 keys of the largest weight and code,
-and for more where these are smaller.
+codes is exact. P is at most 1 and a multiple of 2^-24. So P V is exact for 2,340 keys of the largest weight and code
+(2^53 / 2^24 / (448 * 2^9)), and for more where these are smaller.
 
 `decode_attention_reference` is what the engines' decode kernel computes (`kernels.decode_attention`): single tokens
 over a paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher

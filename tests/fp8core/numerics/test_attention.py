@@ -163,19 +163,6 @@ def test_fp16_products_are_those_of_a_slow_version(scales: LayerScales) -> None:
             assert torch.equal(out[0, head, t], to_bf16(sums * scales.v / math.fsum(p.tolist())))
 
 
-def test_products_with_codes_are_exact_for_2340_keys_of_one_weight() -> None:
-    """The largest code so often, a small weight of the smallest code, and the largest taken away: that one is left."""
-    keys, large, small = 2340, 448.0 * POW2.v, 2.0**-9 * POW2.v
-    v = torch.tensor([*[large] * keys, small, *[-large] * keys])[None, None, :, None].repeat(1, 1, 1, 8)
-    q, k = torch.full((1, 1, 1, 8), 2.0), torch.zeros_like(v)
-    k[0, 0, keys] = -15 / (2 * math.sqrt(8))
-    stored_k, stored_v = FP16.store(k, v, POW2)
-    weight = torch.tensor(16 * float(stored_k[0, 0, keys, 0]) * POW2.k / math.sqrt(8)).exp().half().item()
-    assert 0 < weight < 2.0**-20
-    out = FP16.attend(q, stored_k, stored_v, torch.ones(1, 1, 1, len(v[0, 0]), dtype=torch.bool), POW2)
-    assert (out == to_bf16(torch.tensor(weight * small / (2 * keys + weight)))).all()
-
-
 @given(seed=st.integers(0, 2**31), dim=st.sampled_from([8, 64, 128, 512]))
 @settings(max_examples=25)
 def test_scores_do_not_depend_on_the_order_of_channels(seed: int, dim: int) -> None:
