@@ -27,6 +27,7 @@ from fp8core.config.load import (
 )
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
+from fp8core.numerics.recipe import POW2
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
 
@@ -633,6 +634,20 @@ def test_runs_of_earlier_versions_are_continued() -> None:
     old = public_dump(load_config("tiny"))
     old["rollout"]["oversample"] = 2.0
     assert reload_config(old).rollout.oversample == 2
+
+
+def test_runs_of_earlier_versions_keep_powers_of_two_and_their_digest() -> None:
+    """They name the rule, which was the default, and no products of attention."""
+    old = public_dump(load_config("tiny", {"precision.scale_rule": "pow2"}))
+    del old["precision"]["attention"]
+    again = reload_config(old)
+    assert again.precision.recipe == POW2
+    assert dump_digest(old) == config_digest(again)
+    assert numeric_differences(old, public_dump(again)) == []
+    named = public_dump(load_config("tiny", {"precision": {"scale_rule": "pow2", "attention": "fp16_over_fp8_cache"}}))
+    assert may_continue(old, named) == ['precision.attention: absent -> "fp16_over_fp8_cache"']
+    now = public_dump(load_config("tiny"))
+    assert may_continue(old, now) == ['precision.scale_rule: "pow2" -> "fp32_activations"']
 
 
 @pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts", "checked_references"])
