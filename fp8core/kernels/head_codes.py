@@ -166,14 +166,16 @@ def _parts(
     assert qkv.dtype == torch.bfloat16
     qkv = qkv.contiguous()
     q, k, v = heads_of(qkv, layout)
-    first = triton.cdiv(q.shape[1] * q.shape[2], _COLUMNS)
-    if products == "fp8":
-        q, first = torch.empty(q.shape, dtype=dtype, device=qkv.device), 0
     k, v = (torch.empty(x.shape, dtype=dtype, device=qkv.device) for x in (k, v))
+    # Nothing is written of Q in BF16, but all places have one type.
+    first, place = triton.cdiv(q.shape[1] * q.shape[2], _COLUMNS), k
+    if products == "fp8":
+        q = torch.empty(q.shape, dtype=dtype, device=qkv.device)
+        first, place = 0, q
     values, each = dtype == torch.bfloat16, (scales.q, scales.k, scales.v)
     with torch.cuda.device_of(qkv):
         _head_codes_kernel[_grid(qkv, layout, first)](
-            qkv, q, k, v, *each, *_sizes(qkv, layout), first, values, _TOKENS, _COLUMNS, enable_fp_fusion=False
+            qkv, place, k, v, *each, *_sizes(qkv, layout), first, values, _TOKENS, _COLUMNS, enable_fp_fusion=False
         )
     return q, k, v
 
