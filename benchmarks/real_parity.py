@@ -16,14 +16,15 @@ All trainings share SETTINGS, which cost little and leave what is judged as it i
   same. (A rollout's log-probs would do for FP8 alone.)
 - 1,024 held-out prompts answer every 25 steps. A checkpoint is written at the end, and where a training is stopped.
 - Each process has one thread and one verifier, and neither Prefect nor MLflow (benchmarks/real_training.py).
+- vLLM's own model, of BF16, runs eagerly, which saves its compilation at each start.
 - The cache has room for all 512 completions of 76 tokens. A pass has a third of most tasks' tokens.
 By estimate that is 9 GB a training, so that 14 fit on 141 GB. The reason of one that ends early is printed, and the
 next call begins it again. Files are synced many times a step: a `--runs` folder in memory, of 4 GiB a training, saves
 that time.
 
-Predicted before the first measurement: 3 s a step with 14 trainings on each of two H200s with 16 cores, and an error of
-exactly 1 in FP8. BF16 that was rounded anew is within 1 point of BF16 over all tasks, and up to 3 points away
-on one. FP8 is as far as that.
+Predicted before the first measurement: 3 s a step with 14 trainings on each of two H200s, and an error of exactly 1 in
+FP8. BF16 that was rounded anew is within 1 point of BF16 over all tasks, and up to 3 points away on one. FP8 is as
+far as that.
 """
 
 import argparse
@@ -68,6 +69,8 @@ SETTINGS: Mapping[str, Any] = {
     "checkpoint.every": 1_000_000,
     "checkpoint.keep": 1,
 }
+# vLLM compiles its own model for each training anew, because the name of a new folder is part of its cache's key.
+_STOCK = {"rollout.vllm.graphs": False}
 # Libraries that would start a thread for each core, and a compiler with a process for each.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 _POLL_SECONDS = 0.5
@@ -130,6 +133,7 @@ def plan(options: argparse.Namespace) -> list[Training]:
     base, found = load_config(options.config, options.settings), []
     for seed, task, variant in product(options.seeds, options.tasks, VARIANTS):
         settings = {**SETTINGS, **variant_settings(FORMATS[FP8 if variant == FP8 else BASELINE], base, seed)}
+        settings |= {} if variant == FP8 else _STOCK
         model = rounded_folder(options.data, seed) if variant == REDRAWN else options.data / "model"
         settings |= {"model": str(model), "data.source": str(options.data / f"{task}.jsonl"), "steps": options.steps}
         given = (*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *options.settings)
