@@ -2,16 +2,18 @@
 
     python -m benchmarks.attention_forward --out FILE.json
 
-Heads are Qwen3-8B's: 32 of Q, 8 of K and V, 128 channels; 16,384 tokens, causal. `fp8` is the sequence kernel with what
-widens its keys; its result is compared with the decode kernel's, byte for byte, in the same process. FlashAttention 2
-is torch's, FlashAttention 3 is vLLM's. teraflops counts the products of keys that are seen. Backward rows are those of
-FlashAttention 2 and of cuDNN from the kernel's log-sum-exp, and FlashAttention 2's with a forward of its own.
+Heads are Qwen3-8B's: 32 of Q, 8 of K and V, 128 channels; 16,384 tokens, causal. `fp8` and `fp16_over_fp8_cache` are
+the sequence kernel with what widens its keys; its result is compared with the decode kernel's, byte for byte, in the
+same process. FlashAttention 2 is torch's, FlashAttention 3 is vLLM's. teraflops counts the products of keys that are
+seen. Backward rows are those of FlashAttention 2 and of cuDNN from the kernel's log-sum-exp, and FlashAttention 2's
+with a forward of its own.
 
-PREDICTED, in milliseconds, was written after the kernel's first times and before FlashAttention 3's.
+PREDICTED, in milliseconds, was written after the kernel's first times and before FlashAttention 3's and those in FP16.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +23,19 @@ from benchmarks.harness import Row, RowFile, table
 from fp8core.kernels import attention, attention_backward
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
-from fp8core.numerics.attention import Queries
+from fp8core.numerics.attention import QUERY_TYPES, Queries
 from fp8core.numerics.fused import HeadLayout, head_codes, head_values
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, DevicePack, PackedSequences
+from fp8core.numerics.recipe import AttentionProducts
 
 LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
 SCALES = LayerScales(2.0**-7, 2.0**-7, 2.0**-7)
 PACKS = {"16 x 1,024": [1024] * 16, "4 x 4,096": [4096] * 4, "1 x 16,384": [16_384]}
 PREDICTED = {
-    "16 x 1,024": {"fp8": 0.61, "FlashAttention 2": 0.61, "FlashAttention 3": 0.40},
-    "4 x 4,096": {"fp8": 1.51, "FlashAttention 2": 1.69, "FlashAttention 3": 1.05},
-    "1 x 16,384": {"fp8": 5.5, "FlashAttention 2": 6.3, "FlashAttention 3": 3.8},
+    "16 x 1,024": {"fp8": 0.61, "fp16_over_fp8_cache": 0.63, "FlashAttention 2": 0.61, "FlashAttention 3": 0.40},
+    "4 x 4,096": {"fp8": 1.51, "fp16_over_fp8_cache": 1.55, "FlashAttention 2": 1.69, "FlashAttention 3": 1.05},
+    "1 x 16,384": {"fp8": 5.5, "fp16_over_fp8_cache": 5.6, "FlashAttention 2": 6.3, "FlashAttention 3": 3.8},
 }
 _BACKWARD = {"saved": "backward, ms", "forward again": "with a forward", "cuDNN": "by cuDNN"}
 
@@ -45,7 +48,7 @@ def main() -> None:
         pack = DevicePack.of(PackedSequences.of(lengths), torch.device("cuda"))
         width = (LAYOUT.query_heads + 2 * LAYOUT.kv_heads) * LAYOUT.head_dim
         qkv = torch.randn(pack.sequences.tokens, width, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
-        products = 4 * LAYOUT.query_heads * LAYOUT.head_dim * sum(length * (length + 1) // 2 for length in lengths)
+        operations = 4 * LAYOUT.query_heads * LAYOUT.head_dim * sum(length * (length + 1) // 2 for length in lengths)
         for form, call in forms(qkv, pack).items():
             milliseconds = timed(call)
             rows.append(
@@ -54,7 +57,7 @@ def main() -> None:
                     "pack": name,
                     "form": form,
                     "milliseconds": round(milliseconds, 3),
-                    "teraflops": round(products / milliseconds / 1e9),
+                    "teraflops": round(operations / milliseconds / 1e9),
                     "predicted": PREDICTED[name].get(form),
                 }
             )
@@ -62,8 +65,10 @@ def main() -> None:
         for form, call in backwards(qkv, pack, grad).items():
             milliseconds = round(timed(call), 3)
             rows.append({"kind": "attention_backward", "pack": name, "form": form, "milliseconds": milliseconds})
-        differing = tokens_differing(qkv, pack)
-        rows.append({"kind": "attention_equal", "pack": name, "values": len(qkv) * 4096, "differing": differing})
+        for products in QUERY_TYPES:
+            differing = values_differing(qkv, pack, products)
+            equal: Row = {"kind": "attention_equal", "pack": name, "form": products, "values": len(qkv) * 4096}
+            rows.append({**equal, "differing": differing})
     print(whole_attention_table(rows.rows))
 
 
@@ -79,7 +84,7 @@ def whole_attention_table(rows: Sequence[Row]) -> str:
         predicted = ", ".join(f"{row['predicted']:.2f}" for row in by_form.values())
         back = [f"{row['milliseconds']:.2f}" for row in backward if row["pack"] == pack]
         differing = [f"{row['differing']}" for row in equal if row["pack"] == pack]
-        lines.append([pack, *cells, predicted, *back, *differing])
+        lines.append([pack, *cells, predicted, *back, ", ".join(differing)])
     names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in forward)]
     shown = [_BACKWARD[form] for form in dict.fromkeys(row["form"] for row in backward)]
     return table(["sequences", *names, "predicted, ms", *shown, "values that differ"], lines)
@@ -87,17 +92,16 @@ def whole_attention_table(rows: Sequence[Row]) -> str:
 
 def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:
     """The forward in each form; codes of Q, K and V are made before."""
-    heads = head_values(qkv, LAYOUT, SCALES)
-    (query, keys, values), longest = codes(qkv), pack.sequences.longest
-    strides = (PAGE * 8 * LAYOUT.head_dim, 8 * LAYOUT.head_dim, LAYOUT.head_dim, 1)
-    ours = SequenceAttention(qkv.device, keys.shape, strides, 4, longest)
+    heads, longest = head_values(qkv, LAYOUT, SCALES, "fp8"), pack.sequences.longest
     spans = [Span(start, n, n) for start, n in zip(pack.sequences.starts, pack.sequences.lengths, strict=False)]
-    work, out = batches(spans, 4, longest, qkv.device), torch.empty_like(query, dtype=torch.bfloat16)
-    logsumexp, of_all = torch.empty(32, len(query), device="cuda"), scales()
-    made: dict[str, Callable[[], object]] = {
-        "fp8": lambda: ours(query, keys, values, pack.pages, work, of_all, out, logsumexp),
-        "FlashAttention 2": lambda: attention._flash_attention(heads, pack),
-    }
+    work, out = batches(spans, 4, longest, qkv.device), torch.empty_like(heads[0])
+    logsumexp, of_all = torch.empty(32, len(qkv), device="cuda"), scales()
+    made: dict[str, Callable[[], object]] = {}
+    for products in QUERY_TYPES:
+        query, keys, values = codes(qkv, products)
+        ours = SequenceAttention(qkv.device, keys.shape, keys.stride(), 4, longest, products)
+        made[products] = partial(ours, query, keys, values, pack.pages, work, of_all, out, logsumexp)
+    made["FlashAttention 2"] = lambda: attention._flash_attention(heads, pack)
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func as flash
     except ImportError:
@@ -109,8 +113,8 @@ def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:
 
 def backwards(qkv: Tensor, pack: DevicePack, grad: Tensor) -> dict[str, Callable[[], object]]:
     """The backward of FP8 attention from what its forward saved, and with a forward of FlashAttention."""
-    heads, longest = head_values(qkv, LAYOUT, SCALES), pack.sequences.longest
-    saved = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, longest).for_backward
+    heads, longest = head_values(qkv, LAYOUT, SCALES, "fp8"), pack.sequences.longest
+    saved = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, "fp8", longest).for_backward
     made: dict[str, Callable[[], object]] = {
         "saved": lambda: attention_backward.flash_gradients(grad, heads, saved, pack),
         "forward again": lambda: attention_backward.flash_gradients(
@@ -123,21 +127,21 @@ def backwards(qkv: Tensor, pack: DevicePack, grad: Tensor) -> dict[str, Callable
     return made
 
 
-def tokens_differing(qkv: Tensor, pack: DevicePack) -> int:
+def values_differing(qkv: Tensor, pack: DevicePack, products: AttentionProducts) -> int:
     """Values of a pack that are not the decode kernel's."""
-    (query, keys, values), longest = codes(qkv), pack.sequences.longest
-    kernel = DecodeAttention(qkv.device, keys.shape, keys.stride(), 4, longest, 8192)
+    (query, keys, values), longest = codes(qkv, products), pack.sequences.longest
+    kernel = DecodeAttention(qkv.device, keys.shape, keys.stride(), 4, longest, 8192, products)
     owners, seen = pack.sequences.owners.cuda(), (pack.sequences.offsets + 1).int().cuda()
     each = torch.arange(len(query) + 1, dtype=torch.int32, device="cuda")
-    expected = torch.empty_like(query, dtype=torch.bfloat16)
+    expected = torch.empty(query.shape, dtype=torch.bfloat16, device="cuda")
     kernel(query, keys, values, Queries(pack.pages[owners], each, seen), scales(), expected)
-    found = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, longest).out
+    found = attention.fp8_attention(qkv, LAYOUT, pack, SCALES, products, longest).out
     return int((found.view(torch.int16) != expected.flatten(1).view(torch.int16)).sum())
 
 
-def codes(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q by token; K and V by page."""
-    query, key, value = head_codes(qkv, LAYOUT, SCALES)
+def codes(qkv: Tensor, products: AttentionProducts) -> tuple[Tensor, Tensor, Tensor]:
+    """Q by token, as the products take it; K and V by page."""
+    query, key, value = head_codes(qkv, LAYOUT, SCALES, products)
     keys, values = (part.view(-1, PAGE, *part.shape[1:]) for part in (key, value))
     return query, keys, values
 

@@ -180,7 +180,7 @@ def _is_held(run: RunData, last: int, held: str) -> bool | None:
     checkpoint = load_checkpoint(folder)
     formats = rollout_formats(config.precision, checkpoint.architecture.num_layers)
     tensors = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
-    return policy_digest(stored_weights(tensors, formats.stored_names(), formats.scale_rule)) == held
+    return policy_digest(stored_weights(tensors, formats.stored_names(), formats.recipe.weights)) == held
 
 
 def _executed(run: RunData, step: int) -> Row:

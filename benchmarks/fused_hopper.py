@@ -33,7 +33,7 @@ from torch.nn import functional
 from benchmarks.harness import Row, RowFile
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.numerics.attention import Queries
-from fp8core.numerics.e4m3 import FiniteFlag, ScaleRule, row_and_column_codes, row_codes
+from fp8core.numerics.e4m3 import FiniteFlag, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -56,11 +56,11 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import RECIPES, AttentionProducts, Recipe
 
 PEAK = 4.8e12
 EPS = 1e-6
 LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
-RULES: tuple[ScaleRule, ...] = ("pow2", "fp32")
 SHAPE = (16_384, 4096, 12_288)
 PREDICTED = {
     "add_norm": 140,
@@ -122,7 +122,7 @@ def main() -> None:
                 "shape": shape,
                 **speed(case, form, call, device),
             }
-            if form == "fused" and shape == SHAPE:
+            if form == "fused" and shape == SHAPE and case.name in PREDICTED:
                 row["predicted_microseconds"] = PREDICTED[case.name]
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -130,15 +130,15 @@ def main() -> None:
 
 def cases(tokens: int, hidden: int, intermediate: int, device: torch.device) -> Iterator[Case]:
     """Every fused function; the inputs of one are freed before those of the next are made."""
-    for rule in (None, *RULES):
-        yield from norm_cases(tokens, hidden, device, rule)
-    for rule in (None, *RULES):
-        yield from swiglu_cases(tokens, intermediate, device, rule)
+    for recipe in (None, *RECIPES.values()):
+        yield from norm_cases(tokens, hidden, device, recipe)
+    for recipe in (None, *RECIPES.values()):
+        yield from swiglu_cases(tokens, intermediate, device, recipe)
     yield from rotary_cases(tokens, device)
     yield from head_cases(tokens, device)
 
 
-def norm_cases(tokens: int, hidden: int, device: torch.device, rule: ScaleRule | None) -> Iterator[Case]:
+def norm_cases(tokens: int, hidden: int, device: torch.device, recipe: Recipe | None) -> Iterator[Case]:
     x, added, grad, around = (randn(tokens, hidden, device=device) for _ in range(4))
     weight, elements = torch.ones(hidden, device=device), tokens * hidden
     narrow = weight.bfloat16()
@@ -147,7 +147,7 @@ def norm_cases(tokens: int, hidden: int, device: torch.device, rule: ScaleRule |
         total = x + added
         return total, functional.rms_norm(total, (hidden,), narrow, EPS)
 
-    if rule is None:
+    if recipe is None:
         total, _normed, inverse = add_norm(x, added, weight, EPS)
         leaves = [total.detach().requires_grad_(), narrow.detach().clone().requires_grad_()]
         out = functional.rms_norm(leaves[0], (hidden,), leaves[1], EPS)
@@ -161,24 +161,24 @@ def norm_cases(tokens: int, hidden: int, device: torch.device, rule: ScaleRule |
         yield Case("add_norm", 8 * elements, {"fused": fused, "torch": torch_norm})
         yield Case("add_norm_backward", 8 * elements, {"fused": backward, "torch": torch_backward})
         return
-    flag = FiniteFlag(device)
+    flag, rows, both = FiniteFlag(device), recipe.activations, (recipe.activations, recipe.tokens)
     arguments = x, added, weight, EPS
     forms: dict[str, Call] = {
-        "fused": lambda: add_norm_row_codes(*arguments, rule, flag),
-        "two kernels": lambda: row_codes(add_norm(*arguments)[1], rule, flag),
-        "torch": lambda: row_codes(torch_norm()[1], rule, flag),
+        "fused": lambda: add_norm_row_codes(*arguments, rows, flag),
+        "two kernels": lambda: row_codes(add_norm(*arguments)[1], rows, flag),
+        "torch": lambda: row_codes(torch_norm()[1], rows, flag),
     }
-    yield Case(f"add_norm_row_codes {rule}", 7 * elements, forms)
+    yield Case(f"add_norm_row_codes {recipe.name}", 7 * elements, forms)
     forms = {
-        "fused": lambda: add_norm_codes(*arguments, rule, flag),
-        "two kernels": lambda: row_and_column_codes(add_norm(*arguments)[1], rule, flag),
-        "torch": lambda: row_and_column_codes(torch_norm()[1], rule, flag),
+        "fused": lambda: add_norm_codes(*arguments, *both, flag),
+        "two kernels": lambda: row_and_column_codes(add_norm(*arguments)[1], *both, flag),
+        "torch": lambda: row_and_column_codes(torch_norm()[1], *both, flag),
     }
-    yield Case(f"add_norm_codes {rule}", 8 * elements, forms)
+    yield Case(f"add_norm_codes {recipe.name}", 8 * elements, forms)
     flag.check()
 
 
-def swiglu_cases(tokens: int, columns: int, device: torch.device, rule: ScaleRule | None) -> Iterator[Case]:
+def swiglu_cases(tokens: int, columns: int, device: torch.device, recipe: Recipe | None) -> Iterator[Case]:
     gate_up, grad = randn(tokens, 2 * columns, device=device), randn(tokens, columns, device=device)
     elements = tokens * columns
 
@@ -192,31 +192,32 @@ def swiglu_cases(tokens: int, columns: int, device: torch.device, rule: ScaleRul
     def torch_backward() -> Tensor:
         return torch.autograd.grad(out, leaf, grad, retain_graph=True)[0]
 
-    if rule is None:
+    if recipe is None:
         fused = partial(swiglu, gate_up)
         yield Case("swiglu", 6 * elements, {"fused": fused, "torch": lambda: torch_swiglu(gate_up)})
         backward = partial(swiglu_backward, grad, gate_up)
         yield Case("swiglu_backward", 10 * elements, {"fused": backward, "torch": torch_backward})
         return
-    flag = FiniteFlag(device)
+    flag, rows, both = FiniteFlag(device), recipe.activations, (recipe.activations, recipe.tokens)
+    of_gradients = recipe.gradients, recipe.tokens
     forms: dict[str, Call] = {
-        "fused": lambda: swiglu_row_codes(gate_up, rule, flag),
-        "two kernels": lambda: row_codes(swiglu(gate_up), rule, flag),
-        "torch": lambda: row_codes(torch_swiglu(gate_up), rule, flag),
+        "fused": lambda: swiglu_row_codes(gate_up, rows, flag),
+        "two kernels": lambda: row_codes(swiglu(gate_up), rows, flag),
+        "torch": lambda: row_codes(torch_swiglu(gate_up), rows, flag),
     }
-    yield Case(f"swiglu_row_codes {rule}", 5 * elements, forms)
+    yield Case(f"swiglu_row_codes {recipe.name}", 5 * elements, forms)
     forms = {
-        "fused": lambda: swiglu_codes(gate_up, rule, flag),
-        "two kernels": lambda: row_and_column_codes(swiglu(gate_up), rule, flag),
-        "torch": lambda: row_and_column_codes(torch_swiglu(gate_up), rule, flag),
+        "fused": lambda: swiglu_codes(gate_up, *both, flag),
+        "two kernels": lambda: row_and_column_codes(swiglu(gate_up), *both, flag),
+        "torch": lambda: row_and_column_codes(torch_swiglu(gate_up), *both, flag),
     }
-    yield Case(f"swiglu_codes {rule}", 6 * elements, forms)
+    yield Case(f"swiglu_codes {recipe.name}", 6 * elements, forms)
     forms = {
-        "fused": lambda: swiglu_backward_codes(grad, gate_up, rule, flag),
-        "two kernels": lambda: row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag),
-        "torch": lambda: row_and_column_codes(torch_backward(), rule, flag),
+        "fused": lambda: swiglu_backward_codes(grad, gate_up, *of_gradients, flag),
+        "two kernels": lambda: row_and_column_codes(swiglu_backward(grad, gate_up), *of_gradients, flag),
+        "torch": lambda: row_and_column_codes(torch_backward(), *of_gradients, flag),
     }
-    yield Case(f"swiglu_backward_codes {rule}", 10 * elements, forms)
+    yield Case(f"swiglu_backward_codes {recipe.name}", 10 * elements, forms)
     flag.check()
 
 
@@ -269,14 +270,14 @@ def head_cases(tokens: int, device: torch.device) -> Iterator[Case]:
         return [(codes.float() * scale).bfloat16() for codes, scale in zip(torch_codes(), each, strict=True)]
 
     def torch_gradients() -> Tensor:
-        parts = zip((q, k, v), heads, limits_of(scales), strict=True)
+        parts = zip((q, k, v), heads, limits_of(scales, "fp8"), strict=True)
         return torch.cat([grad * (x.abs() <= limit) for grad, x, limit in parts], dim=1)
 
-    forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales), "torch": torch_codes}
+    forms: dict[str, Call] = {"fused": partial(head_codes, qkv, LAYOUT, scales, "fp8"), "torch": torch_codes}
     yield Case("head_codes", 3 * qkv.numel(), forms)
-    forms = {"fused": partial(head_values, qkv, LAYOUT, scales), "torch": torch_values}
+    forms = {"fused": partial(head_values, qkv, LAYOUT, scales, "fp8"), "torch": torch_values}
     yield Case("head_values", 4 * qkv.numel(), forms)
-    forms = {"fused": partial(head_gradients, (q, k, v), qkv, LAYOUT, scales), "torch": torch_gradients}
+    forms = {"fused": partial(head_gradients, (q, k, v), qkv, LAYOUT, scales, "fp8"), "torch": torch_gradients}
     yield Case("head_gradients", 6 * qkv.numel(), forms)
 
 
@@ -350,6 +351,7 @@ def attention_rows() -> Iterator[Row]:
     for requests, context in ATTENTION_SHAPES:
         for partition, resident, stages in VARIANTS:
             yield attention_speed(requests, context, E4M3, 16, f"ours {partition} {resident} {stages}")
+        yield attention_speed(requests, context, E4M3, 16, "fp16 4096 3 2")
         for dtype in (BF16, E4M3):
             yield attention_speed(requests, context, dtype, 16, "flash")
 
@@ -361,7 +363,8 @@ def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, 
     caches = [torch.empty(pages, page, KV_HEADS, 2 * HEAD_DIM, device="cuda", dtype=dtype) for _ in range(LAYERS)]
     for cache in caches:
         cache.view(torch.uint8).random_(0, 64)  # small finite values in either type
-    query = torch.randn(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16).to(dtype)
+    of_query = BF16 if kernel.startswith("fp16") else dtype
+    query = torch.randn(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16).to(of_query)
     table = torch.randperm(pages, device="cuda", dtype=torch.int32).view(requests, -1)
     lengths = torch.full((requests,), context, device="cuda", dtype=torch.int32)
     out = torch.empty(requests, HEADS, HEAD_DIM, device="cuda", dtype=BF16)
@@ -387,11 +390,11 @@ def attention_speed(requests: int, context: int, dtype: torch.dtype, page: int, 
 
 
 def ours(query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, longest: int, out: Tensor, name: str) -> Attend:
-    """The kernel of fp8core/kernels/decode_attention.py; its name holds partition, resident blocks and stages."""
-    settings = map(int, name.split()[1:])
-    attention = DecodeAttention(
-        cache.device, cache.shape, cache.stride(), HEADS // KV_HEADS, longest, len(lengths), *settings
-    )
+    """The kernel of kernels/decode_attention.py; its name holds products, partition, resident blocks and stages."""
+    form, *settings = name.split()
+    products: AttentionProducts = "fp16_over_fp8_cache" if form == "fp16" else "fp8"
+    shape = cache.shape, cache.stride(), HEADS // KV_HEADS
+    attention = DecodeAttention(cache.device, *shape, longest, len(lengths), products, *map(int, settings))
     scales = (torch.ones((), device="cuda"),) * 3
     starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
     queries = Queries(table, starts, lengths)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import AMAX_FLOOR, TILE, decode, scale_from_amax
+from fp8core.numerics.e4m3 import decode, scale_from_amax
+from fp8core.numerics.recipe import AMAX_FLOOR, TILE
 
 SHAPES = [(1, 1), (3, 128), (128, 128), (130, 5), (129, 257), (256, 384), (64, 300), (1000, 640), (512, 1152)]
 _FLOAT32_MAX = torch.finfo(torch.float32).max

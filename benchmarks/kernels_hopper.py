@@ -38,7 +38,6 @@ from benchmarks.kernel_cases import cases
 from fp8core.kernels.fingerprint import launched, programs_of
 from fp8core.numerics.e4m3 import (
     FiniteFlag,
-    ScaleRule,
     encode,
     quantise_columns,
     quantise_rows,
@@ -48,12 +47,13 @@ from fp8core.numerics.e4m3 import (
     tile_codes,
 )
 from fp8core.numerics.fingerprint import bytes_in_order, fingerprint, fingerprints, hex_digits
+from fp8core.numerics.recipe import FP32, POW2, RECIPES, Recipe
 
 Calls = Sequence[Callable[[], Any]]
 
 SHAPES = [(8192, 4096), (8192, 12288), (16384, 4096)]
 COMPILED_SHAPE = (16384, 4096)
-RULES: tuple[ScaleRule, ...] = ("pow2", "fp32")
+ONE_RULE = (POW2, FP32)
 # One decoder layer of Qwen3-8B as vLLM holds it: qkv, o, gate and up, down.
 LINEARS = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 LAYERS, VOCABULARY, HIDDEN = 36, 151_936, 4096
@@ -97,35 +97,35 @@ def differing_bytes() -> list[Row]:
     """Number of codes and scales that differ from the reference on the CPU: the kernels', and torch's on the GPU."""
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        for rule in RULES:
+        for recipe in RECIPES.values():
             total = {"cases": 0, "elements": 0, "kernel_codes": 0, "kernel_scales": 0, "torch_codes": 0, "flags": 0}
             worst: list[str] = []
             for case in cases(dtype):
-                found = _differences(case.x, rule)
+                found = _differences(case.x, recipe)
                 if any(found.values()):
                     worst.append(case.name)
                 for name, value in ({"cases": 1, "elements": case.x.numel()} | found).items():
                     total[name] += value
-            rows.append({"dtype": str(dtype), "rule": rule, **total, "differing": worst[:8]})
+            rows.append({"dtype": str(dtype), "rule": recipe.name, **total, "differing": worst[:8]})
     return [*rows, *_fingerprint_differences()]
 
 
-def _differences(x: Tensor, rule: ScaleRule) -> dict[str, int]:
+def _differences(x: Tensor, recipe: Recipe) -> dict[str, int]:
     flag = FiniteFlag(torch.device("cuda"))
     on_gpu, wide = x.cuda(), x.float()
-    by_row, by_column = row_and_column_codes(on_gpu, rule, flag)
+    by_row, by_column = row_and_column_codes(on_gpu, recipe.activations, recipe.tokens, flag)
     pairs = [
-        (quantise_rows, row_codes(on_gpu, rule, flag)),
-        (quantise_rows, by_row),
-        (quantise_columns, by_column),
-        (quantise_tiles, tile_codes(on_gpu, rule, flag)),
+        (quantise_rows, recipe.activations, row_codes(on_gpu, recipe.activations, flag)),
+        (quantise_rows, recipe.activations, by_row),
+        (quantise_columns, recipe.tokens, by_column),
+        (quantise_tiles, recipe.weights, tile_codes(on_gpu, recipe.weights, flag)),
     ]
     codes = scales = other = 0
-    for reference, (kernel_codes, kernel_scales) in pairs:
-        grid, expected = reference(wide, rule)
+    for reference, grouping, (kernel_codes, kernel_scales) in pairs:
+        grid, expected = reference(wide, grouping)
         codes += _unequal(kernel_codes, encode(grid))
         scales += int((kernel_scales.cpu() != expected).sum())
-        other += _unequal(encode(reference(wide.cuda(), rule)[0]), encode(grid))
+        other += _unequal(encode(reference(wide.cuda(), grouping)[0]), encode(grid))
     return {"kernel_codes": codes, "kernel_scales": scales, "torch_codes": other, "flags": int(flag.not_finite)}
 
 
@@ -212,54 +212,54 @@ def quantise_speed() -> list[Row]:
             target = torch.empty_like(xs[0])
             copies = [(lambda x=x, target=target: target.copy_(x)) for x in xs]
             rows.append(speed({"kernel": "copy", **what}, 2 * xs[0].nbytes, graph_microseconds(copies)))
-            for rule in RULES:
-                rows += _kernel_rows(xs, rule, what)
-        rows += [row for rule in RULES for row in _reference_rows(inputs(shape), rule, shape)]
+            for recipe in RECIPES.values():
+                rows += _kernel_rows(xs, recipe, what)
+        rows += [row for recipe in ONE_RULE for row in _reference_rows(inputs(shape), recipe, shape)]
     return [*rows, *_model_rows()]
 
 
-def _kernel_rows(xs: list[Tensor], rule: ScaleRule, what: Row) -> list[Row]:
+def _kernel_rows(xs: list[Tensor], recipe: Recipe, what: Row) -> list[Row]:
     flag = FiniteFlag(torch.device("cuda"))
     kernels: list[tuple[str, Any, int]] = [
-        ("rows", row_codes, 1),
-        ("rows and columns", row_and_column_codes, 2),
-        ("tiles", tile_codes, 1),
+        ("rows", lambda x: row_codes(x, recipe.activations, flag), 1),
+        ("rows and columns", lambda x: row_and_column_codes(x, recipe.activations, recipe.tokens, flag), 2),
+        ("tiles", lambda x: tile_codes(x, recipe.weights, flag), 1),
     ]
     rows = []
     for name, kernel, outputs in kernels:
-        calls = [(lambda x=x, kernel=kernel: kernel(x, rule, flag)) for x in xs]
-        row = speed({"kernel": name, "rule": rule, **what}, traffic(xs[0], outputs), graph_microseconds(calls))
+        calls = [(lambda x=x, kernel=kernel: kernel(x)) for x in xs]
+        row = speed({"kernel": name, "rule": recipe.name, **what}, traffic(xs[0], outputs), graph_microseconds(calls))
         rows.append({**row, "eager_microseconds": round(eager_microseconds(calls * 4), 2)})
     return rows
 
 
-def reference_rows(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    grid, scales = quantise_rows(x.float(), rule)
+def reference_rows(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    grid, scales = quantise_rows(x.float(), recipe.activations)
     return encode(grid), scales
 
 
-def reference_rows_and_columns(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grid, scales = quantise_columns(x.float(), rule)
-    return (*reference_rows(x, rule), encode(grid), scales)
+def reference_rows_and_columns(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grid, scales = quantise_columns(x.float(), recipe.tokens)
+    return (*reference_rows(x, recipe), encode(grid), scales)
 
 
-def reference_tiles(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    grid, scales = quantise_tiles(x.float(), rule)
+def reference_tiles(x: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    grid, scales = quantise_tiles(x.float(), recipe.weights)
     return encode(grid), scales
 
 
-REFERENCES: list[tuple[str, Callable[[Tensor, ScaleRule], tuple[Tensor, ...]], int]] = [
+REFERENCES: list[tuple[str, Callable[[Tensor, Recipe], tuple[Tensor, ...]], int]] = [
     ("rows", reference_rows, 1),
     ("rows and columns", reference_rows_and_columns, 2),
     ("tiles", reference_tiles, 1),
 ]
 
 
-def _reference_rows(xs: list[Tensor], rule: ScaleRule, shape: tuple[int, int]) -> list[Row]:
+def _reference_rows(xs: list[Tensor], recipe: Recipe, shape: tuple[int, int]) -> list[Row]:
     rows = []
     for name, reference, outputs in REFERENCES:
-        calls = [(lambda x=x, reference=reference: reference(x, rule)) for x in xs]
-        what = {"kernel": f"torch reference, {name}", "rule": rule, "shape": shape, "dtype": str(xs[0].dtype)}
+        calls = [(lambda x=x, reference=reference: reference(x, recipe)) for x in xs]
+        what = {"kernel": f"torch reference, {name}", "rule": recipe.name, "shape": shape, "dtype": str(xs[0].dtype)}
         rows.append(speed(what, traffic(xs[0], outputs), eager_microseconds(calls, repeats=3), "eager"))
     return rows
 
@@ -269,9 +269,9 @@ def _model_rows() -> list[Row]:
     weights = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in LINEARS * LAYERS]
     flag = FiniteFlag(torch.device("cuda"))
     rows = []
-    for rule in RULES:
-        calls = [lambda rule=rule: [tile_codes(weight, rule, flag) for weight in weights]]
-        what = {"kernel": "tiles of all linears of Qwen3-8B", "rule": rule, "tensors": len(weights)}
+    for recipe in ONE_RULE:
+        calls = [lambda recipe=recipe: [tile_codes(weight, recipe.weights, flag) for weight in weights]]
+        what = {"kernel": "tiles of all linears of Qwen3-8B", "rule": recipe.name, "tensors": len(weights)}
         moved = sum(traffic(weight, 1) for weight in weights)
         rows.append(speed(what, moved, eager_microseconds(calls), "eager"))
     return rows
@@ -322,16 +322,16 @@ def fingerprint_speed() -> list[Row]:
 def compiled_speed() -> list[Row]:
     """torch.compile of the reference, which stops at the check for NaN; Inductor divides approximately."""
     xs, rows = inputs(COMPILED_SHAPE), []
-    for rule in RULES:
+    for recipe in ONE_RULE:
         for name, reference, outputs in REFERENCES:
             compiled = torch.compile(reference, dynamic=False)
-            what = {"kernel": f"torch.compile, {name}", "rule": rule, "shape": COMPILED_SHAPE}
+            what = {"kernel": f"torch.compile, {name}", "rule": recipe.name, "shape": COMPILED_SHAPE}
             unequal = sum(
                 _unequal(a, b)
-                for a, b in zip(compiled(xs[0], rule), reference(xs[0], rule), strict=True)
+                for a, b in zip(compiled(xs[0], recipe), reference(xs[0], recipe), strict=True)
                 if a.dtype == torch.float8_e4m3fn
             )
-            calls = [(lambda x=x, rule=rule, compiled=compiled: compiled(x, rule)) for x in xs]
+            calls = [(lambda x=x, recipe=recipe, compiled=compiled: compiled(x, recipe)) for x in xs]
             row = speed(what, traffic(xs[0], outputs), eager_microseconds(calls * 4), "eager")
             rows.append({**row, "dtype": str(xs[0].dtype), "codes_that_differ": unequal})
     return rows
@@ -355,15 +355,15 @@ def _vllm_rows() -> list[Row]:
     rows = []
     for shape in SHAPES:
         xs = inputs(shape)
-        for rule in RULES:
-            pow2 = rule == "pow2"
+        for recipe in ONE_RULE:
+            pow2 = recipe is POW2
             calls = [
                 (lambda x=x, pow2=pow2: per_token_group_quant_fp8(x, 128, column_major_scales=True, use_ue8m0=pow2))
                 for x in xs
             ]
-            what = {"kernel": "vLLM, rows", "rule": rule, "shape": shape, "dtype": str(xs[0].dtype)}
+            what = {"kernel": "vLLM, rows", "rule": recipe.name, "shape": shape, "dtype": str(xs[0].dtype)}
             row = speed(what, traffic(xs[0], 1), graph_microseconds(calls))
-            rows.append({**row, "codes_that_differ": _unequal(calls[0]()[0], reference_rows(xs[0], rule)[0])})
+            rows.append({**row, "codes_that_differ": _unequal(calls[0]()[0], reference_rows(xs[0], recipe)[0])})
     return rows
 
 
@@ -376,26 +376,26 @@ def _transformer_engine_rows() -> list[Row]:
     forms = [("rows", 1, False, 1), ("rows and columns", 1, True, 2), ("tiles", 2, False, 1)]
     for shape in SHAPES:
         xs = inputs(shape)
-        for rule in RULES:
+        for recipe in ONE_RULE:
             for (name, dimensions, columns, outputs), (_, reference, _) in zip(forms, REFERENCES, strict=True):
                 quantiser = Float8BlockQuantizer(
                     tex.DType.kFloat8E4M3,
                     rowwise=True,
                     columnwise=columns,
                     amax_epsilon=0.0,
-                    force_pow_2_scales=rule == "pow2",
+                    force_pow_2_scales=recipe is POW2,
                     block_scaling_dim=dimensions,
                 )
                 calls = [(lambda x=x, quantiser=quantiser: quantiser(x)) for x in xs]
                 what = {
                     "kernel": f"Transformer Engine, {name}",
-                    "rule": rule,
+                    "rule": recipe.name,
                     "shape": shape,
                     "dtype": str(xs[0].dtype),
                 }
                 row = speed(what, traffic(xs[0], outputs), eager_microseconds(calls * 8), "eager")
                 codes = calls[0]()._rowwise_data.view(torch.float8_e4m3fn)
-                rows.append({**row, "codes_that_differ": _unequal(codes, reference(xs[0], rule)[0])})
+                rows.append({**row, "codes_that_differ": _unequal(codes, reference(xs[0], recipe)[0])})
     return rows
 
 

@@ -145,7 +145,8 @@ def configuration(precision: str, *changes: str) -> RunConfig:
     linear, cache = _FORMATS[precision]
     side = f"{{linear: {linear}, kv_cache: {cache}}}"
     trainer = ["training.trainer=megatron", "training.warmup_steps=0", "training.max_grad_norm=1e9"]
-    return load_config("tiny", [f"precision.rollout={side}", f"precision.training={side}", *trainer, *changes])
+    sides = [f"precision.rollout={side}", f"precision.training={side}", "precision.scale_rule=pow2"]
+    return load_config("tiny", [*sides, *trainer, *changes])
 
 
 class RandomPolicy(Mapping[str, Tensor]):

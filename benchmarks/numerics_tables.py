@@ -26,9 +26,10 @@ from fp8core.config.load import load_config
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
-from fp8core.numerics.e4m3 import ScaleRule, decode, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import decode, quantise_rows, quantise_tiles
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales, covered_amax, scales_from_statistics
+from fp8core.numerics.recipe import RECIPES, ScaleRule
 from fp8core.rl import alignment_metrics, correction
 from fp8core.rl.batch import TokenBatch, length_mask
 from fp8core.rl.correction import CorrectionRule, Filter, Weighting
@@ -98,8 +99,8 @@ def _distributions() -> dict[str, Tensor]:
 def _by_quantiser(x: Tensor) -> dict[str, dict[str, float]]:
     found = {}
     for rule in RULES:
-        rows, row_scales = quantise_rows(x, rule)
-        tiles, tile_scales = quantise_tiles(x, rule)
+        rows, row_scales = quantise_rows(x, RECIPES[rule].activations)
+        tiles, tile_scales = quantise_tiles(x, RECIPES[rule].weights)
         whole, scale = quantise_tensor(x, rule)
         wide = tile_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
         found[f"1x128 {rule}"] = rows * row_scales.repeat_interleave(128, 1)
@@ -289,7 +290,7 @@ def _logprobs(contract: Mapping[str, str]) -> Tensor:
     tokens = torch.randint(512, (16, 128), generator=torch.Generator().manual_seed(0)).tolist()
     batch = TokenBatch.of([row[:1] for row in tokens], [row[1:] for row in tokens])
     amax = trainer.statistics(batch).amax()
-    scales = scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+    scales = scales_from_statistics(amax, config.calibration.margin, config.precision.recipe.cache)
     return trainer.logprobs(batch, 1.0, scales).logprobs[length_mask([row[1:] for row in tokens])].view(16, -1)
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE, ScaleRule, quantise_rows, quantise_tiles, round_to_e4m3, scale_from_amax
+from fp8core.numerics.e4m3 import quantise_rows, quantise_tiles, round_to_e4m3, scale_from_amax
 from fp8core.numerics.gemm import block_gemm, relative_rms
+from fp8core.numerics.recipe import TILE, Grouping, ScaleRule
 
 
 def quantise_tensor(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
@@ -105,8 +106,8 @@ def gemm_error(left: Tensor, right: Tensor, rule: ScaleRule, block: int = TILE) 
     Raises:
         GroupNotFinite: an operand holds NaN or infinity.
     """
-    left_grid, left_scales = quantise_rows(left, rule, block)
-    right_grid, tile_scales = quantise_tiles(right, rule, block)
+    left_grid, left_scales = quantise_rows(left, Grouping(1, block, rule))
+    right_grid, tile_scales = quantise_tiles(right, Grouping(block, block, rule))
     right_scales = tile_scales.repeat_interleave(block, dim=0)[: right.shape[0]]
     exact = block_gemm(left_grid, left_scales, right_grid, right_scales, block)
     hardware = hardware_gemm(left_grid, left_scales, right_grid, right_scales, block)

@@ -40,6 +40,7 @@ from benchmarks.harness import PRECISIONS, Row, RowFile, ended, part_of, start, 
 from benchmarks.vllm_hopper import prepare
 from fp8core.config.engines import VllmConfig
 from fp8core.models.architecture import Architecture
+from fp8core.numerics.recipe import RecipeName
 from fp8core.rollout.engine import Sampling
 from fp8core.run.context import gc_freeze, gc_unfreeze
 
@@ -87,6 +88,7 @@ class Engine:
     forward: str = "stock"
     block_size: int | None = None
     traced: tuple[int, int] | None = None
+    rule: RecipeName = "fp32_activations"
 
 
 def _headline(repeats: int) -> tuple[Cell, ...]:
@@ -121,6 +123,13 @@ ENGINES = {
     "qwen3-8b/fp8_linear_kv/aligned/headline": Engine(
         "qwen3-8b", "fp8_linear_kv", _headline(1), forward="aligned", traced=(256, 2048)
     ),
+    # The default recipe beside powers of two for all, of the aligned model.
+    **{
+        f"qwen3-8b/fp8_linear_kv/aligned/{rule}": Engine(
+            "qwen3-8b", "fp8_linear_kv", _headline(1)[:1], forward="aligned", traced=(256, 2048), rule=rule
+        )
+        for rule in ("fp32_activations", "pow2")
+    },
     "qwen3-8b/bf16/prompts": Engine("qwen3-8b", "bf16", _PROMPTS),
     "qwen3-8b/fp8_linear_kv/prompts": Engine("qwen3-8b", "fp8_linear_kv", _PROMPTS),
     "qwen3-8b/fp8_linear_kv/aligned/prompts": Engine("qwen3-8b", "fp8_linear_kv", _PROMPTS, forward="aligned"),
@@ -166,7 +175,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     """Start an engine and time its cells."""
     arch, contract = architecture(engine_of.model), cases.contract(engine_of.precision)
     if engine_of.forward == "aligned":
-        contract = cases.aligned(contract)
+        contract = cases.aligned(contract, engine_of.rule)
     settings = _settings(engine_of)
     prepare(contract, settings)
     rows = RowFile(out)
@@ -179,6 +188,7 @@ def measure(engine_of: Engine, out: Path) -> None:
         torch.cuda.empty_cache()
         gc_freeze()  # as a training does
         about = {"model": engine_of.model, "precision": engine_of.precision, "layers": arch.num_layers}
+        about |= {"scale_rule": contract.scale_rule}
         about |= cases.engine_row(cases.summary(engine.describe()), settings)
         for cell in engine_of.cells:
             kind = "prompts" if cell.generated == 1 else "rollout"

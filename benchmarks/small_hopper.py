@@ -85,8 +85,12 @@ _AHEAD = {
     "rollout.vllm.sleep": False,
 }
 _CHANGED: Mapping[str, Mapping[str, Any]] = {
-    "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock"},
-    "fp8_end_to_end_kv_sglang": {"rollout.engine": "sglang", "precision.rounding_points": "stepwise"},
+    "fp8_end_to_end_kv_stock": {"rollout.vllm.model": "stock", "precision.attention": "fp8"},
+    "fp8_end_to_end_kv_sglang": {
+        "rollout.engine": "sglang",
+        "precision.rounding_points": "stepwise",
+        "precision.attention": "fp8",
+    },
     "fp8_end_to_end_kv_sglang_aligned": {
         "rollout.engine": "sglang",
         "rollout.sglang.model": "aligned",
@@ -96,7 +100,7 @@ _CHANGED: Mapping[str, Mapping[str, Any]] = {
     "fp8_end_to_end_kv_tools_asynchronous": _TOOLS | _AHEAD,
     "fp8_end_to_end_kv_turns": _TURNS,
     "bf16_megatron": _MEGATRON,
-    "fp8_end_to_end_megatron": _MEGATRON,
+    "fp8_end_to_end_megatron": {**_MEGATRON, "precision.scale_rule": "pow2"},
 }
 """What more is unlike the configuration in variants that are trained when they are asked for: vLLM's own model, to show
 what the aligned one changes, SGLang beside vLLM, episodes with a tool, also beside the update, and Megatron beside

@@ -74,6 +74,7 @@ from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import RecipeName
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.requirements import required_environment
@@ -124,6 +125,7 @@ class Cell:
     tokens_per_pass: int = 16_384
     checkpointing: bool = True
     deterministic: bool = False
+    rule: RecipeName = "fp32_activations"
 
 
 CELLS = {
@@ -134,6 +136,7 @@ CELLS = {
         f"qwen3-8b/kept/{p}": Cell("qwen3-8b", p, tokens_per_pass=4096, checkpointing=False)
         for p in ("bf16", "fp8_block_kv")
     },
+    "qwen3-8b/fp8_block_kv/pow2": Cell("qwen3-8b", "fp8_block_kv", rule="pow2"),
     "qwen3-8b/fp8_block/deterministic": Cell("qwen3-8b", "fp8_block", deterministic=True),
     **{f"small/{p}": Cell("small", p, checkpointing=False) for p in PRECISIONS},
     **{f"width/{w}/{p}": Cell(f"width-{w}", p, checkpointing=False) for w in WIDTHS for p in ("bf16", "fp8_block")},
@@ -195,7 +198,8 @@ def architecture(cell: Cell, device: torch.device) -> Architecture:
 def trainer_of(cell: Cell, arch: Architecture, device: torch.device) -> PackedTrainer:
     """A trainer of random weights, as `training.registry` builds it."""
     side = PRECISIONS[cell.precision]
-    contract = PrecisionContract.model_validate({"rollout": side, "training": side, "rounding_points": "kernels"})
+    points = {"rounding_points": "kernels", "scale_rule": cell.rule}
+    contract = PrecisionContract.model_validate({"rollout": side, "training": side, **points})
     training = TrainingConfig(
         device="cuda",
         optimiser_state="bf16",
@@ -239,6 +243,7 @@ def measure(cell: Cell, device: torch.device, out: Path) -> None:
     warm_up, *timed = (step() for _ in range(3))
     tokens, seconds = batch.sequences.tokens.numel(), sorted(timed)[0]
     about = {"model": cell.model, "trainer": "torch", "precision": cell.precision, "layers": arch.num_layers}
+    about |= {"scale_rule": cell.rule}
     about |= {"sequence": sequence, "tokens": tokens, "tokens_per_pass": cell.tokens_per_pass}
     about |= {"checkpointing": cell.checkpointing, "deterministic": cell.deterministic}
     about |= {"attention_backward": attention_backward.describe(arch.head_dim, device)}

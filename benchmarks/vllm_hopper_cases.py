@@ -33,6 +33,7 @@ from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, trai
 from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
+from fp8core.numerics.recipe import FP32_ACTIVATIONS, RecipeName
 from fp8core.resources.kernels import Product, layer_products, samples
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
@@ -85,17 +86,17 @@ def build() -> VllmBuild:
 
 
 def contract(precision: str) -> PrecisionContract:
-    """`bf16`, `fp8_linear` or `fp8_linear_kv`, for both sides; FP32 head."""
+    """`bf16`, `fp8_linear` or `fp8_linear_kv`, for both sides, by powers of two; FP32 head."""
     parts: dict[str, Any] = {
         "linear": "bf16" if precision == "bf16" else "fp8_block",
         "kv_cache": "fp8" if precision == "fp8_linear_kv" else "bf16",
     }
-    return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts))
+    return PrecisionContract(rollout=SidePrecision(**parts), training=TrainingPrecision(**parts), scale_rule="pow2")
 
 
-def aligned(agreed: PrecisionContract) -> PrecisionContract:
-    """The same, rounded as the engine rounds whose layers are the trainer's (`options(model="aligned")`)."""
-    return agreed.model_copy(update={"rounding_points": POINTS})
+def aligned(agreed: PrecisionContract, rule: RecipeName = "fp32_activations") -> PrecisionContract:
+    """The same by another rule, rounded as the engine whose layers are the trainer's (`options(model="aligned")`)."""
+    return agreed.model_copy(update={"rounding_points": POINTS, "scale_rule": rule})
 
 
 def options(**changes: Any) -> VllmConfig:
@@ -151,7 +152,7 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     trainer = ExactTrainer(arch, masters, *formats, TrainingConfig(), Objective(LossConfig(), CorrectionConfig()))
     prompts = [list(group.prompt) for group in prompt_groups(4, 1, 32, seed=100)]
     amax = trainer.statistics(TokenBatch.of(prompts, [[5]] * len(prompts))).amax()
-    layers = tuple(scales_from_statistics(amax, 2.0, agreed.scale_rule))
+    layers = tuple(scales_from_statistics(amax, 2.0, agreed.recipe.cache))
     tensors = {name: tensor.cuda() for name, tensor in trainer.export().items()}
     return Policy(arch, tensors, PolicyScales(version, layers), trainer, masters)
 
@@ -199,7 +200,7 @@ def quantise_seconds(policy: Policy) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
     for shape in shapes:
-        tile_codes(weights[shape], "pow2", flag)
+        tile_codes(weights[shape], FP32_ACTIVATIONS.weights, flag)
     torch.cuda.synchronize()
     return round(time.perf_counter() - began, 4)
 
@@ -210,7 +211,9 @@ def checkpoint_equals(policy: Policy) -> bool:
         plain, quantised = Path(folder) / "bf16", Path(folder) / "fp8"
         vocabulary = policy.arch.vocab_size
         save_checkpoint(plain, policy.arch, policy.masters, character_tokenizer(ALPHABET, vocabulary, EOS))
-        write_checkpoint(plan_quantisation(plain, KeptInBf16(), "pow2"), quantised, lambda tensors, size: None)
+        write_checkpoint(
+            plan_quantisation(plain, KeptInBf16(), FP32_ACTIVATIONS.weights), quantised, lambda tensors, size: None
+        )
         return policy_digest(load_file(quantised / "model.safetensors")) == policy_digest(policy.tensors)
 
 

@@ -31,8 +31,8 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, Experts, parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, in_one_buffer
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import TILE
 from fp8core.processes.variables import set_variables
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm.requirements import model_refusals

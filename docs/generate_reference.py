@@ -114,9 +114,9 @@ def measured_steps() -> dict[Path, str]:
     for row in json.loads(STEP_ROWS.read_text()):
         if row["kind"] != "step_ledger":
             continue
-        # A row's command is not quoted for a shell.
+        # A row's command is not quoted for a shell, and all were measured when powers of two were the default.
         name, *overrides = row["command"].removeprefix("fp8-grpo run ").split(" --set ")
-        config = load_config(name, overrides)
+        config = load_config(name, ["precision.scale_rule=pow2", *overrides])
         arch = replace(PUBLISHED["Qwen/Qwen3-8B-Base"], num_layers=row["layers"])
         seconds = {task: row["seconds"].get(task, 0.0) for task in ("rollout", "logprobs", "train")}
         rest = row["seconds"]["wall"] - sum(seconds.values())

@@ -4,7 +4,7 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
-from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, problems, questions, refuse, variants
+from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted, problems, questions, refuse, variants
 from flows.launch import long_part, say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
@@ -23,13 +23,15 @@ from flows.tracking.publish import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import problems_digest
+from fp8core.data.prompt import Problem, problems_digest
 from fp8core.data.references import counted
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
+from fp8core.evaluation.measure import EvaluationResult, PartCosts, Precision, paired_differences
+from fp8core.progress import Progress
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
+from fp8core.run.parts import measure_parts
 from fp8core.run.recompute import RedoError
 from fp8core.run.snapshot import FAILURES
 from fp8core.store.outputs import EVALUATION, Output
@@ -53,6 +55,7 @@ def evaluate(
     output: str | None = None,
     overwrite: bool = False,
     overrides: FlowOverrides = None,
+    parts: bool = False,
 ) -> Any:
     """Measure a checkpoint, with the uncertainty; returns the result. A failed state has the reason as its message.
 
@@ -75,13 +78,14 @@ def evaluate(
         output: File for the result as JSON; null: none.
         overwrite: Whether that may replace a file which is no such result.
         overrides: Any other setting, as {'rollout.max_batch': 64}.
+        parts: Whether to measure the KL from BF16 of each part of FP8 too, on a CPU, on prompts and right answers.
     """
     bound_mlflow_requests()
     quiet_store_logs()
     prepare_logs()
     asked = EvaluationRequest(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
-        confidence, overrides,
+        confidence, overrides, parts,
     )  # fmt: skip
     file = None if output is None else Output("output", output, EVALUATION)
     try:
@@ -113,6 +117,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
         questioned = questions(asked, config, found)
         answered = _answers(configs, questioned, verifier.main, stop)
         described = verifier.describe()
+    parts = _parts(parted(asked, config), found, stop)
     base, *others = answered
     return EvaluationResult(
         target=asked.target,
@@ -134,6 +139,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
             name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.counting)
             for name in others
         },
+        parts=parts,
     )
 
 
@@ -162,23 +168,55 @@ def _answer(
     @task(name=f"answer-{name}", persist_result=False, cache_policy=NO_CACHE)
     def body() -> Answered | None:
         torch.set_num_threads(config.threads)
-        with long_part(f"completions, {name}") as part:
-
-            def progress(done: int, total: int) -> None:
-                part(done, total)
-                if stop.requested and done < total:
-                    raise _Stopped
-
-            with suppress(_Stopped):
-                return answer(config, questioned, verifier, progress)
+        with long_part(f"completions, {name}") as part, suppress(_Stopped):
+            return answer(config, questioned, verifier, _stoppable(part, stop))
         return None
 
     done: Answered | None = body()
     return done
 
 
+def _parts(
+    configs: Mapping[Precision, RunConfig], problems: Sequence[Problem], stop: StopRequest
+) -> dict[str, PartCosts]:
+    """The cost of each part of FP8, by precision; without those that SIGTERM stops."""
+    found = dict[str, PartCosts]()
+    for name, config in configs.items():
+        costs = None if stop.requested else _part_costs(name, config, problems, stop)
+        if costs is None:
+            say(f"stopped: the parts of {name} are not measured", sys.stderr)
+            break
+        found[name] = costs
+    return found
+
+
+def _part_costs(name: Precision, config: RunConfig, problems: Sequence[Problem], stop: StopRequest) -> PartCosts | None:
+    """One precision as a Prefect task; None: it was stopped."""
+
+    @task(name=f"parts-{name}", persist_result=False, cache_policy=NO_CACHE)
+    def body() -> PartCosts | None:
+        torch.set_num_threads(config.threads)
+        with long_part(f"parts of FP8, {name}") as part, suppress(_Stopped):
+            return measure_parts(config, problems, _stoppable(part, stop))
+        return None
+
+    done: PartCosts | None = body()
+    return done
+
+
+def _stoppable(part: Progress, stop: StopRequest) -> Progress:
+    """Progress that raises `_Stopped` after SIGTERM, while something is left."""
+
+    def progress(done: int, total: int) -> None:
+        part(done, total)
+        if stop.requested and done < total:
+            raise _Stopped
+
+    return progress
+
+
 class _Stopped(Exception):
-    """SIGTERM came before the last completion."""
+    """SIGTERM came before the last completion, or the last text."""
 
 
 def _log(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:

@@ -16,7 +16,7 @@ from fp8core.data.prompt import Problem, refuse_unfit
 from fp8core.data.references import Readable, Unreadable, counted, first_readable, readable
 from fp8core.data.source import SUFFIXES, RowSource, build_source
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, heldout_problems
+from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, has_fp8, heldout_problems
 from fp8core.models.checkpoint import find_checkpoint
 from fp8core.processes.variables import set_variables
 from fp8core.report.console import Console
@@ -54,6 +54,7 @@ class EvaluationRequest:
     seed: int = 0
     confidence: float = 0.95
     overrides: Overrides | None = None
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def refuse(asked: EvaluationRequest) -> None:
         raise UserError(f"split={asked.split}: data.source={config.data.source} has no splits; omit it")
     _counted(asked)
     _temperature(asked, config)
+    parted(asked, config)
 
 
 def refuse_unread(asked: EvaluationRequest) -> None:
@@ -201,6 +203,21 @@ def variants(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, Run
         if environment != environments[first]:
             raise UserError(f"precisions: the engine starts differently for {first} and {name}; ask for one at a time")
     set_variables(environments[first].required, environments[first].suggested)
+    return found
+
+
+def parted(asked: EvaluationRequest, config: RunConfig) -> dict[Precision, RunConfig]:
+    """The configuration in each precision that `parts` is about: those with FP8; none where nobody asked.
+
+    Raises UserError: no precision has FP8, or an environment would begin the texts.
+    """
+    if not asked.parts:
+        return {}
+    if config.environment is not None:
+        raise UserError("parts: KL is measured on prompts of the data, and environment.name begins its own; omit parts")
+    found = {name: one for name, one in _in_precisions(asked, config).items() if has_fp8(one.precision)}
+    if not found:
+        raise UserError(f"parts: {', '.join(asked.precisions)} has no FP8; add --precision fp8")
     return found
 
 

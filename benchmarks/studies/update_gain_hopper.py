@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8core.numerics.recipe import FP32_ACTIVATIONS
 from fp8core.training.update_gain import Tile, UpdateGain, sampled_tiles
 
 _HIDDEN, _WIDTH, _KV, _LAYERS = 4096, 12288, 1024, 36
@@ -35,7 +36,7 @@ def main() -> None:
     def read(tiles: Sequence[Tile]) -> list[Tensor]:
         return [tile.cut(masters[tile.name]) for tile in tiles]
 
-    gain = UpdateGain(sampled_tiles(shapes), read, lambda _: "fp8_block", "pow2", list)
+    gain = UpdateGain(sampled_tiles(shapes), read, lambda _: "fp8_block", FP32_ACTIVATIONS.weights, list)
     for update in range(1, 16):
         for master in masters.values():
             master += 1e-5

@@ -48,6 +48,9 @@ def add_command(commands: Any) -> None:
         metavar="PRECISION",
         help="precision to answer in (default: configured); repeat to compare others with the first",
     )
+    parser.add_argument(
+        "--parts", action="store_true", help="also measure the KL from BF16 of each part of FP8, on a CPU"
+    )
     parser.add_argument("--seed", type=at_least(0), help="of samples and of resampling (default 0)")
     parser.add_argument(
         "--confidence",

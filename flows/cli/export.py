@@ -85,7 +85,7 @@ def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "
 
     precision = original.config(step).precision
     kept = KeptInBf16(precision.bf16_first_layers, precision.bf16_last_layers)
-    return plan_quantisation(policy.folder, kept, precision.scale_rule)
+    return plan_quantisation(policy.folder, kept, precision.recipe.weights)
 
 
 def _writer(

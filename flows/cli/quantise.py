@@ -30,9 +30,10 @@ def add_command(commands: Any) -> None:
 
 def quantise_folder(options: argparse.Namespace) -> int:
     from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+    from fp8core.numerics.recipe import RECIPES
 
     kept = KeptInBf16(options.first, options.last, tuple(options.keep))
-    plan = plan_quantisation(options.source, kept, options.scale_rule)
+    plan = plan_quantisation(options.source, kept, RECIPES[options.scale_rule].weights)
     seconds = write_planned(plan, options.target)
     say(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
     print_remarks(plan)

@@ -185,6 +185,10 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         total = sum(done.outcomes.values())
         values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in done.outcomes.items()}
         values[f"evaluation/{name}/length_mean"] = done.length_mean
+    for name, costs in result.parts.items():
+        for part, cost in costs.parts.items():
+            known = {key: value for key, value in vars(cost).items() if value is not None}
+            values |= {f"evaluation/{name}/part_{part}_{key}": value for key, value in known.items()}
     return values
 
 

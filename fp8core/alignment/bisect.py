@@ -41,6 +41,7 @@ from fp8core.models.decoder import Decoder
 from fp8core.models.weights import (
     SCALE_SUFFIX,
     Formats,
+    PreparedWeights,
     fused_linear,
     is_linear,
     layer_of,
@@ -82,7 +83,7 @@ class Side:
 
     @classmethod
     def of(cls, formats: Formats, masters: Mapping[str, Tensor]) -> "Side":
-        return cls(formats, stored_weights(masters, formats.stored_names(), formats.scale_rule))
+        return cls(formats, stored_weights(masters, formats.stored_names(), formats.recipe.weights))
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ def place_of(parameter: str) -> DecoderPart:
 @torch.no_grad()
 def logprobs(arch: Architecture, side: Side, task: Task) -> Tensor:
     """Log-probs of the completion tokens of one side, FP32 [B, T - 1] in the columns of the tokens; 0 elsewhere."""
-    decoder, weights = Decoder(arch, side.formats), load_policy(arch, side.stored)
+    decoder = Decoder(arch, side.formats)
+    weights = load_policy(arch, PreparedWeights(side.stored, side.formats.recipe.weights))
     found = []
     for _, part in task.sequences.slices(_MICRO_BATCH):
         found.append(decoder.completion_logprobs(weights, part, task.temperature, task.scales)[0])

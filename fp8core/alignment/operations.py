@@ -35,12 +35,14 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import MlpWeights, TopKRouting, feed_forward
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
-from fp8core.numerics.e4m3 import ScaleRule, quantise_rows
+from fp8core.numerics.attention import FP8_CACHE_FORMS
+from fp8core.numerics.e4m3 import quantise_rows
 from fp8core.numerics.elementwise import rms_norm, rotate, swiglu, to_e4m3_grid
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.linear import LinearFormat, LinearWeight, dequantise_rows
 from fp8core.numerics.logprobs import log_softmax
+from fp8core.numerics.recipe import Grouping
 
 Values = dict[str, Tensor]
 Compute = Callable[[Values], tuple[Tensor, ...]]
@@ -124,10 +126,11 @@ class _Parts:
 
     def layer(self, i: int, scales: LayerScales | None) -> list[Operation]:
         form, layer, prefix = self.decoder.formats.layers[i], self.weights.layers[i], f"model.layers.{i}"
-        rule, first = self.decoder.formats.scale_rule, ("delta",) if i == 0 else ("residual", "delta")
-        qkv, gate_up = _row_codes("normed", form.qkv, rule), _row_codes("normed", form.gate_up, rule)
-        attended = _row_codes("attended", form.output, rule)
-        cached = scales if form.attention.name == "fp8" else None
+        groups, first = self.decoder.formats.recipe.activations, ("delta",) if i == 0 else ("residual", "delta")
+        qkv, gate_up = _row_codes("normed", form.qkv, groups), _row_codes("normed", form.gate_up, groups)
+        attended = _row_codes("attended", form.output, groups)
+        cached = scales if form.attention.name in FP8_CACHE_FORMS else None
+        rotated = _cache_codes(cached, "qk" if form.attention.name == "fp8" else "k")
         heads, normed = ("q", "k", "v"), ("normed", "residual")
         output = _linear(form.output, layer.output, "attended")
         input_norm, post_norm = self.norm(layer.input_norm, first=i == 0), self.norm(layer.post_norm, first=False)
@@ -135,7 +138,7 @@ class _Parts:
             (f"{prefix}.input_layernorm", first, normed, input_norm, qkv),
             (f"{prefix}.self_attn.qkv_proj", ("normed",), heads, self.qkv(i, layer), _cache_codes(cached, "v")),
             *self.head_norms(f"{prefix}.self_attn", layer),
-            (f"{prefix}.self_attn.rotary_emb", ("q", "k"), ("q", "k"), self.rotary(), _cache_codes(cached, "qk")),
+            (f"{prefix}.self_attn.rotary_emb", ("q", "k"), ("q", "k"), self.rotary(), rotated),
             (f"{prefix}.self_attn.attn", heads, ("attended",), self.attention(i, scales), attended),
             (f"{prefix}.self_attn.o_proj", ("attended",), ("delta",), output, {}),
             (f"{prefix}.post_attention_layernorm", ("residual", "delta"), normed, post_norm, gate_up),
@@ -145,10 +148,10 @@ class _Parts:
 
     def block(self, i: int, prefix: str, layer: LayerWeights) -> list[tuple[Any, ...]]:
         """A dense block by its linears; a router with its experts as a whole, since experts have no single input."""
-        form, mlp, rule = self.decoder.formats.layers[i], layer.mlp, self.decoder.formats.scale_rule
+        form, mlp, groups = self.decoder.formats.layers[i], layer.mlp, self.decoder.formats.recipe.activations
         if isinstance(mlp, MlpWeights):
             gated, down = _linear(form.gate_up, mlp.gate_up, "normed"), _linear(form.down, mlp.down, "activated")
-            codes = _row_codes("activated", form.down, rule)
+            codes = _row_codes("activated", form.down, groups)
             return [
                 (f"{prefix}.gate_up_proj", ("normed",), ("gate_up",), gated, {}),
                 (f"{prefix}.act_fn", ("gate_up",), ("activated",), self.swiglu, codes),
@@ -231,11 +234,11 @@ def _linear(form: LinearFormat, weight: LinearWeight, name: str) -> Compute:
     return lambda values: (form(values[name], weight),)
 
 
-def _row_codes(name: str, form: LinearFormat, rule: ScaleRule) -> dict[str, QuantiseValues]:
+def _row_codes(name: str, form: LinearFormat, groups: Grouping) -> dict[str, QuantiseValues]:
     """Codes times scales, as a linear of this format reads the value."""
     if form.name != "fp8_block":
         return {}
-    return {name: lambda x: dequantise_rows(*quantise_rows(x, rule), rule)}
+    return {name: lambda x: dequantise_rows(*quantise_rows(x, groups), groups)}
 
 
 def _cache_codes(scales: LayerScales | None, names: str) -> dict[str, QuantiseValues]:

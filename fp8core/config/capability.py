@@ -109,9 +109,9 @@ def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[Ref
             yield Refusal(f"{side}.linear=fp8_block", f"{platform} has no FP8 block GEMM", "set it to bf16")
         if platform not in _FP8_HARDWARE and formats.kv_cache == "fp8":
             yield Refusal(f"{side}.kv_cache=fp8", f"{platform} has no FP8 attention", "set it to bf16")
-    if platform == "sm_100" and contract.training.linear == "fp8_block" and contract.scale_rule == "fp32":
+    if platform == "sm_100" and contract.training.linear == "fp8_block" and contract.scale_rule != "pow2":
         yield Refusal(
-            "scale_rule=fp32",
+            f"scale_rule={contract.scale_rule}",
             "sm_100 trains block FP8 through MXFP8, whose scales are powers of two",
             "set it to pow2, or generate in FP8 and train in BF16 (training.linear=bf16)",
         )

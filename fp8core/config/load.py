@@ -167,6 +167,9 @@ def _as_begun(dump: Mapping[str, Any]) -> dict[str, Any]:
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a dumped configuration that determine numbers; those of `measure` decide whether ranks do."""
     kept = {key: value for key, value in dump.items() if key not in NON_NUMERIC_KEYS}
+    if (precision := kept.get("precision", {})).get("attention") is None:
+        # Runs of earlier versions have no such setting, and keep their digest.
+        kept["precision"] = {key: value for key, value in precision.items() if key != "attention"}
     if _ranks_count(measure):
         kept["cluster"] = {"ranks": dump.get("cluster", {}).get("ranks")}
     return kept

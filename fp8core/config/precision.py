@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
+from fp8core.numerics.recipe import AttentionProducts, Recipe, RecipeName, recipe_of
 
 LinearFormat = Literal["fp32", "bf16", "fp8_block"]
 CacheFormat = Literal["fp32", "bf16", "fp8"]
 HeadFormat = Literal["fp32", "bf16"]
-ScaleRule = Literal["pow2", "fp32"]
 PointsName = Literal["stepwise", "native", "kernels", "fused"]
 
 
@@ -27,8 +27,8 @@ class SidePrecision(Section):
     )
     kv_cache: CacheFormat = Field(
         "fp8",
-        description="K and V in the cache, and Q, K, V and P in attention. For training, fp8 means that "
-        "the trainer's forward emulates the rollout's FP8 cache and attention.",
+        description="K and V in the cache. For training, fp8 means that the trainer's forward emulates the "
+        "rollout's FP8 cache and its attention.",
     )
     head: HeadFormat = Field("fp32", description="Logits: BF16 weights with FP32 or BF16 output.")
 
@@ -68,9 +68,15 @@ class PrecisionContract(Section):
 
     rollout: SidePrecision = Field(default_factory=SidePrecision)
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
-    scale_rule: ScaleRule = Field(
-        "pow2",
-        description="Scales of every quantiser: powers of two (the one rule whose bytes are equal everywhere) or FP32.",
+    scale_rule: RecipeName = Field(
+        "fp32_activations",
+        description="Scales of block FP8: fp32_activations has FP32 scales for activations and powers of two for "
+        "weights and gradients; pow2 and fp32 have one rule for all. pow2 has equal bytes in every library.",
+    )
+    attention: AttentionProducts | None = Field(
+        None,
+        description="Products of attention over an FP8 cache: fp16_over_fp8_cache widens K and V and keeps Q and P in "
+        "FP16; fp8 rounds Q and P to E4M3. null: FP16 under fp32_activations, else fp8.",
     )
     rounding_points: PointsName = Field(
         "stepwise",
@@ -83,6 +89,14 @@ class PrecisionContract(Section):
     accept_mismatch: bool = Field(
         False, description="Allow sides of different formats without any correction (to measure what that does)."
     )
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipe_of(self.scale_rule, self.attention, (self.bf16_first_layers, self.bf16_last_layers))
+
+    def attention_of(self, side: SidePrecision) -> AttentionProducts | CacheFormat:
+        """The attention of a side: the format of its cache, and of products where that is FP8."""
+        return self.recipe.attention if side.kv_cache == "fp8" else side.kv_cache
 
 
 _Unbounded = Literal["none"]

@@ -247,6 +247,43 @@ def paired_differences(base: Measurement, other: Measurement, counting: Counting
     return differences
 
 
+@dataclass(frozen=True)
+class PartCost:
+    """Distance of a policy's distributions from those of the same weights in BF16, at temperature 1.
+
+    Attributes:
+        nats: KL(BF16, it) a token of the prompts, the mean over tokens.
+        median, worst: over texts, each with the mean of its prompt.
+        same_choice: share of the prompts' tokens after which both have one most likely token.
+        answer_nats: as `nats`, of the right answers' tokens; None where no text has one.
+        answer_shift: log-probability of a right answer minus that in BF16, nats, the mean over texts; None likewise.
+    """
+
+    nats: float
+    median: float
+    worst: float
+    same_choice: float
+    answer_nats: float | None
+    answer_shift: float | None
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """The cost of each part of a recipe alone, and of `all` together (`evaluation.parts`).
+
+    Attributes:
+        texts, tokens: prompts, and their tokens.
+        answers: texts with a right answer that can be written.
+        answer_logprob: log-probability of a right answer in BF16, nats, the mean over texts; None without answers.
+    """
+
+    texts: int
+    tokens: int
+    answers: int
+    answer_logprob: float | None
+    parts: dict[str, PartCost]
+
+
 class EvaluationResult(BaseModel):
     """The result that `fp8-grpo evaluate --json` writes and MLflow keeps."""
 
@@ -269,6 +306,9 @@ class EvaluationResult(BaseModel):
     engines: dict[str, dict[str, JsonValue]] = Field(description="What the engine said it ran, by precision.")
     differences: dict[str, dict[str, Estimate]] = Field(
         description="Paired by prompt, by precision: it minus the first precision."
+    )
+    parts: dict[str, PartCosts] = Field(
+        default_factory=dict, description="What each part of FP8 costs, by precision; empty where nobody asked."
     )
 
     @property
@@ -312,6 +352,11 @@ def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionC
     return contract.model_copy(update={"rollout": sides[precision]})
 
 
+def has_fp8(contract: PrecisionContract) -> bool:
+    """True where the rollout has FP8 in linears or in its cache."""
+    return contract.rollout.linear == "fp8_block" or contract.rollout.kv_cache == "fp8"
+
+
 Unmeasured = Literal["not asked", "no FP8", "random weights", "environment", "engine"]
 
 
@@ -321,10 +366,9 @@ def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
     The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
     start. The engine must compute exactly (`EngineEntry.arithmetic`), and no environment may answer.
     """
-    rollout = config.precision.rollout
     if not config.evaluation.precision_gap:
         return "not asked"
-    if rollout.linear != "fp8_block" and rollout.kv_cache != "fp8":
+    if not has_fp8(config.precision):
         return "no FP8"
     if config.model is None and config.warm_start is None:
         return "random weights"

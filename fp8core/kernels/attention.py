@@ -1,4 +1,4 @@
-"""Attention to packed sequences on Hopper: the engine's FP8 attention, and FlashAttention in BF16.
+"""Attention to packed sequences on Hopper: the engine's, over an FP8 cache, and FlashAttention in BF16.
 
 The backward of both is `attention_backward`'s, from the output and the log-sum-exp of the forward.
 """
@@ -14,6 +14,7 @@ from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.fused import HeadLayout, Heads, head_codes, head_gradients, head_values, heads_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import PAGE, Attended, DevicePack, PackedSequences
+from fp8core.numerics.recipe import AttentionProducts
 
 
 def bf16_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, exact: Bf16Attention) -> Attended:
@@ -29,27 +30,35 @@ def bf16_attention_backward(
     return torch.cat(attention_gradients(grad, heads_of(qkv, layout), saved, pack), dim=1).flatten(1)
 
 
-def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
+def fp8_attention(
+    qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, products: AttentionProducts, longest: int
+) -> Attended:
     """The result of the engine's decode kernel for every token of a pack, which is its own paged cache."""
-    query, key, value = head_codes(qkv, layout, scales)
+    query, key, value = head_codes(qkv, layout, scales, products)
     keys, values = (codes.view(-1, PAGE, *codes.shape[1:]) for codes in (key, value))
     group = layout.query_heads // layout.kv_heads
     # Filling has no attention, and no weights in the backward.
-    out = torch.zeros_like(query, dtype=torch.bfloat16)
+    out = torch.zeros(query.shape, dtype=torch.bfloat16, device=qkv.device)
     logsumexp = torch.full((layout.query_heads, len(query)), torch.inf, device=qkv.device)
     work = _work(pack.sequences, group, longest, qkv.device)
     of_all = tuple(_scalar(scale, qkv.device) for scale in (scales.q, scales.k, scales.v))
-    attention = _sequence_attention(qkv.device, layout, longest)
+    attention = _sequence_attention(qkv.device, layout, longest, products)
     attention(query, keys, values, pack.pages, work, of_all, out, logsumexp)
     attended = out.flatten(1)
     return Attended(attended, (attended, logsumexp))
 
 
 def fp8_attention_backward(
-    grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, scales: LayerScales
+    grad: Tensor,
+    qkv: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: HeadLayout,
+    pack: DevicePack,
+    scales: LayerScales,
+    products: AttentionProducts,
 ) -> Tensor:
-    grads = attention_gradients(grad, head_values(qkv, layout, scales), saved, pack)
-    return head_gradients(grads, qkv, layout, scales)
+    grads = attention_gradients(grad, head_values(qkv, layout, scales, products), saved, pack)
+    return head_gradients(grads, qkv, layout, scales, products)
 
 
 def _flash_attention(heads: Heads, pack: DevicePack) -> tuple[Tensor, Tensor]:
@@ -67,12 +76,14 @@ def _bounds(pack: DevicePack) -> tuple[Tensor, Tensor, int, int]:
 
 
 @cache
-def _sequence_attention(device: torch.device, layout: HeadLayout, longest: int) -> SequenceAttention:
+def _sequence_attention(
+    device: torch.device, layout: HeadLayout, longest: int, products: AttentionProducts
+) -> SequenceAttention:
     """One kernel and workspace for all layers, which run one after the other."""
     query_heads, kv_heads, head_dim = layout
     strides = (PAGE * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     shape = torch.Size((1, PAGE, kv_heads, head_dim))
-    return SequenceAttention(device, shape, strides, query_heads // kv_heads, longest)
+    return SequenceAttention(device, shape, strides, query_heads // kv_heads, longest, products)
 
 
 @lru_cache(maxsize=8)

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.fused import HeadLayout, Heads
 from fp8core.numerics.packed import DevicePack, PackedSequences
+from fp8core.numerics.recipe import TILE
 
 MOST_BYTES = 3_000_000_000
 """Memory that cuDNN may take for one part of a pack, as `Shape.workspace` counts it."""

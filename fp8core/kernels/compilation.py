@@ -115,9 +115,9 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
 
 def multiply(sample: Sample, device: str = "cuda") -> None:
     """Compute one product of zeros, which compiles its kernel where the library does that."""
-    from fp8core.numerics.e4m3 import TILE
     from fp8core.numerics.gemm import forward_gemm, weight_gradient_gemm
     from fp8core.numerics.packed import head_logits
+    from fp8core.numerics.recipe import TILE
 
     def zeros(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         codes = torch.zeros(rows, columns, device=device).to(torch.float8_e4m3fn)

@@ -23,8 +23,6 @@
 #define SHARE (HEAD_DIM / 8)      // of a row of values: what a lane multiplies
 #define EVERY (32 * WARPS / HEAD_DIM)  // rows of O that a block merges at once
 
-__device__ __forceinline__ uint4 load16(const u8* address) { return *reinterpret_cast<const uint4*>(address); }
-
 __device__ __forceinline__ void copy16(uint4* shared, const u8* global) {
     const u32 address = (u32)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
@@ -133,7 +131,7 @@ __device__ __forceinline__ void soften(State& state, u32 (&p)[4], float (&s)[4][
     for (int t = 0; t < 4; ++t) {
         const float first = exp2_approximate(s[t][0] - base + P_EXPONENT);
         const float second = exp2_approximate(s[t][1] - base + P_EXPONENT);
-        p[t] = round_to_e4m3(first, second);
+        p[t] = round_weights(first, second);
         state.sum += sum_of_half2(p[t]);
     }
 }
@@ -206,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
     __shared__ bool last;
     const int head = blockIdx.x, own = blockIdx.y, part = blockIdx.z, begin = part * PARTITION;
     const int warp = threadIdx.x / 32, g = (threadIdx.x % 32) / 4, c = threadIdx.x % 4;
-    const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
+    const float scale = scale_of_scores(softmax_scale, query_scale, key_scale);
     // Of the rows that this thread merges: its element, and the first.
     const int element = threadIdx.x % HEAD_DIM, first_row = threadIdx.x / HEAD_DIM;
     // Keys that this query sees; -1 for one that is left out.
@@ -221,15 +219,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_attent
 
     u32 q[HEAD_DIM / 16][2];
     {
-        const u8* at = query + starts[own] * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
+        const i64 first = starts[own] * query_stride + (head * GROUP + g) * HEAD_DIM + 16 * c;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 64; ++j) {
-            const uint4 x = g < GROUP ? load16(at + 64 * j) : make_uint4(0, 0, 0, 0);
+            const Sixteen x = g < GROUP ? load_query(query + (first + 64 * j) * QUERY_BYTES) : Sixteen{};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                q[4 * j + i][0] = low_to_half2(word_of(x, i));
-                q[4 * j + i][1] = high_to_half2(word_of(x, i));
-            }
+            for (int i = 0; i < 8; ++i) q[4 * j + i / 2][i % 2] = x.pairs[i];
         }
     }
     const int* const blocks = block_table + own * table_stride;

@@ -2,8 +2,8 @@
 
 FlashAttention 3 decodes from an FP8 cache at little more than half of the memory's bandwidth, because FP8 tensor cores
 want V transposed. Decoding is bound by memory, so the kernel widens codes to FP16 instead, which is exact, and
-multiplies with FP32 accumulation. It computes as the contract requires: Q, K, V and P are E4M3, P is scaled by 256
-(`numerics.attention.decode_attention_reference`).
+multiplies with FP32 accumulation. It computes as the contract requires: K and V are E4M3, Q and P are too or have FP16,
+P is scaled by 256 (`numerics.attention.decode_attention_reference`).
 
 Nothing depends on the batch: keys are split by their position alone, and parts are merged in their order. So a token
 attends alike whether it is decoded, part of a prompt, or part of a sequence that is scored (`sequence_attention`).
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, Queries
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, QUERY_TYPES, Queries
+from fp8core.numerics.recipe import AttentionProducts
 
 _SHORTEST_PARTITION, _MOST_PARTITIONS = 4096, 4
 _WARPS, _TILE = 4, 32
@@ -35,6 +36,7 @@ class DecodeAttention:
         group: int,
         longest: int,
         queries: int,
+        products: AttentionProducts,
         partition: int | None = None,
         resident: int = 3,
         stages: int = 2,
@@ -48,13 +50,15 @@ class DecodeAttention:
             group: query heads per KV head, at most `LARGEST_GROUP`.
             longest: keys of the longest sequence.
             queries: that are computed at once, which the workspace grows with; of more, as many at a time.
+            products: what is multiplied, which decides the type of queries (`QUERY_TYPES`).
             partition: keys that one block of threads goes through, a multiple of 32; None takes what suits `longest`.
                 It decides the order of sums.
             resident: blocks of one multiprocessor that registers are shared out for.
             stages: tiles of 32 keys that a warp has in shared memory.
         """
-        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
+        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
         kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
+        self._query_type = QUERY_TYPES[products]
         self.kv_heads, self.partitions = kv_heads, -(-longest // definitions["PARTITION"])
         definitions |= {"RESIDENT": resident, "STAGES": stages}
         queue = _WARPS * stages * _TILE * 2 * self._head_dim
@@ -76,15 +80,16 @@ class DecodeAttention:
         """Write the attention of the queries to their rows of `out`; the other rows stay.
 
         Args:
-            query: E4M3 [tokens, heads, head_dim].
+            query: [tokens, heads, head_dim], E4M3 or BF16 by the products.
             keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
             values: likewise.
             queries: which tokens, and what they see.
-            scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
+            scales: of Q (not read in BF16), K and V, FP32 scalars on the device: value = code * scale.
             out: BF16 [tokens, heads, head_dim].
         """
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
+        assert query.dtype == self._query_type, query.dtype
         for first in range(0, len(queries.lengths), self._at_once):
             table, starts, lengths = (each[first:] for each in queries)
             count = min(self._at_once, len(lengths))
@@ -99,7 +104,9 @@ shared_decode_attention = cache(DecodeAttention)
 """The same for equal arguments: one kernel and workspace for all layers, which run one after the other."""
 
 
-def cache_definitions(shape: torch.Size, strides: tuple[int, ...], group: int, partition: int) -> dict[str, int]:
+def cache_definitions(
+    shape: torch.Size, strides: tuple[int, ...], group: int, partition: int, products: AttentionProducts
+) -> dict[str, int]:
     """The macros of both attention kernels for a paged cache; arguments are `DecodeAttention`'s."""
     _, page, _, head_dim = shape
     assert 1 <= group <= LARGEST_GROUP, group
@@ -107,7 +114,8 @@ def cache_definitions(shape: torch.Size, strides: tuple[int, ...], group: int, p
     assert head_dim in HEAD_DIMS, shape
     assert strides[-1] == 1, strides
     names, sizes = ("BLOCK_STRIDE", "KEY_STRIDE", "HEAD_STRIDE"), {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": page}
-    return {**sizes, "PARTITION": partition, **dict(zip(names, strides[:3], strict=True))}
+    sizes |= {"PARTITION": partition, "PRODUCTS_16": int(products == "fp16_over_fp8_cache")}
+    return {**sizes, **dict(zip(names, strides[:3], strict=True))}
 
 
 def partition_of(longest: int) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
-from fp8core.numerics.e4m3 import TILE, Codes
+from fp8core.numerics.e4m3 import Codes
+from fp8core.numerics.recipe import TILE
 
 DEEP_GEMM_DISTRIBUTIONS = ("deep_gemm", "vllm", "sgl-deep-gemm")
 """Each brings DeepGEMM: its own package, the one inside vLLM's, SGLang's build of it."""
@@ -64,6 +65,15 @@ def head_logits(hidden: Tensor, weight: Tensor, output: torch.dtype = torch.floa
     logits = torch.empty(hidden.shape[0], weight.shape[0], device=hidden.device)
     library.bf16_gemm_nt(hidden, weight, logits)
     return logits.to(output).float()
+
+
+def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """Sums in the same order for every number of rows, by DeepGEMM."""
+    library = _deep_gemm_on(x.device)
+    assert library is not None, "layers in BF16 beside block FP8 need DeepGEMM"
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+    library.bf16_gemm_nt(x, weight, y)
+    return y
 
 
 @cache

@@ -29,14 +29,17 @@ from fp8core.kernels.quantise import (
     ColumnCodes,
     RowCodes,
     codes_of,
+    forward_rows,
     larger,
     quarters_of_tile,
     report,
     scale_and_inverse,
     store_columns,
     to_bf16,
+    token_columns,
 )
-from fp8core.numerics.e4m3 import AMAX_FLOOR, TILE, Codes, FiniteFlag, ScaleRule, finite_check
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check
+from fp8core.numerics.recipe import AMAX_FLOOR, TILE, Grouping
 
 _ROWS, _COLUMNS = 64, 32
 _AMAX_FLOOR = tl.constexpr(AMAX_FLOOR)
@@ -287,33 +290,39 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def add_norm_row_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
     with finite_check(x.device, flag) as not_finite:
-        total, rows, _inverses = _row_pass(x, added, weight, eps, rule, not_finite)
-    return total, rows
+        total, codes, _inverses = _row_pass(x, added, weight, eps, rows, not_finite)
+    return total, codes
 
 
 def add_norm_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Grouping,
+    columns: Grouping,
+    flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     with finite_check(x.device, flag) as not_finite:
-        total, by_row, inverses = _row_pass(x, added, weight, eps, rule, not_finite)
-    rows, columns = total.shape
-    out = ColumnCodes.empty(rows, columns, total.device)
+        total, by_row, inverses = _row_pass(x, added, weight, eps, rows, not_finite)
+    (tokens, hidden), pow2 = total.shape, token_columns(columns)
+    out = ColumnCodes.empty(tokens, hidden, total.device)
     words = out.words
     # fmt: off
     with torch.cuda.device_of(total):
-        _norm_column_codes_kernel[(triton.cdiv(columns, TILE), out.scales.shape[0])](
-            total, inverses, weight, words, out.scales, rows, columns, words.stride(0), out.scales.stride(0),
-            rule == "pow2", TILE, num_warps=8, maxnreg=_TILE_REGISTERS, enable_fp_fusion=False,
+        _norm_column_codes_kernel[(triton.cdiv(hidden, TILE), out.scales.shape[0])](
+            total, inverses, weight, words, out.scales, tokens, hidden, words.stride(0), out.scales.stride(0),
+            pow2, TILE, num_warps=8, maxnreg=_TILE_REGISTERS, enable_fp_fusion=False,
         )
     # fmt: on
-    return total, by_row, out.result(rows), inverses[0]
+    return total, by_row, out.result(tokens), inverses[0]
 
 
 def _row_pass(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, not_finite: Tensor
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, grouping: Grouping, not_finite: Tensor
 ) -> tuple[Tensor, Codes, Tensor]:
     """The sum, the codes of the rows of its norm, and 1 / rms as of `inverse_rms`, FP32 [3, rows]."""
     x, other, total = _streams(x, added)
@@ -324,7 +333,7 @@ def _row_pass(
     with torch.cuda.device_of(x):
         _add_norm_row_codes_kernel[(rows,)](
             x, other, weight, total, *out, inverses, not_finite, out.scales.stride(0), columns, eps,
-            added is not None, rule == "pow2", groups, TILE, **_options(columns),
+            added is not None, forward_rows(grouping), groups, TILE, **_options(columns),
         )
     # fmt: on
     return total, out.result(), inverses

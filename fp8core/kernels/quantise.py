@@ -30,17 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import (
-    AMAX_FLOOR,
-    E4M3_MAX,
-    GRADIENT_FLOOR,
-    TILE,
-    Codes,
-    FiniteFlag,
-    ScaleRule,
-    finite_check,
-    round_up,
-)
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check, round_up
+from fp8core.numerics.recipe import AMAX_FLOOR, E4M3_MAX, GRADIENT_FLOOR, TILE, Grouping
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -238,6 +229,7 @@ def store_tile(
     column_scale_pitch: tl.tensor,
     floor: tl.constexpr,
     pow2: tl.constexpr,
+    columns_pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     """Quantise quarters a, b, c, d (FP32 [tile / 4, tile], zero outside) by rows (with `floor`) and by columns."""
@@ -255,7 +247,7 @@ def store_tile(
     # fmt: off
     store_columns(
         a, b, c, d, across, down, column_words, column_scales, columns, column_word_pitch, column_scale_pitch,
-        pow2, tile,
+        columns_pow2, tile,
     )
     # fmt: on
 
@@ -392,6 +384,7 @@ def _rows_and_columns_kernel(
     column_scale_pitch: tl.tensor,
     floor: tl.constexpr,
     pow2: tl.constexpr,
+    columns_pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     across, down = tl.program_id(0), tl.program_id(1)
@@ -403,36 +396,36 @@ def _rows_and_columns_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
     )
     # fmt: on
 
 
-def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
     x = _checked(x)
     rows, columns = x.shape
     out = RowCodes.empty(rows, columns, x.device)
     grid = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM))
-    pitch = out.scales.stride(0)
+    pitch, pow2 = out.scales.stride(0), forward_rows(grouping)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
-        _rows_kernel[grid](x, *out, not_finite, rows, columns, pitch, rule == "pow2", _ROWS_PER_PROGRAM, TILE)
+        _rows_kernel[grid](x, *out, not_finite, rows, columns, pitch, pow2, _ROWS_PER_PROGRAM, TILE)
     return out.result()
 
 
 def row_and_column_codes(
-    x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None, floor: float = AMAX_FLOOR
+    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
     x = _checked(x)
-    rows, columns = x.shape
-    out = TileCodes.empty(rows, columns, x.device)
+    out = TileCodes.empty(x.shape[0], x.shape[1], x.device)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _rows_and_columns_kernel[out.tiles](
-            x, *out.arguments(not_finite), floor, rule == "pow2", TILE, num_warps=8, maxnreg=_REGISTERS
+            x, *out.arguments(not_finite), *rows_and_columns(rows, columns), TILE, num_warps=8, maxnreg=_REGISTERS
         )
     return out.result()
 
 
-def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
+    assert (grouping.rows, grouping.columns, grouping.floor) == (TILE, TILE, AMAX_FLOOR), f"no kernel for {grouping}"
     rows, columns = x.shape
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     scales = torch.empty(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE), device=x.device)
@@ -441,9 +434,27 @@ def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Co
     x = _checked(x)
     with torch.cuda.device_of(x), finite_check(x.device, flag) as not_finite:
         _tiles_kernel[scales.shape[::-1]](
-            x, codes, scales, not_finite, rows, columns, rule == "pow2", TILE, num_warps=8
+            x, codes, scales, not_finite, rows, columns, grouping.rule == "pow2", TILE, num_warps=8
         )
     return codes, scales
+
+
+def forward_rows(grouping: Grouping) -> bool:
+    """True for powers of two: what a kernel is compiled for that quantises rows with a forward's floor."""
+    assert (grouping.rows, grouping.columns, grouping.floor) == (1, TILE, AMAX_FLOOR), f"no kernel for {grouping}"
+    return grouping.rule == "pow2"
+
+
+def rows_and_columns(rows: Grouping, columns: Grouping) -> tuple[float, bool, bool]:
+    """Floor of the rows, and for each of both whether scales are powers of two: what `store_tile` is compiled for."""
+    assert (rows.rows, rows.columns) == (1, TILE), f"no kernel for {rows}"
+    return rows.floor, rows.rule == "pow2", token_columns(columns)
+
+
+def token_columns(grouping: Grouping) -> bool:
+    """True for powers of two: what `store_columns` is compiled for."""
+    assert (grouping.rows, grouping.columns, grouping.floor) == (1, TILE, GRADIENT_FLOOR), f"no kernel for {grouping}"
+    return grouping.rule == "pow2"
 
 
 def _checked(x: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ __device__ __forceinline__ bool soften(Sums& sums, float (&factor)[2], u32 (&p)[
             const float* const x = s + 16 * tile + 4 * t + 2 * r;
             const float first = exp2_approximate(x[0] - base + P_EXPONENT), second = exp2_approximate(x[1] - base + P_EXPONENT);
             u32& pair = p[2 * tile + t / 2][t % 2 * 2 + r];
-            pair = round_to_e4m3(first, second);
+            pair = round_weights(first, second);
             sums.sum[r] += sum_of_half2(pair);
             sums.exact[r] += first + second;
         }
@@ -375,27 +375,37 @@ __device__ __forceinline__ void write_query(u8* to, const u8* (&from)[2], const 
         u32* const at = reinterpret_cast<u32*>(to) + (2 * warp + r) * 32 + g * 4 + c;
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 64; ++j) {
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (seen[r] > 0) x = *reinterpret_cast<const uint4*>(from[r] + 64 * j + 16 * c);
+            const Sixteen x = seen[r] > 0 ? load_query(from[r] + (64 * j + 16 * c) * QUERY_BYTES) : Sixteen{};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                at[2 * (4 * j + i) * 256] = low_to_half2(word_of(x, i));
-                at[(2 * (4 * j + i) + 1) * 256] = high_to_half2(word_of(x, i));
-            }
+            for (int i = 0; i < 8; ++i) at[(8 * j + i) * 256] = x.pairs[i];
         }
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// From scores of a pair to P, with O relative to the maximum after it. P of the first tile follows the second's maximum:
-// it stays exact in FP16 if that rose by no more than 15. Else this warp multiplies the first tile by itself.
+// Whether P of the first tile stays exact in FP16 when it follows a maximum that the second raised. That of E4M3 does
+// where it rose by no more than 15; bits of FP16 may be lost before.
+__device__ __forceinline__ bool stays_exact(const u32 (&p)[4][4], const float (&factor)[2], const u32 (&by)[2]) {
+    bool exact = fminf(factor[0], factor[1]) >= 0x1p-15f;
+#if PRODUCTS_16
+    const u32 back[2] = {twice_half(1.0f / factor[0]), twice_half(1.0f / factor[1])};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        exact &= multiply_half2(multiply_half2(p[i / 4][i % 4], by[i % 2]), back[i % 2]) == p[i / 4][i % 4];
+#endif
+    return exact;
+}
+
+// From scores of a pair to P, with O relative to the maximum after it. Where P of the first tile does not stay exact,
+// this warp multiplies that tile by itself.
 __device__ __forceinline__ void to_weights(
     float (&o)[PER_THREAD], u32 (&p)[4][4], Sums& sums, float (&s)[32], float scale, const Queue& values, const u8* memory) {
     float factor[2][2];
     const bool raised = soften<0>(sums, factor[0], p, s, scale), raised_again = soften<1>(sums, factor[1], p, s, scale);
     if (raised) rescale(o, factor[0]);
     if (!raised_again) return;
-    if (__any_sync(FULL_WARP, fminf(factor[1][0], factor[1][1]) < 0x1p-15f)) {
+    const u32 by[2] = {twice_half(factor[1][0]), twice_half(factor[1][1])};
+    if (__any_sync(FULL_WARP, !stays_exact(p, factor[1], by))) {
         values.wait_until_full();
         const u8* const at = memory + values.stage * IMAGE + threadIdx.x % 32 * 4;
 #pragma unroll
@@ -410,7 +420,6 @@ __device__ __forceinline__ void to_weights(
 #pragma unroll
         for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = 0;
     } else {
-        const u32 by[2] = {twice_half(factor[1][0]), twice_half(factor[1][1])};
 #pragma unroll
         for (int i = 0; i < 8; ++i) p[i / 4][i % 4] = multiply_half2(p[i / 4][i % 4], by[i % 2]);
     }
@@ -455,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     const int group = threadIdx.x / 128, c = threadIdx.x % 4, first_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    const float scale = softmax_scale * 1.4426950408889634f * *query_scale * *key_scale;
+    const float scale = scale_of_scores(softmax_scale, query_scale, key_scale);
     u8* const own_query = memory + STAGES * IMAGE + group * 64 * HEAD_DIM * 2;
     const u32 own_rows = (u32)__cvta_generic_to_shared(own_query);
     for (int index = blockIdx.x; index < all; index += gridDim.x) {
@@ -469,7 +478,7 @@ extern "C" __global__ void __launch_bounds__(128 * (WARPGROUPS + 1), 1) sequence
             token[r] = piece.row + row / GROUP;
             own_head[r] = index % heads * GROUP + row % GROUP;
             seen[r] = row / GROUP < piece.tokens ? piece.seen + row / GROUP : 0;
-            from[r] = query + (i64)token[r] * query_stride + own_head[r] * HEAD_DIM;
+            from[r] = query + ((i64)token[r] * query_stride + own_head[r] * HEAD_DIM) * QUERY_BYTES;
         }
         write_query(own_query, from, seen);
         asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fp8core.kernels.cuda import cuda_kernel
 from fp8core.kernels.decode_attention import cache_definitions, partition_of
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.packed import copied
+from fp8core.numerics.recipe import AttentionProducts
 
 # As in the source.
 _TILE, _STRANDS, _WARPGROUPS, _STAGES = 32, 4, 3, 5
@@ -103,11 +105,13 @@ class SequenceAttention:
         strides: tuple[int, ...],
         group: int,
         longest: int,
+        products: AttentionProducts,
         partition: int | None = None,
     ) -> None:
         """Compile; arguments are `DecodeAttention`'s, of which `longest` and `partition` decide the order of sums."""
-        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest))
+        definitions = cache_definitions(shape, strides, group, partition or partition_of(longest), products)
         self._kv_heads, self._head_dim, self._strides = shape[2], shape[3], strides
+        self._query_type = QUERY_TYPES[products]
         self._image = 2 * _TILE * self._head_dim * 2
         shared = _STAGES * self._image + _ROWS * self._head_dim * (2 + 4)
         made = tuple(definitions.items())
@@ -132,17 +136,18 @@ class SequenceAttention:
         """Write the attention of spans to their rows of `out`; the other rows stay.
 
         Args:
-            query: E4M3 [tokens, heads, head_dim].
+            query: [tokens, heads, head_dim], E4M3 or BF16 by the products.
             keys: E4M3 [blocks, page, kv_heads, head_dim] of the strides that were given.
             values: likewise.
             block_table: int32 [spans, blocks of the longest].
             work: of `batches`.
-            scales: of Q, K and V, FP32 scalars on the device: value = code * scale.
+            scales: of Q (not read in BF16), K and V, FP32 scalars on the device: value = code * scale.
             out: BF16 [tokens, heads, head_dim].
             logsumexp: FP32 [heads, tokens], of the scaled scores, in nats.
         """
         assert keys.stride() == values.stride() == self._strides
         assert query.stride()[1:] == (self._head_dim, 1)
+        assert query.dtype == self._query_type, query.dtype
         for lengths, pairs, pieces in work:
             size = len(pairs) * self._kv_heads * 2 * self._image
             if len(self._images) < size:

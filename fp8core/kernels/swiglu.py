@@ -24,21 +24,15 @@ from fp8core.kernels.quantise import (
     INTERPRETED,
     RowCodes,
     TileCodes,
+    forward_rows,
     quarters_of_tile,
+    rows_and_columns,
     store_row_groups,
     store_tile,
     to_bf16,
 )
-from fp8core.numerics.e4m3 import (
-    AMAX_FLOOR,
-    GRADIENT_FLOOR,
-    TILE,
-    Codes,
-    FiniteFlag,
-    ScaleRule,
-    finite_check,
-    row_and_column_codes,
-)
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, finite_check, row_and_column_codes
+from fp8core.numerics.recipe import TILE, Grouping
 
 _ROWS_PER_PROGRAM = 32
 _BACKWARD_ROWS_PER_PROGRAM = 16
@@ -143,6 +137,7 @@ def _codes_kernel(
     column_scale_pitch: tl.tensor,
     floor: tl.constexpr,
     pow2: tl.constexpr,
+    columns_pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     across, down = tl.program_id(0), tl.program_id(1)
@@ -154,7 +149,7 @@ def _codes_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
     )
     # fmt: on
 
@@ -214,6 +209,7 @@ def _backward_codes_kernel(
     column_scale_pitch: tl.tensor,
     floor: tl.constexpr,
     pow2: tl.constexpr,
+    columns_pow2: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
     of_up, across, down = tl.program_id(0) % 2, tl.program_id(0) // 2, tl.program_id(1)
@@ -227,7 +223,7 @@ def _backward_codes_kernel(
     # fmt: off
     store_tile(
         a, b, c, d, across, down, row_codes, row_scales, column_words, column_scales, not_finite, rows, columns,
-        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, tile,
+        row_scale_pitch, column_word_pitch, column_scale_pitch, floor, pow2, columns_pow2, tile,
     )
     # fmt: on
 
@@ -241,25 +237,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+def swiglu_row_codes(gate_up: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
     gate_up, rows, columns = _halves(gate_up)
     out = RowCodes.empty(rows, columns, gate_up.device)
-    grid = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM))
+    grid, pow2 = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM)), forward_rows(grouping)
     # fmt: off
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
-            gate_up, *out, not_finite, rows, columns, out.scales.stride(0), rule == "pow2", _ROWS_PER_PROGRAM, TILE,
+            gate_up, *out, not_finite, rows, columns, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
             enable_fp_fusion=False,
         )
     # fmt: on
     return out.result()
 
 
-def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
-    gate_up, rows, columns = _halves(gate_up)
-    out = TileCodes.empty(rows, columns, gate_up.device)
+def swiglu_codes(
+    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
+    gate_up, tokens, width = _halves(gate_up)
+    out, rules = TileCodes.empty(tokens, width, gate_up.device), rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
-        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), AMAX_FLOOR, rule == "pow2", TILE, **_TILE_OPTIONS)
+        _codes_kernel[out.tiles](gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS)
     return out.result()
 
 
@@ -277,22 +275,16 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward_codes(
-    grad: Tensor, gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None
+    grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    gate_up, rows, columns = _halves(gate_up)
+    gate_up, tokens, width = _halves(gate_up)
     # Where gate and up share a group of columns, one tile has both gradients: not worth a kernel.
-    if columns % TILE:
-        return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
-    out = TileCodes.empty(rows, 2 * columns, gate_up.device)
+    if width % TILE:
+        return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
+    out, rules = TileCodes.empty(tokens, 2 * width, gate_up.device), rows_and_columns(rows, columns)
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _backward_codes_kernel[out.tiles](
-            grad.contiguous(),
-            gate_up,
-            *out.arguments(not_finite),
-            GRADIENT_FLOOR,
-            rule == "pow2",
-            TILE,
-            **_TILE_OPTIONS,
+            grad.contiguous(), gate_up, *out.arguments(not_finite), *rules, TILE, **_TILE_OPTIONS
         )
     return out.result()
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
+from fp8core.numerics.recipe import TILE
 
 VOCABULARY_STEP = 64
 """vLLM and SGLang pad the vocabulary to a multiple of this; the rows beyond it are never read."""

@@ -1,7 +1,8 @@
 """The decoder shared by the embedded engine and the torch trainer: every family of `architecture`, in any format.
 
     decoder = Decoder(architecture, reference_formats(architecture.num_layers))
-    weights = load_policy(architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    names, recipe = decoder.formats.stored_names(), decoder.formats.recipe
+    weights = load_policy(architecture, stored_weights(masters, names, recipe.weights))
     context = FullContext.of(valid)                       # bool [B, T], False on padding
     hidden  = decoder.hidden(weights, tokens, positions, context, scales=())     # FP32 [B, T, hidden]
     logits  = decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)    # FP32 [B * T, vocabulary]

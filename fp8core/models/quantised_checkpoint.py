@@ -50,7 +50,7 @@ from fp8core.models.safetensors_stream import (
     write_tensors,
 )
 from fp8core.models.weights import SCALE_SUFFIX, is_linear
-from fp8core.numerics.e4m3 import TILE, ScaleRule
+from fp8core.numerics.recipe import TILE, Grouping
 from fp8core.user_files import open_input, read_json_object
 
 # The second and third are those of models that also see or hear: their other towers are not decoders.
@@ -215,7 +215,7 @@ class CheckpointConversion:
         return sum(spec.size for conversion in self.conversions for spec in conversion.results)
 
 
-def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> CheckpointConversion:
+def plan_quantisation(source: Path, kept: KeptInBf16, tiles: Grouping) -> CheckpointConversion:
     """BF16, FP16 or FP32 (both by way of BF16) to block FP8.
 
     FP32 tensors beside linears in BF16 or FP16 were left wide on purpose (corrections of a router, decay rates), and
@@ -239,7 +239,7 @@ def plan_quantisation(source: Path, kept: KeptInBf16, rule: ScaleRule) -> Checkp
     def convert(name: str) -> Conversion:
         tensor = stored[name]
         if name in selection.quantised:
-            return Quantised(tensor, rule)
+            return Quantised(tensor, tiles)
         return Kept(tensor, "BF16" if tensor.spec.dtype in narrowed else tensor.spec.dtype)
 
     return CheckpointConversion(

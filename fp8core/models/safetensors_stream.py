@@ -22,7 +22,8 @@ from torch import Tensor
 from fp8core.errors import UserError
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.numerics.e4m3 import TILE, GroupNotFinite, ScaleRule, decode, encode, quantise_tiles
+from fp8core.numerics.e4m3 import GroupNotFinite, decode, encode, quantise_tiles
+from fp8core.numerics.recipe import TILE, Grouping
 from fp8core.user_files import open_input, read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -280,7 +281,7 @@ class Quantised:
     """A matrix to E4M3 codes and the scales of its tiles, by rows of tiles."""
 
     stored: StoredTensor
-    rule: ScaleRule
+    tiles: Grouping
 
     @property
     def results(self) -> tuple[StoredSpec, ...]:
@@ -293,7 +294,7 @@ class Quantised:
         for chunk in self.stored.chunks(_rows(columns) * columns):
             values = chunk.view(FLOATS[self.stored.spec.dtype]).view(-1, columns)
             try:
-                grid, tile_scales = quantise_tiles(values.bfloat16().float(), self.rule)
+                grid, tile_scales = quantise_tiles(values.bfloat16().float(), self.tiles)
             except GroupNotFinite as error:
                 raise self.stored.refused("holds NaN or infinity in BF16") from error
             yield codes, encode(grid)

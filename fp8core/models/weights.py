@@ -17,8 +17,14 @@ from fp8core.config.precision import LinearFormat as LinearName
 from fp8core.config.precision import PointsName, PrecisionContract, SidePrecision
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.models.experts import ExpertWeights, MlpFormats, MlpWeights
-from fp8core.numerics.attention import AttentionFormat, Bf16Attention, ExactFp32Attention, Fp8Attention, Fp32Attention
-from fp8core.numerics.e4m3 import ScaleRule, round_up, tile_codes
+from fp8core.numerics.attention import (
+    FP8_CACHE_FORMS,
+    AttentionFormat,
+    Bf16Attention,
+    ExactFp32Attention,
+    Fp32Attention,
+)
+from fp8core.numerics.e4m3 import round_up, tile_codes
 from fp8core.numerics.elementwise import (
     FUSED,
     KERNELS,
@@ -43,6 +49,7 @@ from fp8core.numerics.linear import (
     load_weight,
 )
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head, HeadFormat, HeadWeight, load_head
+from fp8core.numerics.recipe import FP32_ACTIVATIONS, Grouping, Recipe
 
 SCALE_SUFFIX = "_scale_inv"
 # Alignment for tensor maps and vector loads of every width.
@@ -112,11 +119,12 @@ class PolicyWeights:
     head: HeadWeight
 
 
-def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: ScaleRule) -> dict[str, Tensor]:
+def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, tiles: Grouping) -> dict[str, Tensor]:
     """Weights as they are shipped to an engine and saved for it.
 
     Args:
         masters: FP32 weights by Hugging Face name.
+        tiles: of block-FP8 weights.
 
     Returns:
         By name: E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else.
@@ -126,7 +134,7 @@ def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, rule: Sc
         form = formats.of(name)
         narrow = master.detach().to(torch.float32 if form == "fp32" else torch.bfloat16)
         if form == "fp8_block":
-            stored[name], stored[name + SCALE_SUFFIX] = tile_codes(narrow, rule)
+            stored[name], stored[name + SCALE_SUFFIX] = tile_codes(narrow, tiles)
         else:
             stored[name] = narrow
     return stored
@@ -179,16 +187,21 @@ def fused_linear(name: str) -> str:
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """Stored weights, and what was made ready of them: passes under one policy share it, with masters or without."""
+    """Stored weights, and what was made ready of them: passes under one policy share it, with masters or without.
+
+    `tiles` are those that codes were quantised in, as every shipped recipe has them.
+    """
 
     stored: Mapping[str, Tensor]
+    tiles: Grouping = FP32_ACTIVATIONS.weights
     _linears: dict[tuple[str, ...], LinearWeight] = field(default_factory=dict)
     _heads: dict[str, HeadWeight] = field(default_factory=dict)
 
     def linear(self, names: tuple[str, ...]) -> LinearWeight:
         """The weights that share an input, stacked."""
         if names not in self._linears:
-            parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX)) for name in names]
+            tile = self.tiles.rows, self.tiles.columns
+            parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX), tile) for name in names]
             self._linears[names] = load_weight(parts)
         return self._linears[names]
 
@@ -297,14 +310,14 @@ class Formats:
     Attributes:
         rounding: format of values between operations.
         points: what is rounded inside operations; `with_points` changes it.
-        scale_rule: rule of every quantiser.
+        recipe: groups and scales of every quantiser, and the products of attention.
     """
 
     layers: tuple[LayerFormats, ...]
     head: HeadFormat
     rounding: Rounding
     points: RoundingPoints
-    scale_rule: ScaleRule
+    recipe: Recipe
 
     def stored_names(self) -> StoredNames:
         names: dict[str, LinearName] = {"fp8_block": "fp8_block", "bf16": "bf16", "fp32": "fp32"}
@@ -318,7 +331,7 @@ class Formats:
             "linear": [_names(layer.linears) for layer in self.layers],
             "attention": _names(layer.attention for layer in self.layers),
             "head": self.head.name,
-            "scale_rule": self.scale_rule,
+            "scale_rule": self.recipe.name,
             "rounding_points": self.points.name,
         }
 
@@ -359,20 +372,20 @@ def reference_formats(num_layers: int) -> Formats:
 
 
 def _formats(contract: PrecisionContract, side: SidePrecision, backward: LinearName, num_layers: int) -> Formats:
-    inner = _linear(side.linear, backward, contract.scale_rule)
+    recipe = contract.recipe
+    inner = _linear(side.linear, backward, recipe)
     outer = ExactFp32Linear() if side.linear == "fp32" else Bf16Linear()
-    first, last = contract.bf16_first_layers, num_layers - contract.bf16_last_layers
     points = NOWHERE if side.linear == "fp32" else _POINTS[contract.rounding_points]
     bf16 = Bf16Attention(points.weights)
-    forms: dict[str, AttentionFormat] = {"fp8": Fp8Attention(), "bf16": bf16, "fp32": ExactFp32Attention()}
-    attention = forms[side.kv_cache]
+    forms: dict[str, AttentionFormat] = {**FP8_CACHE_FORMS, "bf16": bf16, "fp32": ExactFp32Attention()}
+    attention = forms[contract.attention_of(side)]
     head: dict[str, HeadFormat] = {"fp32": Fp32Head(), "bf16": Bf16Head()}
     return Formats(
-        layers=tuple(_layer(inner if first <= i < last else outer, attention) for i in range(num_layers)),
+        layers=tuple(_layer(inner if recipe.in_fp8(i, num_layers) else outer, attention) for i in range(num_layers)),
         head=head[side.head],
         rounding=keep_fp32 if side.linear == "fp32" else round_to_bf16,
         points=points,
-        scale_rule=contract.scale_rule,
+        recipe=recipe,
     )
 
 
@@ -380,12 +393,12 @@ def _layer(linear: LinearFormat, attention: AttentionFormat) -> LayerFormats:
     return LayerFormats(qkv=linear, output=linear, gate_up=linear, down=linear, attention=attention)
 
 
-def _linear(forward: LinearName, backward: LinearName, rule: ScaleRule) -> LinearFormat:
+def _linear(forward: LinearName, backward: LinearName, recipe: Recipe) -> LinearFormat:
     match forward, backward:
         case "fp8_block", "fp8_block":
-            return Fp8BlockLinear(rule)
+            return Fp8BlockLinear(recipe)
         case "fp8_block", _:
-            return Fp8ForwardLinear(rule)
+            return Fp8ForwardLinear(recipe)
         case "bf16", _:
             return Bf16Linear()
         case _:

@@ -5,6 +5,11 @@ quantised to E4M3, and its row sum is taken before that rounding. Both products 
 and the row sum is a sum of fixed-point numbers. So a token's output is the same whether it is decoded alone or scored
 in a full pass, and whatever padding surrounds it.
 
+`fp16_over_fp8_cache` has the same cache and rounds Q and P to FP16: tensor cores get K and V in it anyway. Q has no
+scale, and the row sum is that of the rounded P. Q keeps so many bits below the largest of its row that its product with
+codes is exact. P is at most 1 and a multiple of 2^-24. So P V is exact for 2,340 keys of the largest weight and code
+(2^53 / 2^24 / (448 * 2^9)), and for more where these are smaller.
+
 `decode_attention_reference` is what the engines' decode kernel computes (`kernels.decode_attention`): single tokens
 over a paged FP8 cache. The maximum that its P is relative to is rounded up to a power of two. Moving on to a higher
 maximum is then exact. P is rounded to the same value whichever keys were seen before (as long as it is a normal
@@ -22,14 +27,28 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.numerics.elementwise import Rounding, keep_fp32, round_to_bf16, to_e4m3_grid, to_fixed_point
+from fp8core.numerics.elementwise import (
+    Rounding,
+    keep_fp32,
+    round_to_bf16,
+    to_e4m3_grid,
+    to_fixed_point,
+    to_fp16,
+    to_fp16_rows,
+)
 from fp8core.numerics.gemm import ordered_gemm, sliced_gemm
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import AttentionProducts
 
 HEAD_DIMS = (64, 128)
 """Of the decode kernel."""
 LARGEST_GROUP = 8
 """Query heads per KV head of the decode kernel: more do not fit a fragment's columns."""
+QUERY_TYPES: dict[AttentionProducts, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "fp16_over_fp8_cache": torch.bfloat16,
+}
+"""The types of queries that the kernels take: codes, or values that are rounded to FP16 as they are read."""
 
 
 def decode_kernel_takes(head_dim: int, group: int) -> bool:
@@ -39,6 +58,8 @@ def decode_kernel_takes(head_dim: int, group: int) -> bool:
 
 _P_RANGE = 256.0
 _SUM_BITS = 32
+# Of FP64's 53, for Q and the number of terms. A code has the others: it is at most 448 * 2^9 times its last bit.
+_PRODUCT_BITS = 35
 
 
 class AttentionFormat(Protocol):
@@ -68,6 +89,26 @@ class Fp8Attention:
         p, row_sum = _weights(scores)
         values = _per_query_head(to_e4m3_grid(p * _P_RANGE, 1.0), v) * (scales.v / _P_RANGE)
         return round_to_bf16(values / row_sum)
+
+
+class Fp16OverFp8Attention(Fp8Attention):
+    """E4M3 cache; products of FP16 Q and P with its codes."""
+
+    name = "fp16_over_fp8_cache"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scales: LayerScales | None) -> Tensor:
+        assert scales is not None, "FP8 attention without scales: calibrate first"
+        rounded = to_fp16_rows(q, _PRODUCT_BITS - (q.shape[-1] - 1).bit_length())
+        scores = _scores(rounded, k, mask, scales.k)
+        p = to_fp16(torch.exp(scores - scores.detach().amax(-1, keepdim=True)))
+        return round_to_bf16(_per_query_head(p, v) * scales.v / p.sum(-1, keepdim=True))
+
+
+FP8_CACHE_FORMS: dict[str, AttentionFormat] = {
+    "fp8": Fp8Attention(),
+    "fp16_over_fp8_cache": Fp16OverFp8Attention(),
+}
+"""Formats over an FP8 cache, which need scales, by their products."""
 
 
 class Bf16Attention:
@@ -178,9 +219,13 @@ def decode_attention_reference(
 ) -> Tensor:
     """The kernel's result for queries that are all tokens in their order, with its roundings, but not the one to BF16.
 
-    FP64 [tokens, heads, head_dim], on any device.
+    FP64 [tokens, heads, head_dim], on any device. The products are those that the query's type belongs to.
     """
     q_scale, k_scale, v_scale = (float(scale) for scale in scales)
+    in_fp16 = query.dtype == QUERY_TYPES["fp16_over_fp8_cache"]
+    # In powers of two.
+    factor = (k_scale if in_fp16 else q_scale * k_scale) / math.sqrt(query.shape[-1]) / math.log(2)
+    q = to_fp16(query) if in_fp16 else query.double()
     group = query.shape[1] // keys.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     for i, length in enumerate(queries.lengths.tolist()):
@@ -188,8 +233,8 @@ def decode_attention_reference(
             continue
         blocks = queries.block_table[i, : -(-length // keys.shape[1])].long()
         k, v = (x[blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("hd,khd->hk", query[i].double(), k)
-        scores = scores * (q_scale * k_scale / math.sqrt(query.shape[-1]) / math.log(2))  # in powers of two
-        p = to_e4m3_grid(torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE, 1.0)
+        scores = torch.einsum("hd,khd->hk", q[i], k) * factor
+        p = torch.exp2(scores - scores.amax(-1, keepdim=True).ceil()) * _P_RANGE
+        p = to_fp16(p) if in_fp16 else to_e4m3_grid(p, 1.0)
         out[i] = torch.einsum("hk,khd->hd", p, v) * v_scale / p.sum(-1, keepdim=True)
     return out

@@ -4,10 +4,8 @@ E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finit
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
 A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
-back: `x ~ grid * scale`. A scale is amax / 448 of its group, with a floor of amax:
-
-    pow2    2^ceil(log2(amax / 448)), the only rule whose bytes are equal in torch, vLLM and Transformer Engine
-    fp32    amax / 448
+back: `x ~ grid * scale`. A `recipe.Grouping` says which elements share a scale and how it is made of their amax. The
+scale is that over 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share.
 
 A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
 that it has: zeros that fill it up change nothing.
@@ -25,19 +23,13 @@ device. To avoid that, a caller brings a `FiniteFlag`, quantises many tensors an
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
+from fp8core.numerics.recipe import AMAX_FLOOR, E4M3_MAX, Grouping, ScaleRule
 
-E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-10
-GRADIENT_FLOOR = E4M3_MAX * 2.0**-126
-TILE = 128
-
-ScaleRule = Literal["pow2", "fp32"]
 Codes = tuple[Tensor, Tensor]
 """float8_e4m3fn codes and FP32 scales."""
 
@@ -85,41 +77,43 @@ def scale_from_amax(amax: Tensor, rule: ScaleRule, floor: float = AMAX_FLOOR) ->
     return (bits & _EXPONENT_BITS).view(torch.float32)
 
 
-def quantise_rows(x: Tensor, rule: ScaleRule, group: int = TILE, floor: float = AMAX_FLOOR) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [rows, columns] in 1 x `group` groups along the last dimension (activations and output gradients).
+def quantise_rows(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
+    """Quantise FP32 [rows, columns] in groups of one row along the last dimension (activations, output gradients).
 
     The last group of a row may be shorter. Returns FP32 [rows, columns] on the E4M3 grid, and scales, FP32 [rows,
-    ceil(columns / group)]. `floor`, of amax, is `GRADIENT_FLOOR` for gradients.
+    ceil(columns / grouping.columns)].
     """
+    assert grouping.rows == 1, f"groups of one row, not of {grouping.rows}"
     rows, columns = x.shape
+    group = grouping.columns
     if columns % group == 0:
         grouped = x.view(rows, columns // group, group) if x.is_contiguous() else x.reshape(rows, -1, group)
-        scales = scale_from_amax(grouped.abs().amax(-1), rule, floor)
+        scales = scale_from_amax(grouped.abs().amax(-1), grouping.rule, grouping.floor)
         return round_to_e4m3(grouped / scales.unsqueeze(-1)).view(rows, columns), scales
     padded = torch.nn.functional.pad(x, (0, -columns % group))
-    grid, scales = quantise_rows(padded, rule, group, floor)
+    grid, scales = quantise_rows(padded, grouping)
     return grid[:, :columns].contiguous(), scales
 
 
-def quantise_columns(x: Tensor, rule: ScaleRule, group: int = TILE) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [rows, columns] in `group` x 1 groups (both operands of wgrad), with the floor of gradients.
+def quantise_columns(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
+    """Quantise FP32 [rows, columns] along its columns (both operands of wgrad): `quantise_rows` of the transpose.
 
-    The last group of a column may be shorter. Returns the E4M3 grid, FP32 [columns, rows], transposed so that the
-    contraction runs along the last dimension, and scales, FP32 [columns, ceil(rows / group)].
+    Returns the E4M3 grid, FP32 [columns, rows], so that the contraction runs along the last dimension, and scales,
+    FP32 [columns, ceil(rows / grouping.columns)].
     """
-    return quantise_rows(x.t().contiguous(), rule, group, GRADIENT_FLOOR)
+    return quantise_rows(x.t().contiguous(), grouping)
 
 
-def quantise_tiles(x: Tensor, rule: ScaleRule, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """Quantise FP32 [out, in] in `tile` x `tile` tiles (weights). Tiles at the lower and right edge may be smaller.
+def quantise_tiles(x: Tensor, grouping: Grouping) -> tuple[Tensor, Tensor]:
+    """Quantise FP32 [out, in] in tiles (weights). Tiles at the lower and right edge may be smaller.
 
-    Returns FP32 [out, in] on the E4M3 grid, and scales, FP32 [ceil(out / tile), ceil(in / tile)], the layout of
-    `weight_scale_inv`.
+    Returns FP32 [out, in] on the E4M3 grid, and scales, FP32 [ceil(out / grouping.rows), ceil(in / grouping.columns)],
+    the layout of `weight_scale_inv`.
     """
-    out, columns = x.shape
-    padded = torch.nn.functional.pad(x, (0, -columns % tile, 0, -out % tile))
-    tiles = padded.view(padded.shape[0] // tile, tile, padded.shape[1] // tile, tile)
-    scales = scale_from_amax(tiles.abs().amax((1, 3)), rule)
+    (out, columns), down, across = x.shape, grouping.rows, grouping.columns
+    padded = torch.nn.functional.pad(x, (0, -columns % across, 0, -out % down))
+    tiles = padded.view(padded.shape[0] // down, down, padded.shape[1] // across, across)
+    scales = scale_from_amax(tiles.abs().amax((1, 3)), grouping.rule, grouping.floor)
     grid = round_to_e4m3(tiles / scales[:, None, :, None]).view(padded.shape)
     return grid[:out, :columns].contiguous(), scales
 
@@ -153,31 +147,30 @@ class FiniteFlag:
 
 
 @with_kernel("quantise")
-def row_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise BF16 or FP32 [rows, columns], one element at least, in 1 x 128 groups along the last dimension.
+def row_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
+    """Quantise BF16 or FP32 [rows, columns], one element at least, in groups of one row along the last dimension.
 
-    Returns codes [rows, columns] and scales [rows, ceil(columns / 128)]. Raises GroupNotFinite: x holds NaN or
-    infinity (without `flag`, which the caller checks, or where the reference runs).
+    Returns codes [rows, columns] and scales [rows, groups]. Raises GroupNotFinite: x holds NaN or infinity (without
+    `flag`, which the caller checks, or where the reference runs).
     """
-    return _encoded(quantise_rows(x.float(), rule))
+    return _encoded(quantise_rows(x.float(), grouping))
 
 
 @with_kernel("quantise")
 def row_and_column_codes(
-    x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None, floor: float = AMAX_FLOOR
+    x: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """Quantise in 1 x 128 groups for the tensor's own use and in 128 x 1 groups for that of its transpose.
+    """Quantise along the rows for the tensor's own use and along the columns for that of its transpose.
 
-    `floor` is of the rows' amax; columns have that of gradients, as only a backward reads them. Returns rows as
-    `row_codes`, and columns: codes [columns, rows] and scales [columns, ceil(rows / 128)], transposed.
+    Returns rows as `row_codes`, and columns: codes [columns, rows] and scales [columns, groups], transposed.
     """
-    return _encoded(quantise_rows(x.float(), rule, floor=floor)), _encoded(quantise_columns(x.float(), rule))
+    return _encoded(quantise_rows(x.float(), rows)), _encoded(quantise_columns(x.float(), columns))
 
 
 @with_kernel("quantise")
-def tile_codes(x: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
-    """Quantise [out, in], perhaps without rows, in 128 x 128 tiles; scales are [ceil(out / 128), ceil(in / 128)]."""
-    return _encoded(quantise_tiles(x.float(), rule))
+def tile_codes(x: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
+    """Quantise [out, in], perhaps without rows, in tiles: codes [out, in] and the scales of `quantise_tiles`."""
+    return _encoded(quantise_tiles(x.float(), grouping))
 
 
 @contextmanager

@@ -15,19 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import E4M3_MAX, round_to_e4m3
+from fp8core.numerics.e4m3 import round_to_e4m3
+from fp8core.numerics.gemm import align_rows
+from fp8core.numerics.recipe import E4M3_MAX
 
 Rounding = Callable[[Tensor], Tensor]
+_FP16_MAX = 65504.0
 
 
-class _RoundToBf16(torch.autograd.Function):
+class _PassedThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.to(torch.bfloat16).float()
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        return rounding(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _ToE4m3Grid(torch.autograd.Function):
@@ -44,17 +47,6 @@ class _ToE4m3Grid(torch.autograd.Function):
         return grad * inside / ctx.scale, None
 
 
-class _ToFixedPoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: int) -> Tensor:
-        magic = 1.5 * 2.0 ** (52 - bits)
-        return (x + magic).sub_(magic)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def keep_fp32(x: Tensor) -> Tensor:
     """The rounding of the FP32 reference mode: to FP32, and no further."""
     return x.float()
@@ -62,8 +54,7 @@ def keep_fp32(x: Tensor) -> Tensor:
 
 def round_to_bf16(x: Tensor) -> Tensor:
     """BF16 values of `x` (any float type, FP64 by way of FP32), held in FP32; the gradient passes through."""
-    rounded: Tensor = _RoundToBf16.apply(x)  # type: ignore[no-untyped-call]
-    return rounded
+    return _passed_through(x, lambda values: values.to(torch.bfloat16).float())
 
 
 @dataclass(frozen=True)
@@ -121,8 +112,27 @@ def to_e4m3_grid(x: Tensor, scale: float) -> Tensor:
 
 def to_fixed_point(x: Tensor, bits: int) -> Tensor:
     """Round FP64 values of magnitude <= 1 to multiples of 2^-bits, so that sums of 2^(52 - bits) of them are exact."""
-    fixed: Tensor = _ToFixedPoint.apply(x, bits)  # type: ignore[no-untyped-call]
-    return fixed
+    magic = 1.5 * 2.0 ** (52 - bits)
+    return _passed_through(x, lambda values: (values + magic).sub_(magic))
+
+
+def to_fp16(x: Tensor) -> Tensor:
+    """FP16 values of `x` (any float type, FP64 by way of FP32), saturated, in FP64; the gradient passes through."""
+    return _passed_through(x, _fp16)
+
+
+def to_fp16_rows(x: Tensor, bits: int) -> Tensor:
+    """`to_fp16` on a fixed-point grid of so many bits below the largest magnitude of a row (`gemm.align_rows`)."""
+    return _passed_through(x, lambda values: align_rows(_fp16(values), bits))
+
+
+def _fp16(x: Tensor) -> Tensor:
+    return x.clamp(-_FP16_MAX, _FP16_MAX).float().half().double()
+
+
+def _passed_through(x: Tensor, rounding: Rounding) -> Tensor:
+    rounded: Tensor = _PassedThrough.apply(x, rounding)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 class _RmsNorm(torch.autograd.Function):

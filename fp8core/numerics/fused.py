@@ -15,6 +15,7 @@ Rounding is that of `elementwise.KERNELS`. Where the kernels' results differ fro
 Operations that write codes raise GroupNotFinite as `e4m3.row_codes` does.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,17 +23,10 @@ from torch import Tensor
 
 from fp8core.numerics import elementwise
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import (
-    E4M3_MAX,
-    GRADIENT_FLOOR,
-    Codes,
-    FiniteFlag,
-    ScaleRule,
-    row_and_column_codes,
-    row_codes,
-)
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import E4M3_MAX, AttentionProducts, Grouping
 
 
 @with_kernel("norm")
@@ -58,23 +52,29 @@ def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @with_kernel("norm")
 def add_norm_row_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rows: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Tensor, Codes]:
     """`add_norm` for a linear whose input is not kept: the sum, and `e4m3.row_codes` of its norm."""
     total, normed, _inverse = add_norm(x, added, weight, eps)
-    return total, row_codes(normed, rule, flag)
+    return total, row_codes(normed, rows, flag)
 
 
 @with_kernel("norm")
 def add_norm_codes(
-    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, rule: ScaleRule, flag: FiniteFlag | None = None
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows: Grouping,
+    columns: Grouping,
+    flag: FiniteFlag | None = None,
 ) -> tuple[Tensor, Codes, Codes, Tensor]:
     """`add_norm` for a linear that is trained: normed as codes for the forward and for the gradient of the weight.
 
     Returns the sum, `e4m3.row_and_column_codes` of its norm, and 1 / rms.
     """
     total, normed, inverse = add_norm(x, added, weight, eps)
-    return total, *row_and_column_codes(normed, rule, flag), inverse
+    return total, *row_and_column_codes(normed, rows, columns, flag), inverse
 
 
 @with_kernel("norm")
@@ -108,15 +108,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @with_kernel("swiglu")
-def swiglu_row_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> Codes:
+def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
     """`e4m3.row_codes` of `swiglu`, [tokens, m], for a linear whose input is not kept."""
-    return row_codes(swiglu(gate_up), rule, flag)
+    return row_codes(swiglu(gate_up), rows, flag)
 
 
 @with_kernel("swiglu")
-def swiglu_codes(gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None) -> tuple[Codes, Codes]:
+def swiglu_codes(
+    gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
+) -> tuple[Codes, Codes]:
     """`e4m3.row_and_column_codes` of `swiglu`, for a linear that is trained."""
-    return row_and_column_codes(swiglu(gate_up), rule, flag)
+    return row_and_column_codes(swiglu(gate_up), rows, columns, flag)
 
 
 @with_kernel("swiglu")
@@ -130,10 +132,10 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @with_kernel("swiglu")
 def swiglu_backward_codes(
-    grad: Tensor, gate_up: Tensor, rule: ScaleRule, flag: FiniteFlag | None = None
+    grad: Tensor, gate_up: Tensor, rows: Grouping, columns: Grouping, flag: FiniteFlag | None = None
 ) -> tuple[Codes, Codes]:
-    """`e4m3.row_and_column_codes` of `swiglu_backward`, with the floor of gradients, for the fused projection."""
-    return row_and_column_codes(swiglu_backward(grad, gate_up), rule, flag, GRADIENT_FLOOR)
+    """`e4m3.row_and_column_codes` of `swiglu_backward`, for the fused projection."""
+    return row_and_column_codes(swiglu_backward(grad, gate_up), rows, columns, flag)
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -213,23 +215,30 @@ def _norm_rotate(qkv: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lay
 
 
 @with_kernel("head_codes")
-def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
-    """float8_e4m3fn codes of Q, K and V over their scales, saturated; all contiguous, of qkv as for `norm_rotate`."""
+def head_codes(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
+    """float8_e4m3fn codes of Q, K and V over their scales, saturated and contiguous, of qkv as for `norm_rotate`.
+
+    Where products are not of E4M3 Q, it is a view of qkv: here and in `head_values`.
+    """
     q, k, v = heads_of(qkv, layout)
-    return static_codes(q, scales.q), static_codes(k, scales.k), static_codes(v, scales.v)
+    query = static_codes(q, scales.q) if products == "fp8" else q
+    return query, static_codes(k, scales.k), static_codes(v, scales.v)
 
 
 @with_kernel("head_codes")
-def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Heads:
+def head_values(qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts) -> Heads:
     """BF16 of the values that the codes stand for: exact for scales that are powers of two."""
-    q, k, v = head_codes(qkv, layout, scales)
-    return _values(q, scales.q), _values(k, scales.k), _values(v, scales.v)
+    q, k, v = head_codes(qkv, layout, scales, products)
+    query = _values(q, scales.q) if products == "fp8" else q
+    return query, _values(k, scales.k), _values(v, scales.v)
 
 
 @with_kernel("head_codes")
-def head_gradients(grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales) -> Tensor:
+def head_gradients(
+    grads: Heads, qkv: Tensor, layout: HeadLayout, scales: LayerScales, products: AttentionProducts
+) -> Tensor:
     """Gradients of Q, K and V as one of qkv, BF16: those of saturated elements times zero, the others as they are."""
-    limits = limits_of(scales)
+    limits = limits_of(scales, products)
     # Compared in FP32: torch would round the limit to BF16 on a CPU and not on a GPU.
     parts = zip(grads, heads_of(qkv, layout), limits, strict=True)
     return torch.cat([grad * (x.float().abs() <= limit) for grad, x, limit in parts], dim=1).flatten(1)
@@ -242,9 +251,10 @@ def static_codes(x: Tensor, scale: float) -> Tensor:
     return divided.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn, memory_format=torch.contiguous_format)
 
 
-def limits_of(scales: LayerScales) -> tuple[float, float, float]:
+def limits_of(scales: LayerScales, products: AttentionProducts) -> tuple[float, float, float]:
     """The largest magnitudes of Q, K and V that are not saturated."""
-    return E4M3_MAX * scales.q, E4M3_MAX * scales.k, E4M3_MAX * scales.v
+    of_query = E4M3_MAX * scales.q if products == "fp8" else math.inf
+    return of_query, E4M3_MAX * scales.k, E4M3_MAX * scales.v
 
 
 def _values(codes: Tensor, scale: float) -> Tensor:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import E4M3_MAX, TILE, Codes, decode
+from fp8core.numerics.e4m3 import Codes, decode
+from fp8core.numerics.recipe import E4M3_MAX, TILE
 
 OUTPUT_MULTIPLE = 64
 """Columns that DeepGEMM writes at once: on a GPU the width of a product, and so a hidden size, is a multiple."""
@@ -27,27 +28,50 @@ OUTPUT_MULTIPLE = 64
 _LAST_BIT = 2.0**-9
 # Half of what FP64 holds: spans are sums of FP32, which are rounded.
 _WIDEST_SPAN = 2.0**52
+_CACHED_ROWS, _CACHED_COLUMNS = 128, 512
 
 
-def block_gemm(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, block: int = TILE) -> Tensor:
+def block_gemm(
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor | None, block: int = TILE
+) -> Tensor:
     """`left @ right.T` with one scale per row and block of the contraction, accumulated exactly per block.
 
     Args:
         left: grid values [M, K], FP32 or FP64.
         left_scales: FP32 [M, ceil(K / block)].
-        right: grid values [N, K], FP32 or FP64.
-        right_scales: FP32 [N, ceil(K / block)] (tile scales repeated over the rows of their tile).
+        right: grid values [N, K], FP32 or FP64; FP64 that is multiplied by powers of two is as exact.
+        right_scales: FP32 [N, ceil(K / block)] (tile scales repeated over the rows of their tile); None: 1.
         block: width of a block.
 
     Returns:
         FP64 [M, N].
     """
-    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.float64)
-    for b in range(left_scales.shape[1]):
-        columns = slice(b * block, (b + 1) * block)
-        partial = left[:, columns].double() @ right[:, columns].double().t()
-        total += partial * left_scales[:, b, None].double() * right_scales[:, b].double()
+    wide, factors = left.double(), left_scales.double()
+    total = torch.empty(left.shape[0], right.shape[0], dtype=torch.float64)
+    # So much of a sum and of a block's product stays in the cache.
+    for first in range(0, right.shape[0], _CACHED_COLUMNS):
+        columns = slice(first, first + _CACHED_COLUMNS)
+        weights = right[columns].double().t()
+        others = None if right_scales is None else right_scales[columns].double().t()
+        for start in range(0, left.shape[0], _CACHED_ROWS):
+            rows = slice(start, start + _CACHED_ROWS)
+            _add_blocks(total[rows, columns], wide[rows], factors[rows], weights, others, block)
     return total
+
+
+def _add_blocks(total: Tensor, left: Tensor, factors: Tensor, right: Tensor, others: Tensor | None, block: int) -> None:
+    """Write left @ right, of which each block is multiplied by its row's factor and, if given, its column's."""
+    for b in range(factors.shape[1]):
+        inner = slice(b * block, (b + 1) * block)
+        product = left[:, inner] @ right[inner]
+        product *= factors[:, b, None]
+        if others is not None:
+            product *= others[b]
+        # Two operations: a fused one would round differently in vectors and in what is left over.
+        if b == 0:
+            total.copy_(product)
+        else:
+            total += product
 
 
 def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
@@ -63,7 +87,7 @@ def scaled_gemm(left: Tensor, right: Tensor, block: int = TILE) -> Tensor:
     return total
 
 
-def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float) -> Tensor:
+def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float, block: int = TILE) -> Tensor:
     """`scaled_gemm`, bit for bit, with one product for all rows of `left` whose sums are exact as a whole.
 
     A term is a multiple of the last bit of its row of `left` times that of its row of `right`. In units of it, no
@@ -73,22 +97,23 @@ def spanned_gemm(left: Tensor, right: Tensor, spans: Tensor, peak: float) -> Ten
     # Not `>`, which is false for NaN.
     blocked = ~(spans * peak <= _WIDEST_SPAN)
     if bool(blocked.all()):
-        return scaled_gemm(left, right)
+        return scaled_gemm(left, right, block)
     total = left @ right.t()
     if bool(blocked.any()):
-        total[blocked] = scaled_gemm(left[blocked], right)
+        total[blocked] = scaled_gemm(left[blocked], right, block)
     return total
 
 
-def row_spans(grid: Tensor, scales: Tensor) -> Tensor:
+def row_spans(grid: Tensor, scales: Tensor, group: int = TILE) -> Tensor:
     """Sum of the magnitudes of each row in units of its last bit, FP64 [rows]; groups of zeros have no bits.
 
     Args:
         grid: FP32 [rows, columns] on the E4M3 grid.
-        scales: FP32 [rows, ceil(columns / 128)], powers of two.
+        scales: FP32 [rows, ceil(columns / group)], powers of two.
+        group: columns of a group.
     """
-    padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % TILE))
-    sums: Tensor = torch.linalg.vector_norm(padded.view(*scales.shape, TILE), ord=1, dim=-1)
+    padded = torch.nn.functional.pad(grid, (0, -grid.shape[1] % group))
+    sums: Tensor = torch.linalg.vector_norm(padded.view(*scales.shape, group), ord=1, dim=-1)
     smallest: Tensor = torch.where(sums > 0, scales, torch.inf).amin(-1)
     return (sums.double() * scales.double()).sum(-1) / (smallest.double() * _LAST_BIT)
 
@@ -172,6 +197,15 @@ def forward_gemm(x: Codes, weight: Codes) -> Tensor:
     codes, scales = weight
     by_row = scales.repeat_interleave(TILE, dim=0)[: codes.shape[0]]
     return _code_gemm(x, (codes, by_row)).bfloat16()
+
+
+@with_kernel("hopper_gemm")
+def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """X W^T of BF16 [tokens, in] and [out, in], BF16 [tokens, out]: a row depends on its own row of X alone.
+
+    The reference sums in FP64: another order changes a result with probability about 2^-40.
+    """
+    return (x.double() @ weight.double().t()).bfloat16()
 
 
 def input_gradient_gemm(grad: Codes, transposed: Codes) -> Tensor:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_codes
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.fused import swiglu_row_codes
 from fp8core.numerics.gemm import forward_gemm
+from fp8core.numerics.recipe import TILE, Grouping
 
 PADDING = -1
 """Expert of a row that is nobody's."""
@@ -104,18 +105,18 @@ def weighted_sum(outputs: Tensor, places: Tensor, gates: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantisers:
-    """The quantisers of what the products of experts read, in 1 x 128 groups; `flag` as for `e4m3.row_codes`."""
+    """The quantisers of what the products of experts read; `flag` as for `e4m3.row_codes`."""
 
-    rule: ScaleRule
+    groups: Grouping
     flag: FiniteFlag | None = None
 
     def inputs(self, x: Tensor) -> Codes:
         """Of BF16 [tokens, hidden]."""
-        return row_codes(x, self.rule, self.flag)
+        return row_codes(x, self.groups, self.flag)
 
     def activated(self, gate_up: Tensor) -> Codes:
         """Of silu(gate) * up, from BF16 [rows, 2 m]."""
-        return swiglu_row_codes(gate_up, self.rule, self.flag)
+        return swiglu_row_codes(gate_up, self.groups, self.flag)
 
 
 def grouped_experts(

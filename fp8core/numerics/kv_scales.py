@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import E4M3_MAX, ScaleRule, scale_from_amax
+from fp8core.numerics.e4m3 import scale_from_amax
+from fp8core.numerics.recipe import E4M3_MAX, ScaleRule
 
 BUCKETS = 1 << 11
 DROPPED_BITS = 20

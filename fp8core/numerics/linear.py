@@ -1,8 +1,10 @@
 """Linear layers with their three GEMMs in sight.
 
-    fprop   Y  = X W^T     X in 1x128 groups along `in`,      W in 128x128 tiles
-    dgrad   dX = dY W      dY in 1x128 groups along `out`,    the same W tiles, transposed
-    wgrad   dW = dY^T X    dY and X in 128x1 groups along the tokens, quantised from the high-precision tensors
+    fprop   Y  = X W^T     X in groups along `in`,       W in tiles
+    dgrad   dX = dY W      dY in groups along `out`,     the same W tiles, transposed
+    wgrad   dW = dY^T X    dY and X in groups along the tokens, quantised from the high-precision tensors
+
+A `recipe.Recipe` has the groups and tiles, and the rule of their scales.
 
 Every operand is E4M3, forward and backward (DeepSeek-V3, arXiv 2412.19437, section 3.3). Values between layers are
 BF16, held in FP32. A weight arrives quantised: the trainer quantises it once per update and ships those bytes.
@@ -15,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import GRADIENT_FLOOR, TILE, ScaleRule, decode, quantise_columns, quantise_rows
+from fp8core.numerics.e4m3 import decode, quantise_columns, quantise_rows
 from fp8core.numerics.gemm import block_gemm, row_peak, row_spans, scaled_gemm, sliced_gemm, spanned_gemm
+from fp8core.numerics.recipe import TILE, Grouping, Recipe
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,19 @@ class StoredWeight:
 
     Attributes:
         values: [out, in]; float8_e4m3fn when `scales` is set.
-        scales: FP32 [ceil(out / 128), ceil(in / 128)] (`weight_scale_inv`), or None.
+        scales: FP32 [ceil(out / tile rows), ceil(in / tile columns)] (`weight_scale_inv`), or None.
+        tile: its rows and columns.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    tile: tuple[int, int] = (TILE, TILE)
+
+    @property
+    def row_scales(self) -> Tensor:
+        """FP32 [out, tiles along `in`]."""
+        assert self.scales is not None, "block-FP8 and plain weights cannot be stacked"
+        return self.scales.repeat_interleave(self.tile[0], dim=0)[: self.values.shape[0]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class LinearWeight:
 
     Attributes:
         values: [out, in], E4M3 codes for block FP8, else FP32.
-        row_scales: FP32 [out, ceil(in / 128)], or None where there are no scales.
+        row_scales: FP32 [out, tiles along `in`], or None where there are no scales.
         dequantised: FP64 [out, in].
         master: FP32 [out, in] that receives the gradient, or None in inference.
     """
@@ -75,19 +86,19 @@ class LinearFormat(Protocol):
 def load_weight(parts: list[StoredWeight]) -> LinearWeight:
     """Stack stored weights that share their input (q, k, v; gate, up) into one ready to multiply, without a master.
 
-    `parts` have equal `in`.
+    `parts` have equal `in` and equal tiles.
     """
     if all(part.scales is None for part in parts):
         plain = torch.cat([part.values.float() for part in parts])
         return LinearWeight(plain, None, plain.double(), master=None)
-    row_scales, values = _stacked([_scales_by_row(part) for part in parts]), _stacked([part.values for part in parts])
+    row_scales, values = _stacked([part.row_scales for part in parts]), _stacked([part.values for part in parts])
     dequantised = torch.empty(values.shape, dtype=torch.float64)
     # Pieces stay in the cache. Rows of a tile have the same scales, and those of one part begin at its own tile.
-    first = 0
+    first, (down, across) = 0, parts[0].tile
     for part in parts:
-        for start in range(0, part.values.shape[0], TILE):
-            rows = slice(first + start, first + min(start + TILE, part.values.shape[0]))
-            factors = row_scales[rows.start].double().repeat_interleave(TILE)[: values.shape[1]]
+        for start in range(0, part.values.shape[0], down):
+            rows = slice(first + start, first + min(start + down, part.values.shape[0]))
+            factors = row_scales[rows.start].double().repeat_interleave(across)[: values.shape[1]]
             torch.mul(decode(values[rows]), factors, out=dequantised[rows])
         first += part.values.shape[0]
     return LinearWeight(values, row_scales, dequantised, master=None)
@@ -97,82 +108,91 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _scales_by_row(part: StoredWeight) -> Tensor:
-    assert part.scales is not None, "block-FP8 and plain weights cannot be stacked"
-    return part.scales.repeat_interleave(TILE, dim=0)[: part.values.shape[0]]
-
-
-def dequantise_rows(grid: Tensor, scales: Tensor, rule: ScaleRule) -> Tensor:
-    """FP64 values of a tensor quantised in 1x128 groups, exact under either rule.
+def dequantise_rows(grid: Tensor, scales: Tensor, grouping: Grouping) -> Tensor:
+    """FP64 values of a tensor quantised in groups of one row, exact under either rule.
 
     Args:
         grid: FP32 [rows, columns].
-        scales: FP32 [rows, ceil(columns / 128)].
-        rule: `pow2` multiplies in FP32, where that is exact below 2^128 (magnitudes from 248 * 2^120 round up to
+        scales: FP32 [rows, groups].
+        grouping: `pow2` multiplies in FP32, where that is exact below 2^128 (magnitudes from 248 * 2^120 round up to
             it and become infinite); `fp32` needs 28 bits and multiplies in FP64.
     """
-    rows, columns = grid.shape
-    factors = scales.unsqueeze(-1) if rule == "pow2" else scales.unsqueeze(-1).double()
-    if columns % TILE:
-        padded = torch.nn.functional.pad(grid, (0, -columns % TILE))
-        return (padded.view(rows, -1, TILE) * factors).view(rows, -1)[:, :columns].double()
-    return (grid.view(rows, -1, TILE) * factors).view(rows, columns).double()
+    (rows, columns), group = grid.shape, grouping.columns
+    factors = scales.unsqueeze(-1) if grouping.rule == "pow2" else scales.unsqueeze(-1).double()
+    if columns % group:
+        padded = torch.nn.functional.pad(grid, (0, -columns % group))
+        return (padded.view(rows, -1, group) * factors).view(rows, -1)[:, :columns].double()
+    return (grid.view(rows, -1, group) * factors).view(rows, columns).double()
 
 
-def fprop(x: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
-    """Y = X W^T in block FP8, accumulated exactly; returns BF16 values in FP32, [tokens, out]."""
+def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
+    """Y = X W^T in block FP8; returns BF16 values in FP32, [tokens, out].
+
+    A row of the result depends on its own row of X alone: every block is exact, and blocks are added in their order.
+    """
     assert weight.row_scales is not None
-    grid, scales = quantise_rows(x, rule)
-    if rule == "pow2":
-        values = dequantise_rows(grid, scales, rule)
-        product = spanned_gemm(values, weight.dequantised, row_spans(grid, scales), weight.peak)
+    groups, tiles = recipe.activations, recipe.weights
+    assert groups.columns == tiles.columns, "both operands have the same blocks of the contraction"
+    grid, scales = quantise_rows(x, groups)
+    if tiles.rule == "fp32":
+        product = block_gemm(grid, scales, weight.grid, weight.row_scales, groups.columns)
+    elif groups.rule == "fp32":
+        product = block_gemm(grid, scales, weight.dequantised, None, groups.columns)
     else:
-        product = block_gemm(grid, scales, weight.grid, weight.row_scales)
+        values = dequantise_rows(grid, scales, groups)
+        product = spanned_gemm(
+            values, weight.dequantised, row_spans(grid, scales, groups.columns), weight.peak, groups.columns
+        )
     return product.to(torch.bfloat16).float()
 
 
-def dgrad(grad: Tensor, weight: LinearWeight, rule: ScaleRule) -> Tensor:
-    """dX = dY W with dY in 1x128 groups along `out`; FP32 [tokens, in]."""
-    grid, scales = quantise_rows(grad, rule, floor=GRADIENT_FLOOR)
-    values, transposed = dequantise_rows(grid, scales, rule), weight.dequantised.t()
-    if rule == "pow2":
-        return spanned_gemm(values, transposed, row_spans(grid, scales), weight.transposed_peak).float()
-    return scaled_gemm(values, transposed).float()
+def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
+    """dX = dY W with dY in groups along `out`; FP32 [tokens, in]."""
+    groups = recipe.gradients
+    grid, scales = quantise_rows(grad, groups)
+    values, transposed = dequantise_rows(grid, scales, groups), weight.dequantised.t()
+    if groups.rule == recipe.weights.rule == "pow2":
+        spans, peak = row_spans(grid, scales, groups.columns), weight.transposed_peak
+        return spanned_gemm(values, transposed, spans, peak, groups.columns).float()
+    return scaled_gemm(values, transposed, groups.columns).float()
 
 
-def wgrad(grad: Tensor, x: Tensor, rule: ScaleRule) -> Tensor:
-    """dW = dY^T X with both operands in 128x1 groups along the tokens; FP32 [out, in].
+def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    """dW = dY^T X with both operands in groups along the tokens; FP32 [out, in].
 
-    A token count that is no multiple of 128 behaves as if zero rows followed.
+    A token count that is no multiple of a group's behaves as if zero rows followed.
     """
-    (grid, scales), (x_grid, x_scales) = quantise_columns(grad, rule), quantise_columns(x, rule)
-    left, right = dequantise_rows(grid, scales, rule), dequantise_rows(x_grid, x_scales, rule)
-    if rule == "pow2":
-        return spanned_gemm(left, right, row_spans(grid, scales), row_peak(x_scales)).float()
-    return scaled_gemm(left, right).float()
+    groups = recipe.tokens
+    (grid, scales), (x_grid, x_scales) = quantise_columns(grad, groups), quantise_columns(x, groups)
+    left, right = dequantise_rows(grid, scales, groups), dequantise_rows(x_grid, x_scales, groups)
+    if groups.rule == "pow2":
+        return spanned_gemm(
+            left, right, row_spans(grid, scales, groups.columns), row_peak(x_scales), groups.columns
+        ).float()
+    return scaled_gemm(left, right, groups.columns).float()
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.rule = weight, rule
-        return fprop(x, weight, rule)
+        ctx.weight, ctx.recipe = weight, recipe
+        return fprop(x, weight, recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_weight = wgrad(grad, x, ctx.rule) if ctx.needs_input_grad[1] else None
-        return dgrad(grad, ctx.weight, ctx.rule), grad_weight, None, None
+        grad_weight = wgrad(grad, x, ctx.recipe) if ctx.needs_input_grad[1] else None
+        return dgrad(grad, ctx.weight, ctx.recipe), grad_weight, None, None
 
 
 class _Fp8ForwardLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, rule: ScaleRule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor | None, weight: LinearWeight, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
-        return fprop(x, weight, rule)
+        return fprop(x, weight, recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -210,11 +230,11 @@ class Fp8BlockLinear:
 
     name = "fp8_block"
 
-    def __init__(self, rule: ScaleRule) -> None:
-        self.rule = rule
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.rule)  # type: ignore[no-untyped-call]
+        y: Tensor = _Fp8Linear.apply(x, weight.master, weight, self.recipe)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -223,11 +243,11 @@ class Fp8ForwardLinear:
 
     name = "fp8_block"
 
-    def __init__(self, rule: ScaleRule) -> None:
-        self.rule = rule
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.rule)  # type: ignore[no-untyped-call]
+        y: Tensor = _Fp8ForwardLinear.apply(x, weight.master, weight, self.recipe)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -1,10 +1,10 @@
 """Packed sequences of different lengths, causal attention over them, and the output head.
 
 Attention is in the formats of `numerics.attention`. BF16 on a GPU is FlashAttention, as torch brings it for sequences
-of different lengths. FP8 on a GPU computes what the rollout engine computes when it decodes: a token's result depends
-on nothing but the keys before it. Its gradient is that of BF16 attention over the values that the codes stand for, from
-the output and the log-sum-exp that the forward had. This is a straight-through estimator: E4M3 rounding of Q, K, V and
-P is passed through, saturated elements get nothing. On a CPU both are the exact forms of `numerics.attention`, one
+of different lengths. Over an FP8 cache it computes what the rollout engine computes when it decodes: a token's result
+depends on nothing but the keys before it. The gradient is that of BF16 attention over the values that the codes stand
+for, from the output and the log-sum-exp that the forward had. This is a straight-through estimator: rounding of Q, K, V
+and P is passed through, saturated codes get nothing. On a CPU both are the exact forms of `numerics.attention`, one
 sequence at a time.
 
 The head multiplies BF16 weights to FP32 logits. On Hopper the product is DeepGEMM's BF16 GEMM with FP32 output, whose
@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.numerics.attention import AttentionFormat, Bf16Attention, Fp8Attention
+from fp8core.numerics.attention import FP8_CACHE_FORMS, AttentionFormat, Bf16Attention
 from fp8core.numerics.dispatch import with_kernel
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.fused import HeadLayout, heads_of
 from fp8core.numerics.gemm import align_rows, aligned_gemm, alignment_bits, fp32_product
 from fp8core.numerics.kv_scales import LayerScales
@@ -38,6 +38,7 @@ from fp8core.numerics.logprobs import (
     token_statistics,
     truncate,
 )
+from fp8core.numerics.recipe import TILE, AttentionProducts
 
 # Keys of one sequence then lie in pages as in a paged cache, and decode kernels can read them where they are.
 PAGE = 16
@@ -190,16 +191,15 @@ class Bf16PackedAttention(PackedAttention):
 
 
 class Fp8PackedAttention(PackedAttention):
-    """E4M3 Q, K, V and P with static scales; `longest` is the longest request of the engine whose result it is."""
+    """E4M3 K and V with static scales; `longest` is the longest request of the engine whose result it is."""
 
-    name = "fp8"
-
-    def __init__(self, longest: int) -> None:
+    def __init__(self, products: AttentionProducts, longest: int) -> None:
+        self.name: AttentionProducts = products
         self._longest = longest
 
     def forward(self, qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales | None) -> Attended:
         assert scales is not None, "FP8 attention without scales: calibrate first"
-        return fp8_attention(qkv, layout, pack, scales, self._longest)
+        return fp8_attention(qkv, layout, pack, scales, self.name, self._longest)
 
     def backward(
         self,
@@ -211,7 +211,7 @@ class Fp8PackedAttention(PackedAttention):
         scales: LayerScales | None,
     ) -> Tensor:
         assert scales is not None
-        return fp8_attention_backward(grad, qkv, saved, layout, pack, scales)
+        return fp8_attention_backward(grad, qkv, saved, layout, pack, scales, self.name)
 
 
 @with_kernel("attention")
@@ -229,17 +229,25 @@ def bf16_attention_backward(
 
 
 @with_kernel("attention")
-def fp8_attention(qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, longest: int) -> Attended:
+def fp8_attention(
+    qkv: Tensor, layout: HeadLayout, pack: DevicePack, scales: LayerScales, products: AttentionProducts, longest: int
+) -> Attended:
     """The exact form for each sequence, or what the decode kernel computes; that saves its output and log-sum-exp."""
-    return Attended(_one_by_one(qkv, layout, pack, Fp8Attention(), scales), ())
+    return Attended(_one_by_one(qkv, layout, pack, FP8_CACHE_FORMS[products], scales), ())
 
 
 @with_kernel("attention")
 def fp8_attention_backward(
-    grad: Tensor, qkv: Tensor, saved: tuple[Tensor, ...], layout: HeadLayout, pack: DevicePack, scales: LayerScales
+    grad: Tensor,
+    qkv: Tensor,
+    saved: tuple[Tensor, ...],
+    layout: HeadLayout,
+    pack: DevicePack,
+    scales: LayerScales,
+    products: AttentionProducts,
 ) -> Tensor:
     """Gradient of qkv, of the exact form or of BF16 attention over the values that the codes stand for."""
-    return _one_by_one_backward(grad, qkv, layout, pack, Fp8Attention(), scales)
+    return _one_by_one_backward(grad, qkv, layout, pack, FP8_CACHE_FORMS[products], scales)
 
 
 def _one_by_one(

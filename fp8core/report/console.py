@@ -181,7 +181,7 @@ class Console:
         if (gap := summary.precision_gap) is not None:
             # A bracket is markup to rich.
             found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
-            results.add_row("FP8 from BF16", f"{gap.nats:.3g}", found)
+            results.add_row("FP8 from BF16", gap.distance_words, found)
         crossed = summary.bounds_crossed
         judged = MISSING if crossed is None else f"crossed {counted(crossed, 'time')}" if crossed else "kept"
         results.add_row("bounds", judged, Text(printable(summary.bounds)))

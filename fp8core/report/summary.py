@@ -15,8 +15,11 @@ from fp8core.store.metrics import (
     GAP_BF16,
     GAP_DIFFERENCE,
     GAP_HIGH,
+    GAP_KL,
     GAP_LOW,
     GAP_PROMPTS,
+    GAP_SAME,
+    GAP_SHIFT,
     HELDOUT,
     REWARD,
     SIGNAL,
@@ -74,8 +77,9 @@ class ComparedTokens(NamedTuple):
 class PrecisionGap(_Frozen):
     """FP8 and BF16 of the same weights, at step 0.
 
-    `nats` is the mean |d| of a token. Accuracies are over `prompts`, and `difference` is the mean of their differences,
-    FP8 - BF16, with the bounds of its 95 % interval.
+    `nats` is the mean |d| of a sampled token. Accuracies are over `prompts`, and `difference` is the mean of their
+    differences, FP8 - BF16, with the bounds of its 95 % interval. `kl`, `same_choice` and `answer_shift` are the `nats`
+    and others of `evaluation.measure.PartCost`; None where they are not known.
     """
 
     nats: float
@@ -85,6 +89,14 @@ class PrecisionGap(_Frozen):
     difference_low: float
     difference_high: float
     prompts: int
+    kl: float | None = None
+    same_choice: float | None = None
+    answer_shift: float | None = None
+
+    @property
+    def distance_words(self) -> str:
+        """KL of whole distributions, or the mean |d| that runs of earlier versions have alone."""
+        return f"{self.nats:.3g}" if self.kl is None else f"{self.kl:.3g}"
 
     @property
     def difference_words(self) -> str:
@@ -134,6 +146,9 @@ def precision_gap(history: History) -> PrecisionGap | None:
         difference_low=row[GAP_LOW],
         difference_high=row[GAP_HIGH],
         prompts=int(row[GAP_PROMPTS]),
+        kl=row.get(GAP_KL),
+        same_choice=row.get(GAP_SAME),
+        answer_shift=row.get(GAP_SHIFT),
     )
 
 

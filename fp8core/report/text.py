@@ -2,13 +2,13 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from statistics import fmean
 
 from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import printable_lines
-from fp8core.evaluation.measure import Estimate, EvaluationResult
+from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
 from fp8core.plan.devices import AheadSpace
 from fp8core.plan.run_plan import CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
@@ -27,8 +27,8 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def evaluation_text(result: EvaluationResult) -> str:
     """The request, then a line for each precision and for its difference from the first."""
-    estimates, outcomes = _evaluation_rows(result)
-    return "\n".join([_evaluated(result), "", *columns(estimates), "", *columns(outcomes)])
+    tables = [["", *columns(rows)] for rows in _evaluation_rows(result)]
+    return "\n".join([_evaluated(result), *chain.from_iterable(tables)])
 
 
 def evaluation_markdown(result: EvaluationResult) -> tuple[str, str]:
@@ -45,7 +45,7 @@ def _evaluated(result: EvaluationResult) -> str:
     return f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {100 * result.confidence:g}% intervals"
 
 
-def _evaluation_rows(result: EvaluationResult) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
+def _evaluation_rows(result: EvaluationResult) -> list[list[Sequence[str]]]:
     first = next(iter(result.precisions))
     names = list(result.precisions[first].estimates)
     estimates = [
@@ -60,7 +60,25 @@ def _evaluation_rows(result: EvaluationResult) -> tuple[list[Sequence[str]], lis
             for name, done in result.precisions.items()
         ),
     ]
-    return [*estimates], [*outcomes]
+    return [[*estimates], [*outcomes], *(_part_rows(name, costs) for name, costs in result.parts.items())]
+
+
+def _part_rows(precision: str, costs: PartCosts) -> list[Sequence[str]]:
+    """KL from BF16 in nats a token, and log-probabilities of the right answer in BF16 and their shifts."""
+    last = MISSING if costs.answer_logprob is None else f"{costs.answer_logprob:.3f}"
+    return [
+        (f"{precision} from BF16", "KL", "median", "worst text", "same choice", "KL of answers", "log p of answers"),
+        ("BF16", "0", "0", "0", "1", "0", last),
+        *(
+            (
+                part,
+                *(f"{value:.4f}" for value in (cost.nats, cost.median, cost.worst, cost.same_choice)),
+                MISSING if cost.answer_nats is None else f"{cost.answer_nats:.4f}",
+                MISSING if cost.answer_shift is None else f"{cost.answer_shift:+.3f}",
+            )
+            for part, cost in costs.parts.items()
+        ),
+    ]
 
 
 def _cells(estimates: dict[str, Estimate], names: Sequence[str], sign: str) -> list[str]:

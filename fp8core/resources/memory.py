@@ -10,7 +10,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import Formats, StoredNames, is_linear, layer_of, rollout_formats
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.recipe import TILE
 
 _MIB = 1 << 20
 
@@ -367,7 +367,7 @@ def emulated_bytes(arch: Architecture, formats: Formats) -> int:
     """Weights as the exact emulation holds them: linears, routers and head twice, the rest once."""
     names = formats.stored_names()
     # Scales that are no powers of two are applied to FP32 values.
-    coded = _CODE + (FP32_BYTES if formats.scale_rule == "fp32" else 0)
+    coded = _CODE + (FP32_BYTES if formats.recipe.weights.rule == "fp32" else 0)
     size = 0
     for name, shape in parameter_shapes(arch).items():
         twice = is_linear(name) or name == HEAD or name.endswith(ROUTER)

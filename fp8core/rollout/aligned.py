@@ -18,12 +18,12 @@ from fp8core.models.decoder import rotary_tables
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu_row_codes
-from fp8core.numerics.gemm import OUTPUT_MULTIPLE, forward_gemm
+from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu, swiglu_row_codes
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE, bf16_gemm, forward_gemm
+from fp8core.numerics.recipe import Recipe, recipe_of
 
-SCALE_RULE: Final = "pow2"
 POINTS: Final = "kernels"
-"""Scale rule and rounding points of these decoders."""
+"""Rounding points of these decoders."""
 NAMES: Final = {
     "LlamaForCausalLM": "AlignedLlamaForCausalLM",
     "MistralForCausalLM": "AlignedLlamaForCausalLM",
@@ -31,19 +31,22 @@ NAMES: Final = {
     "Qwen3ForCausalLM": "AlignedQwen3ForCausalLM",
 }
 """An engine's class -> the name of the one derived from it."""
+Operand = Tensor | Codes
+"""What a linear reads: BF16 values, or codes with their scales."""
 Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Attention of an engine's layer: of its module, Q, K and V [tokens, heads * head_dim], BF16."""
 
-# The key of a config.json that holds the decoder as an `Architecture`.
-_KEY = "fp8_grpo_decoder"
+# The keys of a config.json that hold the decoder as an `Architecture`, and arguments of `recipe_of`.
+_KEY, _RECIPE_KEY = "fp8_grpo_decoder", "fp8_grpo_recipe"
 # Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
 _ALIGNED_ROW = 4
 
 
-def aligned_config(config: Mapping[str, Any], arch: Architecture) -> dict[str, Any]:
+def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe) -> dict[str, Any]:
     """A config.json for an engine's class, as one for ours."""
     (name,) = config["architectures"]
-    return {**config, "architectures": [NAMES[name]], _KEY: asdict(arch)}
+    named = {"name": recipe.name, "attention": recipe.attention}
+    return {**config, "architectures": [NAMES[name]], _KEY: asdict(arch), _RECIPE_KEY: named}
 
 
 def decoder_of(config: Any) -> Architecture:
@@ -51,6 +54,11 @@ def decoder_of(config: Any) -> Architecture:
     fields = dict(getattr(config, _KEY))
     scaling = fields["rope_scaling"]
     return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+
+
+def aligned_recipe(config: Any) -> Recipe:
+    """The recipe of the same configuration; which layers stay in BF16, the types of their weights say."""
+    return recipe_of(**getattr(config, _RECIPE_KEY))
 
 
 def is_aligned(described: Mapping[str, Any]) -> bool:
@@ -67,13 +75,10 @@ def contract_refusals(
         contract: formats.
         also: what else an engine needs: the setting -> its value, the one it must be, and the reason.
     """
-    rollout, layers = contract.rollout, "all of its linears multiply codes"
+    rollout = contract.rollout
     needed = {
         "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
-        "precision.scale_rule": (contract.scale_rule, SCALE_RULE, "codes are then equal by quotient and reciprocal"),
         "precision.rollout.linear": (rollout.linear, "fp8_block", "its linears multiply codes"),
-        "precision.bf16_first_layers": (contract.bf16_first_layers, 0, layers),
-        "precision.bf16_last_layers": (contract.bf16_last_layers, 0, layers),
         "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
         "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
         **also,
@@ -111,9 +116,16 @@ class AlignedDecoder(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def prepare(self, arch: Architecture, heads: HeadLayout, device: torch.device) -> None:
-        """Lay out what the forward reads beside weights; `heads`: of this GPU, `device`: of the weights."""
-        self._arch, self._heads = arch, heads
+    def prepare(self, config: Any, heads: HeadLayout, device: torch.device) -> None:
+        """Lay out what the forward reads beside weights.
+
+        Args:
+            config: of `aligned_config`, as an engine holds it.
+            heads: of this GPU.
+            device: of the weights.
+        """
+        arch = decoder_of(config)
+        self._arch, self._heads, self.recipe = arch, heads, aligned_recipe(config)
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
         # Buffers survive an engine's sleep. The flag is not read: a value that is not finite reaches the log-probs.
         self._flag = FiniteFlag(device)
@@ -125,13 +137,14 @@ class AlignedDecoder(nn.Module):
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
         total, added = self.model.embed_tokens(input_ids), None
         for layer in self.model.layers:
-            total, rows = self._add_norm_codes(total, added, layer.input_layernorm)
-            attended = self._attention(layer.self_attn, rows, positions, attend)
-            total, rows = self._add_norm_codes(total, attended, layer.post_attention_layernorm)
-            activated = swiglu_row_codes(_multiply(rows, layer.mlp.gate_up_proj), SCALE_RULE, self._flag)
-            added = self.joined(_multiply(self.joined_codes(activated), layer.mlp.down_proj))
-        normed: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
-        return normed
+            attention, mlp = layer.self_attn, layer.mlp
+            total, normed = self._add_norm(total, added, layer.input_layernorm, attention.qkv_proj)
+            attended = self._attention(attention, normed, positions, attend)
+            total, normed = self._add_norm(total, attended, layer.post_attention_layernorm, mlp.gate_up_proj)
+            activated = self._activated(_multiply(normed, mlp.gate_up_proj), mlp.down_proj)
+            added = self.joined(_multiply(activated, mlp.down_proj))
+        final: Tensor = add_norm(total, added, self.model.norm.weight, self._arch.rms_norm_eps)[1]
+        return final
 
     def joined(self, part: Tensor) -> Tensor:
         """All columns, of which this GPU has computed a part."""
@@ -141,10 +154,21 @@ class AlignedDecoder(nn.Module):
         """All columns of codes and scales; groups are whole on each GPU."""
         return part
 
-    def _add_norm_codes(self, x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Codes]:
-        return add_norm_row_codes(x, added, norm.weight, self._arch.rms_norm_eps, SCALE_RULE, self._flag)
+    def _add_norm(self, x: Tensor, added: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:
+        """The sum, and its norm as the linear reads it."""
+        given = x, added, norm.weight, self._arch.rms_norm_eps
+        if _multiplies_codes(linear):
+            return add_norm_row_codes(*given, self.recipe.activations, self._flag)
+        total, normed, _inverse = add_norm(*given)
+        return total, normed
 
-    def _attention(self, attention: Any, rows: Codes, positions: Tensor, attend: Attend) -> Tensor:
+    def _activated(self, inner: Tensor, linear: Any) -> Operand:
+        """SwiGLU of all GPUs, as the linear reads it."""
+        if _multiplies_codes(linear):
+            return self.joined_codes(swiglu_row_codes(inner, self.recipe.activations, self._flag))
+        return self.joined(swiglu(inner))
+
+    def _attention(self, attention: Any, rows: Operand, positions: Tensor, attend: Attend) -> Tensor:
         """A layer's attention with both of its linears; the engine stores K and V and tracks what is cached."""
         heads, arch = self._heads, self._arch
         norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
@@ -154,10 +178,20 @@ class AlignedDecoder(nn.Module):
         rotated = norm_rotate(qkv, norms, self.cosines, self.sines, positions, heads, arch.rms_norm_eps)
         sizes = [n * heads.head_dim for n in (heads.query_heads, heads.kv_heads, heads.kv_heads)]
         attended = attend(attention, *rotated.split(sizes, dim=-1))
-        codes = self.joined_codes(row_codes(attended, SCALE_RULE, self._flag))
+        if not _multiplies_codes(attention.o_proj):
+            return self.joined(_multiply(self.joined(attended), attention.o_proj))
+        codes = self.joined_codes(row_codes(attended, self.recipe.activations, self._flag))
         return self.joined(_multiply(codes, attention.o_proj))
 
 
-def _multiply(rows: Codes, linear: Any) -> Tensor:
+def _multiplies_codes(linear: Any) -> bool:
+    """False for a linear of a layer that stays in BF16."""
+    codes: bool = linear.weight.dtype == torch.float8_e4m3fn
+    return codes
+
+
+def _multiply(rows: Operand, linear: Any) -> Tensor:
     """BF16 [tokens, out], by the bytes that were shipped."""
+    if isinstance(rows, Tensor):
+        return bf16_gemm(rows, linear.weight)
     return forward_gemm(rows, (linear.weight, linear.weight_scale_inv))

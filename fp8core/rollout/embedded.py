@@ -10,7 +10,8 @@ from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import TOP_K, Decoder
 from fp8core.models.experts import RecordedRouting
-from fp8core.models.weights import Formats, PolicyWeights, load_policy, rollout_formats
+from fp8core.models.weights import Formats, PolicyWeights, PreparedWeights, load_policy, rollout_formats
+from fp8core.numerics.attention import FP8_CACHE_FORMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import greedy, log_softmax, sample, truncate, uniform
 from fp8core.progress import tell_progress
@@ -91,11 +92,11 @@ class EmbeddedEngine:
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
         """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
-        fp8_cache = any(layer.attention.name == "fp8" for layer in self._decoder.formats.layers)
+        fp8_cache = any(layer.attention.name in FP8_CACHE_FORMS for layer in self._decoder.formats.layers)
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
         self._open = self._rescaled(scales) if self._keeps_cache else {}
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self._weights = load_policy(self._decoder.arch, stored)
+        self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
 

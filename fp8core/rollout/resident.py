@@ -6,7 +6,7 @@ that what generates is proved to be what was sent (`tasks.sync`). An engine adds
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -190,23 +190,34 @@ def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {kind: "+".join(names) for kind, names in kernels.items()}
 
 
+def attention_refusals(contract: PrecisionContract, described: str) -> Iterator[str]:
+    """Products over an FP8 cache that no kernel of an engine, which is named in words, has."""
+    if contract.attention_of(contract.rollout) == "fp16_over_fp8_cache":
+        yield (
+            f"precision.attention=fp16_over_fp8_cache: {described} multiplies E4M3 Q and P over an FP8 cache; set "
+            "precision.attention=fp8, or take the aligned model"
+        )
+
+
 def formats_in_words(
     linears: Mapping[str, str],
     attention: Iterable[str],
     head: str,
-    scale_rule: str,
+    activations: str,
     contract: PrecisionContract,
     num_layers: int,
 ) -> dict[str, object]:
     """The formats that run, in the words of the contract, from those of linears by name and of attention by layer.
 
     Returns:
-        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where no linear is in
-        block FP8). Where a part is not what any contract means, its name says what it is.
+        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where activations
+        have its rule, or no linear is in block FP8; a sync compares the bytes of weights). Where a part is
+        not what any contract means, its name says what it is.
     """
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
     joined = ["+".join(kinds) for kinds in by_layer]
+    scale_rule = contract.scale_rule if activations == contract.recipe.activations.rule else activations
     return {
         "linear": joined,
         "attention": "+".join(dict.fromkeys(attention)),

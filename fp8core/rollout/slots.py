@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.shared_weights import TensorSpec
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")

@@ -60,7 +60,10 @@ def _reference_side(against: Against, contract: PrecisionContract, num_layers: i
     """Linears and cache in one precision, whatever layers the run keeps in BF16."""
     if against == "fp32":
         return reference_formats(num_layers)
-    return rollout_formats(PrecisionContract(rollout=_SIDES[against], scale_rule=contract.scale_rule), num_layers)
+    return rollout_formats(
+        PrecisionContract(rollout=_SIDES[against], scale_rule=contract.scale_rule, attention=contract.attention),
+        num_layers,
+    )
 
 
 def run_subject(config: RunConfig, folder: Path, prompts: int) -> Subject:

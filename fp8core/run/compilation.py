@@ -22,7 +22,7 @@ from fp8core.kernels.hopper_gemm import DEEP_GEMM_DISTRIBUTIONS, has_deep_gemm
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.hub import model_shape
-from fp8core.numerics.e4m3 import FiniteFlag, ScaleRule, row_codes
+from fp8core.numerics.e4m3 import FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -35,6 +35,7 @@ from fp8core.numerics.fused import (
 )
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import packed_length
+from fp8core.numerics.recipe import Grouping
 from fp8core.resources.kernels import Product, Sample, samples
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.registry import engine_entry, longest_sequence
@@ -137,10 +138,11 @@ def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolder
     entry, packs = engine_entry(config), trainer_of(config.training).packs(config, arch)
     if config.precision.training.linear == "fp8_block":
         arch = with_whole_tiles(arch)
-    about = f"{arch} {config.precision.scale_rule} {current_code()}"
+    groups = config.precision.recipe.activations
+    about = f"{arch} {groups} {current_code()}"
     if entry.gpus(config) and entry.arithmetic(config) == "kernels":
         for rows in _ENGINE_ROWS:
-            name, arguments = f"the engine with {rows} tokens", (arch, rows, config.precision.scale_rule)
+            name, arguments = f"the engine with {rows} tokens", (arch, rows, groups)
             yield Job(name, about, folders.triton, decode, arguments)
     if packs:
         name = f"gradients of packs of {packs[0]} to {packs[-1]} tokens"
@@ -160,7 +162,7 @@ def _trainer_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders)
         yield Job(name, about, folders.triton, work, (config, arch, ends))
 
 
-def decode(arch: Architecture, rows: int, rule: ScaleRule, device: str = "cuda") -> None:
+def decode(arch: Architecture, rows: int, groups: Grouping, device: str = "cuda") -> None:
     """Compute the operations of the aligned engine's layers on so many tokens, but for products and attention."""
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -170,14 +172,14 @@ def decode(arch: Architecture, rows: int, rule: ScaleRule, device: str = "cuda")
     layout = HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     x, norm, head_norm = zeros(rows, arch.hidden_size), zeros(arch.hidden_size), zeros(arch.head_dim)
     for added in (None, x):
-        add_norm_row_codes(x, added, norm, arch.rms_norm_eps, rule, flag)
+        add_norm_row_codes(x, added, norm, arch.rms_norm_eps, groups, flag)
     add_norm(x, x, norm, arch.rms_norm_eps)
     cos, sin = (KERNELS.tables(table).to(device) for table in rotary_tables(arch))
     qkv, positions = zeros(rows, _qkv_width(arch)), torch.zeros(rows, dtype=torch.int64, device=device)
     norms = (head_norm, head_norm) if arch.qk_norm else None
     norm_rotate(qkv, norms, cos, sin, positions, layout, arch.rms_norm_eps)
-    row_codes(zeros(rows, arch.num_heads * arch.head_dim), rule, flag)
-    swiglu_row_codes(zeros(rows, 2 * arch.intermediate_size), rule, flag)
+    row_codes(zeros(rows, arch.num_heads * arch.head_dim), groups, flag)
+    swiglu_row_codes(zeros(rows, 2 * arch.intermediate_size), groups, flag)
     release_memory()
 
 

@@ -169,14 +169,13 @@ def check_report(report: SyncReport, digest: str, scales: PolicyScales, version:
 def check_formats(described: dict[str, object], contract: PrecisionContract) -> None:
     linears = described["linear"]
     assert isinstance(linears, list)
-    last = len(linears) - contract.bf16_last_layers
     outer = "fp32" if contract.rollout.linear == "fp32" else "bf16"
     for layer, name in enumerate(linears):
-        agreed = contract.rollout.linear if contract.bf16_first_layers <= layer < last else outer
+        agreed = contract.rollout.linear if contract.recipe.in_fp8(layer, len(linears)) else outer
         if name != agreed:
             raise SyncError(f"layer {layer} runs its linears in {name}, the contract says {agreed}")
     pairs: dict[str, object] = {
-        "attention": contract.rollout.kv_cache,
+        "attention": contract.attention_of(contract.rollout),
         "head": contract.rollout.head,
         "scale_rule": contract.scale_rule,
     }

@@ -23,7 +23,7 @@ def covered(config: RunConfig, histograms: list[LayerHistograms]) -> list[LayerA
 
 
 def scales_of(config: RunConfig, amax: list[LayerAmax]) -> list[LayerScales]:
-    return scales_from_statistics(amax, config.calibration.margin, config.precision.scale_rule)
+    return scales_from_statistics(amax, config.calibration.margin, config.precision.recipe.cache)
 
 
 def lag_error(config: RunConfig, in_force: PolicyScales, statistics: dict[str, Any]) -> float:
@@ -39,7 +39,7 @@ def store_scales(run: RunContext, version: int, amax: list[LayerAmax]) -> Ref:
     """Scales for one version of the policy, with the magnitudes the next average starts from."""
     content: dict[str, Any] = {
         "version": version,
-        "rule": run.config.precision.scale_rule,
+        "rule": run.config.precision.recipe.cache,
         "layers": [vars(layer) for layer in scales_of(run.config, amax)],
         "amax": [vars(layer) for layer in amax],
     }

@@ -82,7 +82,7 @@ class ReferenceSftTrainer:
     def _cross_entropy(self, batch: TokenBatch) -> Tensor:
         """Mean over completion tokens."""
         formats = self._decoder.formats
-        stored = stored_weights(self._masters, formats.stored_names(), formats.scale_rule)
+        stored = stored_weights(self._masters, formats.stored_names(), formats.recipe.weights)
         weights = load_policy(self._decoder.arch, stored, self._masters)
         total, tokens = torch.zeros(()), 0
         for part in _by_length(batch):

@@ -40,6 +40,8 @@ GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16, GAP_PROMPTS = (
 GAP_DIFFERENCE, GAP_LOW, GAP_HIGH = (
     f"rollout/precision_gap_{name}" for name in ("difference", "difference_low", "difference_high")
 )
+# Versions before compared no distributions, and not every prompt has an answer that can be written.
+GAP_KL, GAP_SAME, GAP_SHIFT = (f"rollout/precision_gap_{name}" for name in ("kl", "same_choice", "answer_shift"))
 OF_START: Mapping[str, Mapping[str, str]] = {
     "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},
     "precision_gap": {GAP: "nats", "rollout/precision_gap_k3": "k3", GAP_ERROR: "error", GAP_PROMPTS: "prompts"},
@@ -52,6 +54,8 @@ def start_metrics(kind: str, content: Mapping[str, Any]) -> dict[str, float]:
         found |= {GAP_ACCURACY: content["accuracy"]["value"], GAP_BF16: content["bf16_accuracy"]["value"]}
         ends = {GAP_DIFFERENCE: "value", GAP_LOW: "low", GAP_HIGH: "high"}
         found |= {metric: content["difference"][end] for metric, end in ends.items()}
+        known = {GAP_KL: "kl", GAP_SAME: "same_choice", GAP_SHIFT: "answer_shift"}
+        found |= {metric: content[field] for metric, field in known.items() if content.get(field) is not None}
     return found
 
 

@@ -125,9 +125,9 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         self._prepared: dict[StoredNames, PreparedWeights] = {}
         self._optimiser = AdamW(self._policy.learnt, (training.beta1, training.beta2), training.weight_decay)
         tiles = sampled_tiles(learning_linears(parameter_shapes(arch), training.lora))
-        names, rule = shipped_formats.stored_names(), shipped_formats.scale_rule
+        names, grouping = shipped_formats.stored_names(), shipped_formats.recipe.weights
         # Every rank has all of them.
-        self._gain = UpdateGain(tiles, self._tiles, names.of, rule, list)
+        self._gain = UpdateGain(tiles, self._tiles, names.of, grouping, list)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -199,10 +199,10 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
         """The policy quantised, once in each version."""
-        names = formats.stored_names()
+        names, grouping = formats.stored_names(), formats.recipe.weights
         if names not in self._prepared:
-            stored = stored_weights(self._policy.weights(), names, formats.scale_rule)
-            self._prepared[names] = PreparedWeights(stored)
+            stored = stored_weights(self._policy.weights(), names, grouping)
+            self._prepared[names] = PreparedWeights(stored, grouping)
         return self._prepared[names]
 
     def _tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
@@ -221,7 +221,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return None if same else self._prepare(self._decoder.formats).stored
 
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> PolicyWeights:
-        return load_policy(self.arch, shipped)
+        return load_policy(self.arch, PreparedWeights(shipped, self._shipped_formats.recipe.weights))
 
     def _training_weights(self) -> PolicyWeights:
         return load_policy(self.arch, self._prepare(self._decoder.formats), self._policy.weights())

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8core.config.precision import LinearFormat
-from fp8core.numerics.e4m3 import TILE, ScaleRule, decode, tile_codes
+from fp8core.numerics.e4m3 import decode, tile_codes
+from fp8core.numerics.recipe import TILE, Grouping
 
 MOST_TILES = 1024
 Sums = tuple[float, float]
@@ -59,7 +60,7 @@ class UpdateGain:
         tiles: Sequence[Tile],
         read: Callable[[Sequence[Tile]], Iterable[Tensor]],
         form: Callable[[str], LinearFormat],
-        rule: ScaleRule,
+        grouping: Grouping,
         joined: Callable[[list[Sums]], list[Sums]],
     ) -> None:
         """Take the tiles of the policy as it is.
@@ -67,9 +68,10 @@ class UpdateGain:
         Args:
             read: tiles, FP32, of the policy at the time of the call.
             form: what a weight is shipped in.
+            grouping: tiles of codes, whose sides divide 128.
             joined: the sums of all processes, from those of this one.
         """
-        self._read, self._rule, self._joined = read, rule, joined
+        self._read, self._grouping, self._joined = read, grouping, joined
         # Those of one format behind one another.
         self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
         self._forms = [form(tile.name) for tile in self._tiles]
@@ -103,6 +105,8 @@ class UpdateGain:
             if form == "bf16":
                 found[part] = tiles[part].bfloat16().double()
             elif form == "fp8_block":
-                codes, scales = tile_codes(tiles[part].bfloat16().reshape(-1, TILE), self._rule)
-                found[part] = decode(codes).double().view(-1, TILE, TILE) * scales.double()[:, :, None]
+                group, rows = self._grouping, tiles[part].bfloat16().reshape(-1, TILE)
+                codes, scales = tile_codes(rows, group)
+                factors = scales.double().repeat_interleave(group.rows, 0).repeat_interleave(group.columns, 1)
+                found[part] = (decode(codes).double() * factors).view(-1, TILE, TILE)
         return found

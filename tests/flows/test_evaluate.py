@@ -280,3 +280,29 @@ def test_parameters_have_the_defaults_of_the_command():
     defaults = {field.name: field.default for field in fields(EvaluationRequest) if field.name != "target"}
     signature = inspect.signature(evaluate.fn).parameters
     assert {name: signature[name].default for name in defaults} == defaults
+
+
+def test_parts_of_fp8_stand_beside_accuracy(run, ask, tmp_path, store, capfd):
+    assert main(["export", str(run.folder), str(tmp_path / "parted"), "--step", "3"]) == 0
+    state = ask(tmp_path / "parted", config="tiny", prompts=6, parts=True, overrides={"runs": str(run.folder.parent)})
+    assert state.is_completed(), state.message
+    result = EvaluationResult.model_validate(state.result())
+    costs = result.parts["configured"]
+    assert (costs.texts, costs.answers) == (6, 6)
+    assert {"rounding", "activations", "weights", "cache", "all"} <= {*costs.parts}
+    assert 0 < costs.parts["rounding"].nats < costs.parts["all"].nats
+    printed = capfd.readouterr().out
+    assert re.search(r"configured from BF16 +KL +median +worst text", printed)
+    assert re.search(rf"all +{costs.parts['all'].nats:.4f}", printed)
+    (found,) = logged(store, "parted")
+    assert found.data.metrics["evaluation/configured/part_weights_nats"] == costs.parts["weights"].nats
+
+
+def test_parts_need_fp8_and_prompts_of_the_data(run, capsys):
+    wrong = {
+        "parts: bf16 has no FP8; add --precision fp8": ["--precision", "bf16"],
+        "parts: KL is measured on prompts of the data": ["--set", "environment.name=calculator"],
+    }
+    for message, words in wrong.items():
+        assert main(["evaluate", str(run.folder), "--parts", *words]) == 2
+        assert message in capsys.readouterr().err

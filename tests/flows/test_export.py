@@ -17,6 +17,7 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_dequantisation, plan_quantisation, write_checkpoint
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.recipe import POW2
 from fp8core.run.build import build_base
 
 PROMPT = "2*7*6+0+9="
@@ -50,7 +51,7 @@ def our_logits(folder, tokens):
     stored = load_checkpoint(folder)
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
     masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
-    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), POW2.weights))
     context = FullContext.of(torch.ones(tokens.shape, dtype=torch.bool))
     hidden = decoder.hidden(weights, tokens, torch.arange(tokens.shape[1])[None], context, ())
     return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)
@@ -99,7 +100,7 @@ def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_pat
     assert code == 0
     assert printed.startswith(f"{tmp_path / 'fp8'}: the policy after step 1 of wide in fp8\n")
     policy = wide.folder / "checkpoints" / "00001" / "policy"
-    write_checkpoint(plan_quantisation(policy, KeptInBf16(), "pow2"), tmp_path / "same", lambda *_: None)
+    write_checkpoint(plan_quantisation(policy, KeptInBf16(), POW2.weights), tmp_path / "same", lambda *_: None)
     for path in (tmp_path / "same").iterdir():
         assert (tmp_path / "fp8" / path.name).read_bytes() == path.read_bytes()
     assert origin(tmp_path / "fp8")["format"] == "fp8"

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from flows.cli.quantise import add_command
 from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
+from fp8core.numerics.recipe import RECIPES
 
 
 def run(*arguments: object) -> int:
@@ -37,7 +38,11 @@ def test_quantise_writes_what_the_library_writes(
     small_checkpoint: Path, tmp_path: Path, options: list[object], kept: dict[str, Any], rule: Any
 ) -> None:
     assert run("quantise", small_checkpoint, tmp_path / "fp8", *options) == 0
-    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(**kept), rule), tmp_path / "same", lambda *_: None)
+    write_checkpoint(
+        plan_quantisation(small_checkpoint, KeptInBf16(**kept), RECIPES[rule].weights),
+        tmp_path / "same",
+        lambda *_: None,
+    )
     assert contents(tmp_path / "fp8") == contents(tmp_path / "same")
 
 

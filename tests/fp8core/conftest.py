@@ -98,7 +98,7 @@ def _trainer(
 def _first_scales(trainer: ExactTrainer, contract: PrecisionContract) -> PolicyScales:
     prompts = _prompts(6, trainer.arch.vocab_size, seed=100)
     amax = trainer.statistics(TokenBatch.of(prompts, [[2]] * len(prompts))).amax()
-    return PolicyScales(trainer.version, tuple(scales_from_statistics(amax, 2.0, contract.scale_rule)))
+    return PolicyScales(trainer.version, tuple(scales_from_statistics(amax, 2.0, contract.recipe.cache)))
 
 
 def _pair(contract: PrecisionContract, arch: Architecture, max_batch: int = 64, seed: int = 0) -> Pair:

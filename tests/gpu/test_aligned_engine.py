@@ -142,7 +142,7 @@ def trainer(arch: Architecture, masters: dict[str, Tensor]) -> PackedTrainer:
 @pytest.fixture(scope="module")
 def tensors(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is shipped."""
-    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
+    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), CONTRACT.recipe.weights)
     return {name: tensor.cuda() for name, tensor in stored.items()}
 
 
@@ -212,7 +212,7 @@ def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: P
     pack = DevicePack.of(sequences, torch.device("cuda"))
     trainer._inference_weights()
     with torch.no_grad():
-        trainer._decoder(tokens.cuda(), pack, Recorded(LONGEST), SCALES.layers, observe)
+        trainer._decoder(tokens.cuda(), pack, Recorded(CONTRACT.recipe.attention, LONGEST), SCALES.layers, observe)
     assert list(trained) == [f"{i}.{name}" for i in range(ARCH.num_layers) for name in ("q", "k", "v", "attended")]
     tables = {"cosines": trainer._decoder._cos, "sines": trainer._decoder._sin}
     for name, tensor in (tables | trained).items():

@@ -7,13 +7,15 @@ from torch import Tensor
 from fp8core.kernels.decode_attention import DecodeAttention
 from fp8core.kernels.sequence_attention import SequenceAttention, Span, batches
 from fp8core.numerics.attention import (
+    FP8_CACHE_FORMS,
     HEAD_DIMS,
-    Fp8Attention,
+    QUERY_TYPES,
     Fp32Attention,
     Queries,
     decode_attention_reference,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import AttentionProducts
 
 # Smaller than the default, so that requests have several.
 PARTITION = 1024
@@ -21,15 +23,26 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("gpu"),
     pytest.mark.parametrize("dim", HEAD_DIMS, ids=lambda dim: f"heads of {dim}"),
+    pytest.mark.parametrize("products", QUERY_TYPES),
 ]
+Q_SCALE = 0.0625
 LENGTHS = [1, 15, 16, 17, 31, 33, 127, 128, 129, 0, 300, 1000, PARTITION, PARTITION + 1, 2 * PARTITION + 77, 5000]
+
+
+def queries_of(drawn: Tensor, products: AttentionProducts) -> Tensor:
+    """Codes, or the values that they would stand for as a part of a fused projection."""
+    if products == "fp8":
+        return drawn.to(torch.float8_e4m3fn).cuda()
+    return torch.cat((drawn, drawn), dim=1).mul(Q_SCALE).bfloat16().cuda()[:, : drawn.shape[1]]
 
 
 class Case:
     """Requests of ragged lengths over a cache whose unused slots are NaN."""
 
-    def __init__(self, lengths: list[int], kv_heads: int, group: int, page: int, dim: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(
+        self, lengths: list[int], kv_heads: int, group: int, page: int, dim: int, products: AttentionProducts
+    ) -> None:
+        generator, self.products = torch.Generator().manual_seed(0), products
         blocks = sum(-(-length // page) for length in lengths) + 1
         order = torch.randperm(blocks, generator=generator)
         # As vLLM lays it out: the keys of a token's head beside its values.
@@ -44,23 +57,28 @@ class Case:
             used += count
             if count and length % page:
                 codes.view(torch.uint8)[mine[-1], length % page :] = 0x7F  # NaN
-        query = (torch.randn(len(lengths), kv_heads * group, dim, generator=generator) * 40).to(codes.dtype)
+        query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator) * 40
         self.keys, self.values = codes.cuda().split(dim, dim=-1)
-        self.query, self.table = query.cuda(), table.cuda()
+        self.query, self.table = queries_of(query, products), table.cuda()
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        self.scales = tuple(torch.tensor(scale, device="cuda") for scale in (0.0625, 0.03125, 0.125))
+        self.narrow_scores(Q_SCALE)
         self.attention = self.kernel(64)
+
+    def narrow_scores(self, scale: float) -> None:
+        """Scores are those of codes of Q with this scale; Q in FP16 has none, so that of K makes up for it."""
+        scales = (scale, 0.03125, 0.125) if self.products == "fp8" else (1.0, 0.03125 * scale / Q_SCALE, 0.125)
+        self.scales = tuple(torch.tensor(each, device="cuda") for each in scales)
 
     def kernel(self, at_once: int) -> DecodeAttention:
         shape, strides, group = self.keys.shape, self.keys.stride(), self.query.shape[1] // self.keys.shape[2]
-        return DecodeAttention(self.keys.device, shape, strides, group, 9000, at_once, partition=PARTITION)
+        return DecodeAttention(self.keys.device, shape, strides, group, 9000, at_once, self.products, PARTITION)
 
     def sequences(
         self, query: Tensor, spans: list[Span], partition: int = PARTITION, logsumexp: Tensor | None = None
     ) -> Tensor:
         """What whole sequences give; rows that are left are NaN."""
         shape, strides, group = self.keys.shape, self.keys.stride(), query.shape[1] // self.keys.shape[2]
-        attention = SequenceAttention(query.device, shape, strides, group, 9000, partition)
+        attention = SequenceAttention(query.device, shape, strides, group, 9000, self.products, partition)
         work = batches(spans, group, 9000, query.device, partition)
         out = torch.full(query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
         attention(query, self.keys, self.values, self.table, work, self.scales, out, logsumexp)
@@ -73,7 +91,7 @@ class Case:
             strict=True,
         )
         shape, strides, group = self.keys.shape, self.keys.stride(), query.shape[1] // self.keys.shape[2]
-        attention = DecodeAttention(query.device, shape, strides, group, 9000, 300, partition=partition)
+        attention = DecodeAttention(query.device, shape, strides, group, 9000, 300, self.products, partition)
         each = torch.arange(len(owners) + 1, dtype=torch.int32, device="cuda")
         table = self.table[torch.tensor(owners, device="cuda")]
         return self.attend(query, Queries(table, each, torch.tensor(seen, dtype=torch.int32, device="cuda")), attention)
@@ -97,8 +115,8 @@ class Case:
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "page"), [(8, 4, 16), (2, 8, 16), (1, 1, 16), (3, 2, 64), (4, 5, 128)])
-def test_equals_the_reference(kv_heads: int, group: int, page: int, dim: int) -> None:
-    case = Case(LENGTHS, kv_heads, group, page, dim)
+def test_equals_the_reference(kv_heads: int, group: int, page: int, dim: int, products: AttentionProducts) -> None:
+    case = Case(LENGTHS, kv_heads, group, page, dim, products)
     found, expected = case.run().double(), case.expected()
     # Scores are summed in FP32 here and in FP64 there, so a few P round the other way; then all of it to BF16.
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
@@ -106,35 +124,34 @@ def test_equals_the_reference(kv_heads: int, group: int, page: int, dim: int) ->
     assert (found[LENGTHS.index(0)] == 0).all()
 
 
-def test_is_the_contracts_attention(dim: int) -> None:
+def test_is_the_contracts_attention(dim: int, products: AttentionProducts) -> None:
     """As near to attention without rounded weights as FP8 weights are, whatever maximum they are relative to."""
-    case = Case([700], 8, 4, 16, dim)
+    case = Case([700], 8, 4, 16, dim, products)
     blocks = case.table[0, : -(-700 // 16)].long()
-    _, k_scale, v_scale = (float(scale) for scale in case.scales)
-    q_scale = 0.004
-    case.scales = (torch.tensor(q_scale, device="cuda"), *case.scales[1:])
+    case.narrow_scores(0.004)
+    q_scale, k_scale, v_scale = (float(scale) for scale in case.scales)
     q = (case.query[0].float().cpu() * q_scale)[None, :, None]
     k, v = (x[blocks].flatten(0, 1)[:700].float().cpu().transpose(0, 1)[None] for x in (case.keys, case.values))
     k, v = k * k_scale, v * v_scale
     scales, mask = LayerScales(q=q_scale, k=k_scale, v=v_scale), torch.ones(1, 1, 1, 700, dtype=torch.bool)
     theirs, plain = (
         attention.attend(q, *attention.store(k, v, scales), mask, scales)[0, :, 0].double()
-        for attention in (Fp8Attention(), Fp32Attention())
+        for attention in (FP8_CACHE_FORMS[products], Fp32Attention())
     )
     ours = case.run()[0].double().cpu()
     assert (ours - plain).norm() < 1.25 * (theirs - plain).norm()
 
 
-def test_does_not_depend_on_the_batch(dim: int) -> None:
-    case = Case(LENGTHS, 8, 4, 16, dim)
+def test_does_not_depend_on_the_batch(dim: int, products: AttentionProducts) -> None:
+    case = Case(LENGTHS, 8, 4, 16, dim, products)
     together = case.run()
     for i in range(len(LENGTHS)):
         assert torch.equal(case.run(slice(i, i + 1))[0], together[i])
     assert torch.equal(case.run(), together)
 
 
-def test_does_not_depend_on_where_keys_lie(dim: int) -> None:
-    small, large = Case([2000], 8, 4, 16, dim), Case([2000], 8, 4, 128, dim)
+def test_does_not_depend_on_where_keys_lie(dim: int, products: AttentionProducts) -> None:
+    small, large = Case([2000], 8, 4, 16, dim, products), Case([2000], 8, 4, 128, dim, products)
     count = 2000 // 128 + 1
     keys = small.keys[small.table[0, : 2000 // 16].long()].flatten(0, 1)
     values = small.values[small.table[0, : 2000 // 16].long()].flatten(0, 1)
@@ -147,9 +164,9 @@ def test_does_not_depend_on_where_keys_lie(dim: int) -> None:
     assert torch.equal(small.run(), large.run())
 
 
-def test_rows_of_prompts_stay_as_they_are(dim: int) -> None:
+def test_rows_of_prompts_stay_as_they_are(dim: int, products: AttentionProducts) -> None:
     """Every third request has five new tokens, and the last none; what decodes beside them is as it was alone."""
-    case = Case(LENGTHS, 8, 4, 16, dim)
+    case = Case(LENGTHS, 8, 4, 16, dim, products)
     expected = case.run()
     counts = torch.tensor([5 if i % 3 == 0 else 1 for i in range(len(LENGTHS) - 1)] + [0])
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
@@ -170,26 +187,27 @@ def spans_of(tokens: list[int], keys: list[int]) -> list[Span]:
     return [Span(sum(tokens[:i]), count, keys[i]) for i, count in enumerate(tokens)]
 
 
-def drawn(tokens: int, heads: int, dim: int) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    return (torch.randn(tokens, heads, dim, generator=generator) * 40).to(torch.float8_e4m3fn).cuda()
+def drawn(tokens: int, heads: int, dim: int, products: AttentionProducts) -> Tensor:
+    return queries_of(torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(7)) * 40, products)
 
 
 @pytest.mark.parametrize("group", range(1, 9))
-def test_whole_sequences_have_the_bytes_of_single_tokens(group: int, dim: int) -> None:
+def test_whole_sequences_have_the_bytes_of_single_tokens(group: int, dim: int, products: AttentionProducts) -> None:
     """Of each group size: ragged, shorter than a tile, at the ends of tiles and pairs, and over several partitions."""
     keys = [1, 15, 16, 17, 31, 33, 127, 128, 129, 256, 257, 300, PARTITION, PARTITION + 1, 2 * PARTITION + 77]
-    case, spans = Case(keys, 2, group, 16, dim), spans_of(keys, keys)
-    query = drawn(sum(keys), 2 * group, dim)
+    case, spans = Case(keys, 2, group, 16, dim, products), spans_of(keys, keys)
+    query = drawn(sum(keys), 2 * group, dim, products)
     assert torch.equal(case.sequences(query, spans), case.one_by_one(query, spans))
 
 
 @pytest.mark.parametrize(("page", "partition"), [(16, 1024), (64, 4096), (128, 1056), (32, 32)])
-def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition: int, dim: int) -> None:
+def test_ends_of_sequences_have_the_bytes_of_single_tokens(
+    page: int, partition: int, dim: int, products: AttentionProducts
+) -> None:
     """The rest is cached; requests without new tokens are left out. A partition may end within a pair of tiles."""
     tokens, keys = [3, 1, 0, 130, 64, 700], [700, 33, 2000, 1300, 5000, 3000]
-    case, spans = Case(keys, 8, 4, page, dim), spans_of(tokens, keys)
-    query = drawn(sum(tokens), 32, dim)
+    case, spans = Case(keys, 8, 4, page, dim, products), spans_of(tokens, keys)
+    query = drawn(sum(tokens), 32, dim, products)
     expected = case.one_by_one(query, spans, partition)
     assert torch.equal(case.sequences(query, spans, partition), expected)
     alone = [span._replace(tokens=span.tokens if i == 3 else 0) for i, span in enumerate(spans)]
@@ -200,22 +218,22 @@ def test_ends_of_sequences_have_the_bytes_of_single_tokens(page: int, partition:
 
 
 @pytest.mark.parametrize("scale", [0.01, 4.0, 64.0])
-def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float, dim: int) -> None:
+def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float, dim: int, products: AttentionProducts) -> None:
     """Scores from one tile to the next rise by less than FP16 holds of P, and by far more."""
     keys = [700, 33, 1300, 257]
-    case, spans = Case(keys, 2, 4, 16, dim), spans_of(keys, keys)
-    case.scales = (torch.tensor(scale, device="cuda"), *case.scales[1:])
-    query = drawn(sum(keys), 8, dim)
+    case, spans = Case(keys, 2, 4, 16, dim, products), spans_of(keys, keys)
+    case.narrow_scores(scale)
+    query = drawn(sum(keys), 8, dim, products)
     expected = case.one_by_one(query, spans)
     assert not expected.isnan().any()
     assert torch.equal(case.sequences(query, spans), expected)
 
 
-def test_the_log_sum_exp_is_that_of_the_scores(dim: int) -> None:
+def test_the_log_sum_exp_is_that_of_the_scores(dim: int, products: AttentionProducts) -> None:
     keys = [300, 2 * PARTITION + 77]
-    case, spans = Case(keys, 2, 4, 16, dim), spans_of(keys, keys)
-    case.scales = (torch.tensor(0.004, device="cuda"), *case.scales[1:])
-    query = drawn(sum(keys), 8, dim)
+    case, spans = Case(keys, 2, 4, 16, dim, products), spans_of(keys, keys)
+    case.narrow_scores(0.004)
+    query = drawn(sum(keys), 8, dim, products)
     found = torch.zeros(8, len(query), device="cuda")
     case.sequences(query, spans, logsumexp=found)
     for span, table in zip(spans, case.table, strict=True):
@@ -228,15 +246,15 @@ def test_the_log_sum_exp_is_that_of_the_scores(dim: int) -> None:
         assert (found[:, span.row : span.row + span.tokens] - expected).abs().max() < 1e-4
 
 
-def test_one_weight_that_dominates_is_exact(dim: int) -> None:
+def test_one_weight_that_dominates_is_exact(dim: int, products: AttentionProducts) -> None:
     """Relative to a power of two that is not its maximum, and divided by what it was rounded to."""
-    case = Case([1], 8, 4, 16, dim)
+    case = Case([1], 8, 4, 16, dim, products)
     expected = case.values[case.table[0, 0].long(), 0].double() * float(case.scales[2])
     assert torch.equal(case.run()[0], expected.repeat_interleave(4, dim=0).bfloat16())
 
 
-def test_replays_in_a_graph(dim: int) -> None:
-    case = Case(LENGTHS, 8, 4, 16, dim)
+def test_replays_in_a_graph(dim: int, products: AttentionProducts) -> None:
+    case = Case(LENGTHS, 8, 4, 16, dim, products)
     expected = case.run()
     out = torch.zeros_like(expected)
     queries = case.queries()

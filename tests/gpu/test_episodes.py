@@ -86,7 +86,7 @@ def engine(masters: dict[str, Tensor]) -> Iterator[Any]:
 
     # Fewer at once than there are episodes: some wait, and enter while others decode.
     started = VllmEngine(ARCH, CONTRACT, OPTIONS, 32, build)
-    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
+    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), CONTRACT.recipe.weights)
     tensors = {name: tensor.cuda() for name, tensor in stored.items()}
     report = started.update(tensors, SCALES, SCALES.version)
     check_report(report, policy_digest(tensors), SCALES, SCALES.version)

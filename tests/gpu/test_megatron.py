@@ -62,7 +62,7 @@ def test_weights_come_back_byte_for_byte(family: str, precision: str) -> None:
 def test_export_is_quantised_as_the_reference_quantises(gpu: torch.device) -> None:
     arch = cases.small("qwen3")
     formats = rollout_formats(cases.configuration("fp8").precision, arch.num_layers)
-    expected = stored_weights(cases.small_policy(arch), formats.stored_names(), formats.scale_rule)
+    expected = stored_weights(cases.small_policy(arch), formats.stored_names(), formats.recipe.weights)
     found = trainer_of("qwen3", "fp8").export()
     assert found.keys() == expected.keys()
     same = (torch.equal(found[n].cpu().view(torch.uint8), expected[n].view(torch.uint8)) for n in expected)

@@ -11,23 +11,23 @@ from torch.nn.attention.varlen import varlen_attn
 from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
 from fp8core.kernels.sequence_attention import SequenceAttention
-from fp8core.numerics.attention import Bf16Attention
-from fp8core.numerics.e4m3 import E4M3_MAX
-from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of
+from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
+from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of, limits_of
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
     DevicePack,
     Fp8PackedAttention,
-    PackedAttention,
     PackedSequences,
 )
+from fp8core.numerics.recipe import AttentionProducts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
 SCALES = LayerScales(2.0**-7, 2.0**-6, 2.0**-7)
-FORMS: dict[str, PackedAttention] = {"bf16": Bf16PackedAttention(Bf16Attention()), "fp8": Fp8PackedAttention(4096)}
+BF16 = Bf16PackedAttention(Bf16Attention())
+each_product = pytest.mark.parametrize("products", QUERY_TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,17 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
 
 def test_bf16_is_torchs_own_function_and_near_its_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> None:
     expected = gradient(lambda x: varlen(*heads_of(x, LAYOUT), pack).flatten(1), qkv, upstream)
-    out, saved = FORMS["bf16"].forward(qkv, LAYOUT, pack, SCALES)
+    out, saved = BF16.forward(qkv, LAYOUT, pack, SCALES)
     flash = flash_gradients(upstream, heads_of(qkv, LAYOUT), saved, pack)
-    own = FORMS["bf16"].backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
+    own = BF16.backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
     assert torch.equal(out, expected[0])
     assert torch.equal(torch.cat(flash, dim=1).flatten(1), expected[1])
     assert (own.double() - expected[1].double()).norm() < 0.01 * expected[1].double().norm()
 
 
-def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> Tensor:
+def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor, products: AttentionProducts) -> Tensor:
     """Of attention in FP64 over the values that the codes stand for; saturated elements get nothing."""
-    leaf = torch.cat(head_values(qkv, LAYOUT, SCALES), dim=1).flatten(1).double().requires_grad_()
+    leaf = torch.cat(head_values(qkv, LAYOUT, SCALES, products), dim=1).flatten(1).double().requires_grad_()
     outputs = []
     for start, end in pack.sequences.spans:
         q, k, v = (x.transpose(0, 1) for x in heads_of(leaf[start:end], LAYOUT))
@@ -93,21 +93,23 @@ def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> Tensor:
         weights = (q @ k.transpose(1, 2) * LAYOUT.head_dim**-0.5).masked_fill(unseen, -torch.inf).softmax(-1)
         outputs.append((weights @ v).transpose(0, 1).flatten(1))
     (grad,) = torch.autograd.grad(torch.cat(outputs), leaf, upstream.double())
-    limits = (E4M3_MAX * scale for scale in (SCALES.q, SCALES.k, SCALES.v))
+    limits = limits_of(SCALES, products)
     passed = [x.abs() <= limit for x, limit in zip(heads_of(qkv, LAYOUT), limits, strict=True)]
     return grad * torch.cat(passed, dim=1).flatten(1)
 
 
+@each_product
 def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(
-    qkv: Tensor, pack: DevicePack, upstream: Tensor
+    qkv: Tensor, pack: DevicePack, upstream: Tensor, products: AttentionProducts
 ) -> None:
     """Nearly as near to FP64 as FlashAttention's own, whose forward has unrounded weights."""
-    attended = FORMS["fp8"].forward(qkv, LAYOUT, pack, SCALES)
-    found = FORMS["fp8"].backward(upstream, qkv, attended.for_backward, LAYOUT, pack, SCALES)
-    expected = exact_gradient(qkv, pack, upstream)
-    values = head_values(qkv, LAYOUT, SCALES)
+    form = Fp8PackedAttention(products, 4096)
+    attended = form.forward(qkv, LAYOUT, pack, SCALES)
+    found = form.backward(upstream, qkv, attended.for_backward, LAYOUT, pack, SCALES)
+    expected = exact_gradient(qkv, pack, upstream, products)
+    values = head_values(qkv, LAYOUT, SCALES, products)
     flash = flash_gradients(upstream, values, attention._flash_attention(values, pack), pack)
-    theirs = head_gradients(flash, qkv, LAYOUT, SCALES)
+    theirs = head_gradients(flash, qkv, LAYOUT, SCALES, products)
     errors = [float((x.double() - expected).norm() / expected.norm()) for x in (found, theirs)]
     print(f"relative error of the gradient: {errors[0]:.5f}, with FlashAttention's forward {errors[1]:.5f}")
     assert not found.isnan().any()
@@ -115,14 +117,21 @@ def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(
     assert errors[0] < 0.03
 
 
-def test_fp8_attends_once(qkv: Tensor, pack: DevicePack, upstream: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, calls = SequenceAttention.__call__, []
+@each_product
+def test_fp8_attends_once(
+    qkv: Tensor,
+    pack: DevicePack,
+    upstream: Tensor,
+    products: AttentionProducts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend, calls, form = SequenceAttention.__call__, [], Fp8PackedAttention(products, 4096)
 
     def counted(self, *arguments) -> None:
         calls.append(len(arguments))
         attend(self, *arguments)
 
     monkeypatch.setattr(SequenceAttention, "__call__", counted)
-    _, saved = FORMS["fp8"].forward(qkv, LAYOUT, pack, SCALES)
-    FORMS["fp8"].backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
+    _, saved = form.forward(qkv, LAYOUT, pack, SCALES)
+    form.backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
     assert len(calls) == 1

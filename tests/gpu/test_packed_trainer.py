@@ -26,6 +26,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.lora import merged_weight
 from fp8core.numerics.packed import HeadOptions, head_logits, token_logprobs
+from fp8core.numerics.recipe import POW2, RECIPES, Recipe
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
@@ -120,27 +121,30 @@ def batch_of(old: Tensor, sequences: TokenBatch) -> RolloutBatch:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(512, 640), (576, 1280), (192, 704)])
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(rule: str, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(
+    recipe: Recipe, inputs: int, outputs: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, grad, weight = (
         torch.randn(n, m, generator=generator).bfloat16() for n, m in ((384, inputs), (384, outputs), (outputs, inputs))
     )
     on_gpu = [tensor.to(CUDA) for tensor in (x, grad, weight)]
-    tiles, tiles_gpu = tile_codes(weight, rule), tile_codes(on_gpu[2], rule)
-    found = forward_gemm(row_codes(on_gpu[0], rule), tiles_gpu)
+    backward = recipe.gradients, recipe.tokens
+    tiles, tiles_gpu = tile_codes(weight, recipe.weights), tile_codes(on_gpu[2], recipe.weights)
+    found = forward_gemm(row_codes(on_gpu[0], recipe.activations), tiles_gpu)
     for rows_ in (1, 3, 64, 129):
-        part = forward_gemm(row_codes(on_gpu[0][:rows_], rule), tiles_gpu)
+        part = forward_gemm(row_codes(on_gpu[0][:rows_], recipe.activations), tiles_gpu)
         assert torch.equal(part, found[:rows_]), rows_
     pairs = [
-        (found, forward_gemm(row_codes(x, rule), tiles)),
+        (found, forward_gemm(row_codes(x, recipe.activations), tiles)),
         (
-            input_gradient_gemm(row_codes(on_gpu[1], rule), transpose(tiles_gpu)),
-            input_gradient_gemm(row_codes(grad, rule), transpose(tiles)),
+            input_gradient_gemm(row_and_column_codes(on_gpu[1], *backward)[0], transpose(tiles_gpu)),
+            input_gradient_gemm(row_and_column_codes(grad, *backward)[0], transpose(tiles)),
         ),
         (
-            weight_gradient_gemm(*(row_and_column_codes(t, rule)[1] for t in (on_gpu[1], on_gpu[0]))),
-            weight_gradient_gemm(*(row_and_column_codes(t, rule)[1] for t in (grad, x))),
+            weight_gradient_gemm(*(row_and_column_codes(t, *backward)[1] for t in (on_gpu[1], on_gpu[0]))),
+            weight_gradient_gemm(*(row_and_column_codes(t, *backward)[1] for t in (grad, x))),
         ),
     ]
     for mine, reference in pairs:
@@ -155,7 +159,7 @@ def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
     if deep_gemm() is None:
         pytest.skip("DeepGEMM is not installed")
     x, weight = (torch.randn(n, 1024, device=CUDA).bfloat16() for n in (512, 768))
-    codes, tiles = row_codes(x, "pow2"), tile_codes(weight, "pow2")
+    codes, tiles = row_codes(x, POW2.activations), tile_codes(weight, POW2.weights)
     other = hopper_gemm._scaled_mm(codes, hopper_gemm._ROWS, tiles, hopper_gemm._TILES, torch.bfloat16)
     assert torch.equal(forward_gemm(codes, tiles), other)
 
@@ -173,7 +177,8 @@ def test_gradients_of_weights_are_added_up_pack_by_pack(outputs: int, inputs: in
     total, expected = None, torch.zeros(outputs, inputs, device=CUDA)
     for length in (tokens, 128, 2 * tokens):
         grad, x = (
-            row_and_column_codes(torch.randn(length, n, device=CUDA).bfloat16(), "pow2")[1] for n in (outputs, inputs)
+            row_and_column_codes(torch.randn(length, n, device=CUDA).bfloat16(), POW2.gradients, POW2.tokens)[1]
+            for n in (outputs, inputs)
         )
         expected += hopper_gemm._scaled_mm(grad, hopper_gemm._ROWS, x, hopper_gemm._ROWS, torch.float32)
         added = weight_gradient_gemm(grad, x, total)

@@ -255,7 +255,7 @@ def sent_and_held_scales(
     }
     shipped, held = after.tensors, {}
     for source, statistics in sources.items():
-        layers = scales_from_statistics(statistics.amax(), 2.0, contract.scale_rule)
+        layers = scales_from_statistics(statistics.amax(), 2.0, contract.recipe.cache)
         scales = PolicyScales(after.version, tuple(layers))
         report = engine.update(shipped, scales, after.version)
         check_report(report, policy_digest(shipped), scales, after.version)

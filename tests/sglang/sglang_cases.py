@@ -20,7 +20,7 @@ shared: Any = module_from_spec(_spec)
 sys.modules["vllm_policies"] = shared
 _spec.loader.exec_module(shared)
 
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = shared.in_bf16(FP8)
 OPTIONS = SglangConfig(kv_cache_gib=0.125, mem_fraction_static=0.3)
 SHAPE = shared.SHAPE

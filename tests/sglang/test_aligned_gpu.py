@@ -84,7 +84,7 @@ def trainer(masters: dict[str, Tensor]) -> PackedTrainer:
 @pytest.fixture(scope="module")
 def aligned(sglang_build: Any, masters: dict[str, Tensor]) -> Iterator[Any]:
     engine = start_engine(sglang_build, CONTRACT, shape=asdict(ARCH), **OPTIONS)
-    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), "pow2")
+    stored = stored_weights(masters, rollout_formats(CONTRACT, ARCH.num_layers).stored_names(), CONTRACT.recipe.weights)
     tensors = {name: tensor.cuda() for name, tensor in stored.items()}
     check_report(engine.update(tensors, SCALES, SCALES.version), policy_digest(tensors), SCALES, SCALES.version)
     yield engine

@@ -14,6 +14,7 @@ from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.gemm import relative_rms
 from fp8core.numerics.grouped import Quantisers, grouped_experts
+from fp8core.numerics.recipe import RECIPES, Grouping
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.policy import check_formats, check_report
@@ -33,9 +34,9 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def codes(rows: int, columns: int, seed: int, rule: str) -> tuple[Tensor, Tensor]:
+def codes(rows: int, columns: int, seed: int, tiles: Grouping) -> tuple[Tensor, Tensor]:
     """Of every expert."""
-    parts = [tile_codes(drawn(rows, columns, seed=seed + e) * columns**-0.5, rule) for e in range(EXPERTS.count)]
+    parts = [tile_codes(drawn(rows, columns, seed=seed + e) * columns**-0.5, tiles) for e in range(EXPERTS.count)]
     return torch.stack([part[0].view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn), torch.stack(
         [part[1] for part in parts]
     )
@@ -52,20 +53,20 @@ def moved(value, device="cuda"):
     return value.to(device) if isinstance(value, Tensor) else tuple(moved(each, device) for each in value)
 
 
-@pytest.fixture(params=["pow2", "fp32"])
+@pytest.fixture(params=RECIPES.values(), ids=RECIPES)
 def case(request, sglang_build):
     """Sizes of the engine's experts, in the environment that it finds compiled kernels by."""
-    rule = request.param
-    weights = codes(256, 256, 100, rule), codes(256, 128, 200, rule)
-    return rule, weights, Quantisers(rule, FiniteFlag(torch.device("cuda")))
+    recipe = request.param
+    weights = codes(256, 256, 100, recipe.weights), codes(256, 128, 200, recipe.weights)
+    return recipe, weights, Quantisers(recipe.activations, FiniteFlag(torch.device("cuda")))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_experts_are_those_of_the_reference(case, tokens, record_property):
-    rule, weights, quantisers = case
+    recipe, weights, quantisers = case
     given = inputs(tokens, seed=tokens)
     found = grouped_experts(*moved(given), moved(weights), quantisers).cpu()
-    expected = grouped_experts(*given, weights, Quantisers(rule))
+    expected = grouped_experts(*given, weights, Quantisers(recipe.activations))
     # A last bit of BF16 between the products becomes another code now and then.
     error = relative_rms(found, expected)
     record_property("relative_rms", error)

@@ -14,6 +14,7 @@ from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_che
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
+from fp8core.numerics.recipe import POW2
 from fp8core.run.build import build_base
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.commit import stored_metrics
@@ -54,7 +55,7 @@ def scores(folder, batch):
     stored = load_checkpoint(folder)
     decoder = Decoder(stored.architecture, reference_formats(stored.architecture.num_layers))
     masters = {name: tensor.float() for name, tensor in stored.tensors.items()}
-    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    weights = load_policy(stored.architecture, stored_weights(masters, decoder.formats.stored_names(), POW2.weights))
     hidden = decoder.hidden(weights, batch.tokens, batch.positions, FullContext.of(batch.valid), ())
     logits = decoder.formats.head.logits(hidden[:, :-1].flatten(0, 1), weights.head).double()
     logp = torch.log_softmax(logits / TEMPERATURE, -1)

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.adamw import AdamWStep, adamw
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.dispatch import OPERATIONS, kernel_of
-from fp8core.numerics.e4m3 import (
-    GRADIENT_FLOOR,
-    GroupNotFinite,
-    round_to_e4m3,
-    row_and_column_codes,
-    row_codes,
-    tile_codes,
-)
+from fp8core.numerics.e4m3 import GroupNotFinite, round_to_e4m3, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.elementwise import inverse_frequencies
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -44,6 +38,7 @@ from fp8core.numerics.fused import (
 from fp8core.numerics.kv_scales import COUNTS, TALLY, AmaxStatistics, KvStatistics, LayerScales, tally, tally_amax
 from fp8core.numerics.logprobs import drawn_tokens, log_softmax, logit_slopes, token_statistics
 from fp8core.numerics.lora import merged_weight
+from fp8core.numerics.recipe import FP32, POW2, RECIPES, AttentionProducts, Recipe
 
 EPS = 1e-6
 RULES = ["pow2", "fp32"]
@@ -80,17 +75,20 @@ class Case:
 
 
 def quantise_cases() -> Iterator[Case]:
-    for operation in (row_codes, row_and_column_codes, tile_codes):
-        for rule in RULES:
-            for shape in ((130, 5), (37, 200)):
-                yield Case(operation, f"{shape}-{rule}", lambda s=shape, r=rule: (drawn(*s, seed=1), r))
+    for (name, recipe), shape in product(RECIPES.items(), ((130, 5), (37, 200))):
+        for operation, groups in (
+            (row_codes, (recipe.activations,)),
+            (row_and_column_codes, (recipe.activations, recipe.tokens)),
+            (tile_codes, (recipe.weights,)),
+        ):
+            yield Case(operation, f"{shape}-{name}", lambda s=shape, g=groups: (drawn(*s, seed=1), *g))
     # The smallest scales are normal numbers, values may be subnormal.
-    for rule, exponent in product(RULES, (-40, -70, -100, -118, -124)):
+    for recipe, exponent in product((POW2, FP32), (-40, -70, -100, -118, -124)):
 
-        def small(rule: str = rule, exponent: int = exponent) -> tuple[Any, ...]:
-            return drawn(130, 200, seed=2).float() * 2.0**exponent, rule, None, GRADIENT_FLOOR
+        def small(recipe: Recipe = recipe, exponent: int = exponent) -> tuple[Any, ...]:
+            return drawn(130, 200, seed=2).float() * 2.0**exponent, recipe.gradients, recipe.tokens
 
-        yield Case(row_and_column_codes, f"2^{exponent}-{rule}", small)
+        yield Case(row_and_column_codes, f"2^{exponent}-{recipe.name}", small)
 
 
 def norm_cases() -> Iterator[Case]:
@@ -109,9 +107,12 @@ def norm_cases() -> Iterator[Case]:
 
             yield Case(add_norm, what, forward, large=large)
             yield Case(add_norm_backward, what, backward, near=2**-7, large=large)
-            for operation in (add_norm_row_codes, add_norm_codes):
-                for rule in RULES:
-                    yield Case(operation, f"{what}-{rule}", lambda f=forward, r=rule: (*f(), r), large=large)
+            for name, recipe in RECIPES.items():
+                for operation, groups in (
+                    (add_norm_row_codes, (recipe.activations,)),
+                    (add_norm_codes, (recipe.activations, recipe.tokens)),
+                ):
+                    yield Case(operation, f"{what}-{name}", lambda f=forward, g=groups: (*f(), *g), large=large)
 
 
 def projection(tokens: int, layout: HeadLayout, seed: int) -> Tensor:
@@ -175,15 +176,19 @@ def head_cases() -> Iterator[Case]:
     small = [(13, HeadLayout(4, 2, 32)), (13, HeadLayout(9, 3, 24)), (13, HeadLayout(16, 8, 128))]
     layouts = HeadLayout(32, 8, 128), HeadLayout(9, 3, 24), HeadLayout(20, 10, 128)
     for tokens, layout in [*small, *((n, layout) for n in (9, 77, 1025) for layout in layouts)]:
-        for scales, rule in zip(SCALES, RULES, strict=True):
-            what = f"{tokens}-{'-'.join(map(str, layout))}-{rule}"
+        for (scales, rule), products in product(zip(SCALES, RULES, strict=True), QUERY_TYPES):
+            what = f"{tokens}-{'-'.join(map(str, layout))}-{rule}-{products}"
 
             def forward(
-                n: int = tokens, layout: HeadLayout = layout, scales: LayerScales = scales, nan: bool = tokens != 13
+                n: int = tokens,
+                layout: HeadLayout = layout,
+                scales: LayerScales = scales,
+                products: AttentionProducts = products,
+                nan: bool = tokens != 13,
             ) -> tuple[Any, ...]:
                 """Some elements are saturated, some on the limit or next to it, some are nothing in E4M3."""
                 qkv = projection(n, layout, 2)
-                for x, limit in zip(heads_of(qkv, layout), limits_of(scales), strict=True):
+                for x, limit in zip(heads_of(qkv, layout), limits_of(scales, "fp8"), strict=True):
                     x.mul_(limit / 8)
                     near = torch.tensor([limit]).bfloat16().view(torch.int16) + torch.arange(-2, 3, dtype=torch.int16)
                     x[5, 0, :5], x[6, 0, :5] = near.view(torch.bfloat16), -near.view(torch.bfloat16)
@@ -191,12 +196,12 @@ def head_cases() -> Iterator[Case]:
                     x[8] = 129 / 128
                     if nan:
                         x[7, 0, 6] = torch.nan
-                return qkv, layout, scales
+                return qkv, layout, scales, products
 
             def backward(forward: Callable[..., Any] = forward) -> tuple[Any, ...]:
                 """Gradients are views of one tensor, as they come from a fused projection."""
-                qkv, layout, scales = forward(nan=True)
-                return heads_of(projection(len(qkv), layout, 3), layout), qkv, layout, scales
+                qkv, layout, *rest = forward(nan=True)
+                return heads_of(projection(len(qkv), layout, 3), layout), qkv, layout, *rest
 
             for operation in (head_codes, head_values):
                 yield Case(operation, what, forward, large=tokens != 13)
@@ -287,16 +292,19 @@ def test_a_kernel_takes_what_its_reference_takes(device: torch.device) -> None:
         assert inspect.signature(kernel_of(module, name)) == inspect.signature(reference), name
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("columns", [256, 200])
-def test_codes_of_swiglu_are_those_of_the_unfused_kernels(device: torch.device, run, columns: int, rule: str) -> None:
+def test_codes_of_swiglu_are_those_of_the_unfused_kernels(
+    device: torch.device, run, columns: int, recipe: Recipe
+) -> None:
+    forward, backward = (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
     rows = 37 if device.type == "cpu" else 4096
     gate_up, grad = drawn(rows, 2 * columns, seed=4).to(device), drawn(rows, columns, seed=5).to(device)
-    by_row, by_column = row_and_column_codes(run(swiglu, gate_up), rule)
-    assert_same(run(swiglu_row_codes, gate_up, rule), moved(by_row, "cpu"))
-    assert_same(run(swiglu_codes, gate_up, rule), moved((by_row, by_column), "cpu"))
-    gradient = row_and_column_codes(run(swiglu_backward, grad, gate_up), rule)
-    assert_same(run(swiglu_backward_codes, grad, gate_up, rule), moved(gradient, "cpu"))
+    by_row, by_column = row_and_column_codes(run(swiglu, gate_up), *forward)
+    assert_same(run(swiglu_row_codes, gate_up, recipe.activations), moved(by_row, "cpu"))
+    assert_same(run(swiglu_codes, gate_up, *forward), moved((by_row, by_column), "cpu"))
+    gradient = row_and_column_codes(run(swiglu_backward, grad, gate_up), *backward)
+    assert_same(run(swiglu_backward_codes, grad, gate_up, *backward), moved(gradient, "cpu"))
 
 
 def test_silu_is_the_nearest_bfloat16_to_all_but_a_few_gates(device: torch.device, run) -> None:
@@ -373,30 +381,43 @@ def test_a_token_is_drawn_where_the_number_of_its_row_falls(device: torch.device
     assert torch.equal(logprobs[1:].cpu(), run(drawn_tokens, wide.to(device)[:, :vocabulary], *rest)[1][1:].cpu())
 
 
-REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]]]] = {
-    "rows": (row_codes, lambda bad: (bad,)),
-    "rows and columns": (row_and_column_codes, lambda bad: (bad,)),
-    "tiles": (tile_codes, lambda bad: (bad,)),
-    "norm, rows": (add_norm_row_codes, lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS)),
-    "norm": (add_norm_codes, lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS)),
-    "norm's weight": (add_norm_codes, lambda bad: (torch.ones_like(bad), None, bad.amax(0).float(), EPS)),
-    "swiglu, rows": (swiglu_row_codes, lambda bad: (bad,)),
-    "swiglu": (swiglu_codes, lambda bad: (bad,)),
-    "swiglu backward": (swiglu_backward_codes, lambda bad: (torch.ones_like(bad[:, :128]), bad)),
-    "swiglu backward, gradient": (swiglu_backward_codes, lambda bad: (bad, torch.ones_like(bad).repeat(1, 2))),
+FORWARD, BACKWARD = ("activations", "tokens"), ("gradients", "tokens")
+REFUSING: dict[str, tuple[Callable[..., Any], Callable[[Tensor], tuple[Any, ...]], tuple[str, ...]]] = {
+    "rows": (row_codes, lambda bad: (bad,), FORWARD[:1]),
+    "rows and columns": (row_and_column_codes, lambda bad: (bad,), FORWARD),
+    "tiles": (tile_codes, lambda bad: (bad,), ("weights",)),
+    "norm, rows": (
+        add_norm_row_codes,
+        lambda bad: (bad, None, torch.ones(256, device=bad.device), EPS),
+        FORWARD[:1],
+    ),
+    "norm": (
+        add_norm_codes,
+        lambda bad: (torch.ones_like(bad), bad, torch.ones(256, device=bad.device), EPS),
+        FORWARD,
+    ),
+    "norm's weight": (add_norm_codes, lambda bad: (torch.ones_like(bad), None, bad.amax(0).float(), EPS), FORWARD),
+    "swiglu, rows": (swiglu_row_codes, lambda bad: (bad,), FORWARD[:1]),
+    "swiglu": (swiglu_codes, lambda bad: (bad,), FORWARD),
+    "swiglu backward": (swiglu_backward_codes, lambda bad: (torch.ones_like(bad[:, :128]), bad), BACKWARD),
+    "swiglu backward, gradient": (
+        swiglu_backward_codes,
+        lambda bad: (bad, torch.ones_like(bad).repeat(1, 2)),
+        BACKWARD,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSING)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nothing_with_nan_or_infinity_is_quantised(device: torch.device, run, name: str, value: float) -> None:
-    operation, arguments = REFUSING[name]
+    operation, arguments, operands = REFUSING[name]
     for place in ((0, 0), (129, 255), (64, 128)) if device.type == "cuda" else ((2, 255),):
         x = torch.ones(place[0] + 1, 256, device=device).bfloat16()
         x[place] = value
-        for rule in RULES:
+        for recipe in (POW2, FP32):
             with pytest.raises(GroupNotFinite):
-                run(operation, *arguments(x), rule)
+                run(operation, *arguments(x), *(getattr(recipe, name) for name in operands))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

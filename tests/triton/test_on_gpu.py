@@ -20,11 +20,12 @@ from fp8core.numerics.e4m3 import (
 )
 from fp8core.numerics.fingerprint import fingerprint, fingerprints, policy_digest
 from fp8core.numerics.fused import add_norm, add_norm_codes, add_norm_row_codes, swiglu, swiglu_codes
+from fp8core.numerics.recipe import FP32, FP32_ACTIVATIONS, POW2, RECIPES, Grouping, Recipe
 
 pytestmark = pytest.mark.parametrize("device", [pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 
 EPS = 1e-6
-RULES = ["pow2", "fp32"]
+BOTH = FP32_ACTIVATIONS.activations, FP32_ACTIVATIONS.tokens
 
 
 def assert_same(found: Codes, expected: Codes, name: str = "") -> None:
@@ -41,53 +42,55 @@ def encoded(quantised: tuple[Tensor, Tensor]) -> Codes:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-def test_hard_matrices_have_the_bytes_of_the_reference(device, kernel_cases, dtype: torch.dtype, rule: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_hard_matrices_have_the_bytes_of_the_reference(
+    device, kernel_cases, dtype: torch.dtype, recipe: Recipe
+) -> None:
     for case in kernel_cases.cases(dtype):
         wide, x = case.x.float(), case.x.to(device)
-        rows, columns = row_and_column_codes(x, rule)
-        for found, quantise in (
-            (row_codes(x, rule), quantise_rows),
-            (rows, quantise_rows),
-            (columns, quantise_columns),
-            (tile_codes(x, rule), quantise_tiles),
+        rows, columns = row_and_column_codes(x, recipe.activations, recipe.tokens)
+        for found, quantise, grouping in (
+            (row_codes(x, recipe.activations), quantise_rows, recipe.activations),
+            (rows, quantise_rows, recipe.activations),
+            (columns, quantise_columns, recipe.tokens),
+            (tile_codes(x, recipe.weights), quantise_tiles, recipe.weights),
         ):
-            expected = encoded(quantise(wide, rule))
+            expected = encoded(quantise(wide, grouping))
             assert_same(found, expected, case.name)
             # The reference has the same bytes on a GPU.
-            assert_same(encoded(quantise(wide.to(device), rule)), expected, case.name)
+            assert_same(encoded(quantise(wide.to(device), grouping)), expected, case.name)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_scales_of_every_bfloat16_amax(device, rule: str) -> None:
+@pytest.mark.parametrize("grouping", [POW2.activations, FP32.activations], ids=["pow2", "fp32"])
+def test_scales_of_every_bfloat16_amax(device, grouping: Grouping) -> None:
     # One amax in a row: all of them from one launch.
     amax = (torch.arange(0, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)[:, None]
-    assert torch.equal(row_codes(amax.bfloat16().to(device), rule)[1].cpu(), scale_from_amax(amax, rule))
+    assert torch.equal(row_codes(amax.bfloat16().to(device), grouping)[1].cpu(), scale_from_amax(amax, grouping.rule))
 
 
 def test_a_flag_remembers_until_it_is_checked(device) -> None:
     flag, clean, good = FiniteFlag(device), FiniteFlag(device), torch.ones(4, 4, device=device)
-    row_codes(good * torch.inf, "pow2", flag)
-    row_codes(good, "pow2", flag)
+    row_codes(good * torch.inf, POW2.activations, flag)
+    row_codes(good, POW2.activations, flag)
     with pytest.raises(GroupNotFinite):
         flag.check()
-    tile_codes(good, "fp32", clean)
+    tile_codes(good, FP32.weights, clean)
     clean.check()
 
 
-@pytest.mark.parametrize("codes_of", [row_codes, tile_codes])
-def test_layout_in_memory_changes_nothing(device, codes_of) -> None:
+@pytest.mark.parametrize(("codes_of", "grouping"), [(row_codes, POW2.activations), (tile_codes, POW2.weights)])
+def test_layout_in_memory_changes_nothing(device, codes_of, grouping: Grouping) -> None:
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
-    assert_same(codes_of(x.t().contiguous().t(), "pow2"), codes_of(x, "pow2"))
+    assert_same(codes_of(x.t().contiguous().t(), grouping), codes_of(x, grouping))
 
 
 def test_scales_lie_as_block_scaled_gemms_read_them(device) -> None:
     x = torch.randn(256, 512, device=device).bfloat16()
-    (_, rows), (codes, columns) = row_and_column_codes(x, "pow2")
+    (_, rows), (codes, columns) = row_and_column_codes(x, *BOTH)
     assert (rows.shape, rows.stride()) == ((256, 4), (1, 256))
     assert (columns.shape, columns.stride()) == ((512, 2), (1, 512))
     assert codes.shape == (512, 256)
-    padded = row_codes(x[:9], "pow2")[1]
+    padded = row_codes(x[:9], POW2.activations)[1]
     assert (padded.shape, padded.stride()) == ((9, 4), (1, 12))
 
 
@@ -104,9 +107,9 @@ def test_a_row_is_the_same_alone_and_among_others(device) -> None:
         torch.randn(300, 4096, generator=torch.Generator().manual_seed(i)).bfloat16().to(device) for i in (1, 2)
     )
     weight = torch.linspace(0.5, 1.5, 4096, device=device).bfloat16().float()
-    _total, (codes, scales) = add_norm_row_codes(x, added, weight, EPS, "pow2")
+    _total, (codes, scales) = add_norm_row_codes(x, added, weight, EPS, FP32_ACTIVATIONS.activations)
     for part in (slice(0, 1), slice(17, 18), slice(299, 300)):
-        _total, alone = add_norm_row_codes(x[part], added[part], weight, EPS, "pow2")
+        _total, alone = add_norm_row_codes(x[part], added[part], weight, EPS, FP32_ACTIVATIONS.activations)
         assert_same(alone, (codes[part], scales[part]))
 
 
@@ -114,18 +117,18 @@ def test_a_full_batch_of_the_norm(device) -> None:
     """Offsets beyond 2^31 bytes; the reference is the GPU's own unfused composition."""
     x = torch.randn(65_536, 4096, device=device).bfloat16()
     added, weight = x.flip(0).contiguous(), torch.linspace(0.5, 1.5, 4096, device=device).bfloat16().float()
-    total, by_row, by_column, _inverse = add_norm_codes(x, added, weight, EPS, "pow2")
+    total, by_row, by_column, _inverse = add_norm_codes(x, added, weight, EPS, *BOTH)
     plain, normed, _inverse = add_norm(x, added, weight, EPS)
     assert torch.equal(total, plain)
-    for found, expected in zip((by_row, by_column), row_and_column_codes(normed, "pow2"), strict=True):
+    for found, expected in zip((by_row, by_column), row_and_column_codes(normed, *BOTH), strict=True):
         assert_same(found, expected)
 
 
 def test_a_full_batch_of_swiglu(device) -> None:
     """Offsets beyond 2^31 elements."""
     gate_up = torch.randn(65_536 + 3, 2 * 17_408, device=device, dtype=torch.bfloat16)
-    rows, _columns = swiglu_codes(gate_up, "pow2")
-    assert_same(rows, row_codes(swiglu(gate_up), "pow2"))
+    rows, _columns = swiglu_codes(gate_up, *BOTH)
+    assert_same(rows, row_codes(swiglu(gate_up), BOTH[0]))
 
 
 # Fingerprints

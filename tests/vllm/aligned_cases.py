@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.attention import Fp8Attention
+from fp8core.numerics.attention import FP8_CACHE_FORMS
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import filled_shapes, find_shares
@@ -32,7 +32,7 @@ class ReferenceAttention(nn.Module):
 
     def __init__(self, scales: LayerScales, dim: int) -> None:
         super().__init__()
-        self.scales, self.dim, self.form = scales, dim, Fp8Attention()
+        self.scales, self.dim, self.form = scales, dim, FP8_CACHE_FORMS[CONTRACT.recipe.attention]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.float().view(len(x), -1, self.dim).transpose(0, 1)[None] for x in (q, k, v))

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 ON_GPU = this_platform() != "cpu"
 # The reference rounds where vLLM does: in compiled code on a GPU, in torch's own operations on a CPU.
-FP8 = PrecisionContract(rounding_points="fused")
+FP8 = PrecisionContract(rounding_points="fused", attention="fp8")
 BF16 = PrecisionContract(
     rollout=SidePrecision(linear="bf16", kv_cache="bf16"),
     training=TrainingPrecision(linear="bf16", kv_cache="bf16"),

@@ -40,7 +40,7 @@ def policy_of(arch):
     """The tensors that are shipped."""
     masters = {name: w * 2 if w.dim() == 2 else w for name, w in initial_weights(arch, seed=0).items()}
     masters |= {name: torch.linspace(-1, 1, len(w)) for name, w in masters.items() if name.endswith(".bias")}
-    return stored_weights(masters, rollout_formats(CONTRACT, arch.num_layers).stored_names(), "pow2")
+    return stored_weights(masters, rollout_formats(CONTRACT, arch.num_layers).stored_names(), CONTRACT.recipe.weights)
 
 
 def assert_reference(found, arch, tensors):

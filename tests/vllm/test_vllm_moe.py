@@ -22,6 +22,7 @@ from fp8core.models.weights import load_policy, rollout_formats
 from fp8core.numerics.e4m3 import row_codes
 from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
+from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
@@ -230,7 +231,7 @@ def test_what_leaves_an_activation_is_quantised_as_agreed(started):
     up[:, 5] = largest
     gated = torch.cat((torch.full_like(up, 64.0), up), dim=1).cuda()
     codes, scales = silu_mul_per_token_group_quant_fp8_colmajor(gated, use_ue8m0=True)
-    expected_codes, expected_scales = row_codes(up * 64, "pow2")
+    expected_codes, expected_scales = row_codes(up * 64, POW2.activations)
     assert scales.cpu().equal(expected_scales)
     assert codes.cpu().view(torch.uint8).equal(expected_codes.view(torch.uint8))
 

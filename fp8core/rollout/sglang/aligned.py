@@ -33,6 +33,7 @@ class AlignedAttention(ScaledAttention):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
+        self.products = runner.model.recipe.attention
         self._longest = runner.model_config.context_len - BEYOND
         self._requests = int(runner.server_args.max_running_requests)
         self._step: Any = None
@@ -41,33 +42,33 @@ class AlignedAttention(ScaledAttention):
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        query, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode(codes, layer, out)
+        self._decode(query, layer, out)
         return out
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Tensor:
-        codes, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
+        query, _ = self._coded(q, k, v, layer, forward_batch, save_kv_cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode(codes, layer, out)
+        self._decode(query, layer, out)
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
         layout = keys.device, keys.shape, keys.stride()
-        kernel = shared_sequence_attention(*layout, _group(layer), self._longest)
+        kernel = shared_sequence_attention(*layout, _group(layer), self._longest, self.products)
         split, table = (-1, layer.tp_q_head_num, layer.head_dim), self.forward_metadata.page_table
         work, scales = self._work(layer, forward_batch), internals.scale_buffers(layer)
-        kernel(codes.view(split), keys, values, table, work, scales, out.view(split))
+        kernel(query.view(split), keys, values, table, work, scales, out.view(split))
         return out
 
-    def _decode(self, codes: Tensor, layer: Any, out: Tensor) -> None:
+    def _decode(self, query: Tensor, layer: Any, out: Tensor) -> None:
         """Write the rows of `out` that are a request's one new token."""
         keys, values = internals.pages(self.token_to_kv_pool, layer, self.page_size)
         layout = keys.device, keys.shape, keys.stride()
-        kernel = shared_decode_attention(*layout, _group(layer), self._longest, self._requests)
+        kernel = shared_decode_attention(*layout, _group(layer), self._longest, self._requests, self.products)
         step, split = self.forward_metadata, (-1, layer.tp_q_head_num, layer.head_dim)
         queries = Queries(step.page_table, step.cu_seqlens_q, step.cache_seqlens_int32)
-        kernel(codes.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
+        kernel(query.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
 
     def _work(self, layer: Any, forward_batch: Any) -> list[Batch]:
         """Of a step's prompts, made at its first layer."""
@@ -129,7 +130,7 @@ class AlignedForward(AlignedDecoder):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config=quant_config, prefix=prefix)
         arch = decoder_of(config)
-        self.prepare(arch, HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim), self.lm_head.weight.device)
+        self.prepare(config, HeadLayout(arch.num_heads, arch.num_kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     @torch.no_grad()
     def forward(

@@ -15,11 +15,18 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor, nn
 
 from fp8core.kernels.head_codes import codes_of_scale_tensor
+from fp8core.numerics.recipe import AttentionProducts
 from fp8core.rollout.sglang import internals
 
 
 class ScaledAttention(FlashAttentionBackend):
-    """All layers of a model; with a BF16 cache FlashAttention as SGLang has it."""
+    """All layers of a model; with a BF16 cache FlashAttention as SGLang has it.
+
+    Attributes:
+        products: over an FP8 cache; FlashAttention's.
+    """
+
+    products: AttentionProducts = "fp8"
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -45,7 +52,7 @@ class ScaledAttention(FlashAttentionBackend):
     def _coded(
         self, q: Tensor, k: Tensor, v: Tensor, layer: nn.Module, forward_batch: Any, save: bool
     ) -> tuple[Tensor, bool]:
-        """Codes of Q, with those of K and V in the cache; as they came where the cache is BF16."""
+        """Q as the products take it, with codes of K and V in the cache; as they came where the cache is BF16."""
         if not self._scaled:
             return q, save
         of_q, of_k, of_v = internals.scale_buffers(layer)
@@ -53,4 +60,4 @@ class ScaledAttention(FlashAttentionBackend):
             place = KVWriteLoc(forward_batch.out_cache_loc, self.forward_metadata.swa_out_cache_loc)
             codes = codes_of_scale_tensor(k, of_k), codes_of_scale_tensor(v, of_v)
             self.token_to_kv_pool.set_kv_buffer(layer, place, *codes)
-        return codes_of_scale_tensor(q, of_q), False
+        return codes_of_scale_tensor(q, of_q) if self.products == "fp8" else q, False

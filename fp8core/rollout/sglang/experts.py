@@ -16,16 +16,17 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from torch import nn
 
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.numerics.e4m3 import TILE, Codes, ScaleRule
+from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.grouped import Quantisers, grouped_experts
+from fp8core.numerics.recipe import TILE, Grouping
 from fp8core.rollout.sglang.quantisation import flag_of
 
 
 class BlockFp8Experts(FusedMoEMethodBase):
     """y = sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x): products of codes, as those of `BlockFp8Linear`."""
 
-    def __init__(self, rule: ScaleRule) -> None:
-        self.rule = rule
+    def __init__(self, groups: Grouping) -> None:
+        self.groups = groups
 
     def create_weights(
         self,
@@ -59,7 +60,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
 
     def quantisers(self, device: torch.device) -> Quantisers:
         """Of the inputs of both products."""
-        return Quantisers(self.rule, flag_of(device))
+        return Quantisers(self.groups, flag_of(device))
 
     def apply(self, layer: nn.Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
         """BF16 [tokens, hidden]."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8core.numerics.e4m3 import TILE, Codes, scale_from_amax
+from fp8core.numerics.e4m3 import Codes, scale_from_amax
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.slots import expert_layers
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
@@ -118,11 +119,11 @@ def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, version of FlashAttention, splits of keys (0: as it chooses) and cache format of every layer."""
+    """Implementation, FlashAttention's version, splits of keys (0: it chooses), cache and products of every layer."""
     backend = getattr(model, _BACKEND)
     pool = str(backend.token_to_kv_pool.dtype).removeprefix("torch.")
     about = {"implementation": type(backend).__name__, "version": backend.fa_impl_ver, "splits": backend.num_splits}
-    return [{**about, "cache": pool} for _ in attention_layers(model)]
+    return [{**about, "cache": pool, "products": backend.products} for _ in attention_layers(model)]
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:

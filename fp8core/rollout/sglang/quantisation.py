@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from fp8core.kernels.hopper_gemm import forward_gemm, head_logits
 from fp8core.models.weights import SCALE_SUFFIX
-from fp8core.numerics.e4m3 import TILE, Codes, FiniteFlag, ScaleRule, row_codes
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
+from fp8core.numerics.recipe import RECIPES, TILE, Grouping
 from fp8core.rollout.sglang.settings import REGISTERED
 from fp8core.rollout.slots import FUSED
 
 
 class BlockFp8Linear(LinearMethodBase):
-    """y = x W^T of codes: x in 1 x 128 groups by the contract's scale rule, W in 128 x 128 tiles."""
+    """y = x W^T of codes: x in the groups of the recipe, W in its tiles."""
 
-    def __init__(self, rule: ScaleRule) -> None:
-        self.rule = rule
+    def __init__(self, groups: Grouping) -> None:
+        self.groups = groups
 
     def create_weights(
         self,
@@ -49,7 +50,7 @@ class BlockFp8Linear(LinearMethodBase):
 
     def quantise(self, x: Tensor) -> Codes:
         """Codes and scales of BF16 [tokens, in]."""
-        return row_codes(x, self.rule, flag_of(x.device))
+        return row_codes(x, self.groups, flag_of(x.device))
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """BF16 [..., out]; a bias is added to the rounded product."""
@@ -71,10 +72,10 @@ class Fp32Head(UnquantizedEmbeddingMethod):
 class PolicyQuantisation(QuantizationConfig):
     """Names the method of each layer, by the config.json that `settings.model_config` writes."""
 
-    def __init__(self, kept: frozenset[str], rule: ScaleRule, head: str) -> None:
+    def __init__(self, kept: frozenset[str], groups: Grouping, head: str) -> None:
         """`kept` are modules in BF16, by their Hugging Face names."""
         super().__init__()
-        self._kept, self._rule, self._head = kept, rule, head
+        self._kept, self._groups, self._head = kept, groups, head
 
     @classmethod
     def get_name(cls) -> str:
@@ -94,7 +95,8 @@ class PolicyQuantisation(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PolicyQuantisation":
-        return cls(frozenset(config["modules_to_not_convert"]), config["scale_rule"], config["head"])
+        groups = RECIPES[config["scale_rule"]].activations
+        return cls(frozenset(config["modules_to_not_convert"]), groups, config["head"])
 
     def get_scaled_act_names(self) -> list[str]:
         return []
@@ -102,7 +104,7 @@ class PolicyQuantisation(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Linears, experts, embedding and head; attention has its scales from our backend."""
         if isinstance(layer, LinearBase):
-            return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._rule)
+            return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._groups)
         if isinstance(layer, VocabParallelEmbedding):
             return Fp32Head() if self._head == "fp32" else UnquantizedEmbeddingMethod()
         # Processes without a model have no use for what these import.
@@ -111,7 +113,7 @@ class PolicyQuantisation(QuantizationConfig):
         from fp8core.rollout.sglang.experts import BlockFp8Experts
 
         if isinstance(layer, FusedMoE) and not self._keeps(prefix):
-            return BlockFp8Experts(self._rule)
+            return BlockFp8Experts(self._groups)
         # Attention, and experts in BF16, which are SGLang's own then.
         return None
 

@@ -14,10 +14,11 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.aligned import contract_refusals as aligned_refusals
 from fp8core.rollout.aligned import shape_refusals
+from fp8core.rollout.resident import attention_refusals
 
 SUPPORTED: Final = "0.5.15"
 _HOPPER = "sm_90"
@@ -78,6 +79,7 @@ def contract_refusals(contract: PrecisionContract, options: SglangConfig, build:
         }
         yield from aligned_refusals(_ALIGNED, contract, rest)
         return
+    yield from attention_refusals(contract, build.described)
     if rollout.linear == "fp32":
         yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
     if contract.rounding_points != "stepwise":

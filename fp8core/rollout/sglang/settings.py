@@ -165,7 +165,7 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     made = {**config, **positions, "quantization_config": {**section, **about}}
-    return aligned_config(made, arch) if options.model == "aligned" else made
+    return aligned_config(made, arch, contract.recipe) if options.model == "aligned" else made
 
 
 def _module(name: str) -> str:
@@ -192,7 +192,7 @@ def _kind(linear: Mapping[str, str]) -> str:
 
 
 def _attention_name(layer: Mapping[str, Any]) -> str:
-    known = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
+    known = {"bfloat16": "bf16", "float8_e4m3fn": layer["products"]}
     if layer["implementation"] in _BACKENDS and layer["version"] == 3 and layer["cache"] in known:
-        return known[layer["cache"]]
+        return str(known[layer["cache"]])
     return f"{layer['cache']} by {layer['implementation']} {layer['version']}"

@@ -36,7 +36,7 @@ from fp8core.numerics.e4m3 import Codes
 from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.logprobs import log_softmax
 from fp8core.numerics.packed import head_logits
-from fp8core.rollout.aligned import AlignedDecoder, decoder_of
+from fp8core.rollout.aligned import AlignedDecoder, aligned_recipe, decoder_of
 from fp8core.rollout.vllm import internals
 from fp8core.rollout.vllm.decode import DecodeBackend, SharedKernel, keys_and_values, largest_decode_batch
 
@@ -106,12 +106,19 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
 
 
 class AlignedImpl(FlashAttentionImpl):
-    """One layer; FlashAttention's part is to write the cache."""
+    """One layer; FlashAttention's part is to write the cache.
+
+    Attributes:
+        products: as in `kernels.decode_attention`.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         config = get_current_vllm_config()
-        self._decode = SharedKernel(self, largest_decode_batch(config))
+        self.products = aligned_recipe(config.model_config.hf_config).attention
+        # vLLM gives codes of Q where this is true, and Q where it is not.
+        self.supports_quant_query_input = self.products == "fp8"
+        self._decode = SharedKernel(self, largest_decode_batch(config), self.products)
         self._longest = config.model_config.max_model_len
 
     def forward(
@@ -133,7 +140,7 @@ class AlignedImpl(FlashAttentionImpl):
         if attn_metadata.prompts:
             keys, values = keys_and_values(kv_cache, self.head_size)
             layout = keys.device, keys.shape, keys.stride()
-            kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest)
+            kernel = shared_sequence_attention(*layout, self.num_queries_per_kv, self._longest, self.products)
             split, table = (-1, self.num_heads, self.head_size), attn_metadata.decodes.block_table
             scales = (layer._q_scale, layer._k_scale, layer._v_scale)
             kernel(query.view(split), keys, values, table, attn_metadata.prompts, scales, output.view(split))
@@ -157,15 +164,16 @@ class AlignedForward(AlignedDecoder):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        arch = decoder_of(vllm_config.model_config.hf_config)
+        config = vllm_config.model_config.hf_config
+        arch = decoder_of(config)
         _, self._ranks = internals.layer_share()
         for layer in self.model.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 # vLLM has made room for columns of every row; rows of all columns take as much.
-                for parameter in (linear.weight, linear.weight_scale_inv):
+                for parameter in linear.parameters():
                     parameter.data = parameter.data.view(parameter.shape[0] // self._ranks, -1)
         heads, kv_heads = arch.num_heads // self._ranks, arch.num_kv_heads // self._ranks
-        self.prepare(arch, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
+        self.prepare(config, HeadLayout(heads, kv_heads, arch.head_dim), self.lm_head.weight.device)
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from fp8core.kernels.decode_attention import shared_decode_attention
 from fp8core.numerics.attention import Queries
+from fp8core.numerics.recipe import AttentionProducts
 
 
 class DecodeBackend(FlashAttentionBackend):
@@ -29,18 +30,18 @@ class DecodeBackend(FlashAttentionBackend):
 class SharedKernel:
     """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
 
-    def __init__(self, implementation: FlashAttentionImpl, queries: int) -> None:
-        """For the layers of an implementation; `queries` is `DecodeAttention`'s."""
+    def __init__(self, implementation: FlashAttentionImpl, queries: int, products: AttentionProducts) -> None:
+        """For the layers of an implementation; `queries` and `products` are `DecodeAttention`'s."""
         self._heads, self._size = implementation.num_heads, implementation.head_size
         self._group = implementation.num_queries_per_kv
         self._longest = get_current_vllm_config().model_config.max_model_len
-        self._queries = queries
+        self._queries, self._products = queries, products
 
     def __call__(self, layer: Any, query: Tensor, kv_cache: Tensor, queries: Queries, output: Tensor) -> None:
         """Attention of one layer, with its scales; query and output are [tokens, heads * head_size] or split."""
         keys, values = keys_and_values(kv_cache, self._size)
         layout = keys.device, keys.shape, keys.stride()
-        attention = shared_decode_attention(*layout, self._group, self._longest, self._queries)
+        attention = shared_decode_attention(*layout, self._group, self._longest, self._queries, self._products)
         heads = (-1, self._heads, self._size)
         scales = (layer._q_scale, layer._k_scale, layer._v_scale)
         attention(query.view(heads), keys, values, queries, scales, output.view(heads))
@@ -58,7 +59,7 @@ class DecodeImpl(FlashAttentionImpl):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._requests = largest_decode_batch(get_current_vllm_config())
-        self._kernel = SharedKernel(self, self._requests)
+        self._kernel = SharedKernel(self, self._requests, "fp8")
 
     def forward(
         self,

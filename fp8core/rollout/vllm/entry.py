@@ -8,7 +8,7 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.engines import VllmConfig
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary, with_whole_tiles
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.recipe import TILE
 from fp8core.resources.kernels import Product, layer_products
 from fp8core.resources.memory import (
     GIB,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8core.rollout.aligned import NAMES
+from fp8core.numerics.recipe import ScaleRule
+from fp8core.rollout.aligned import NAMES, AlignedDecoder
 from fp8core.rollout.slots import expert_layers
 
 # Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
@@ -140,12 +141,13 @@ def cache_tensors(runner: Any) -> list[Tensor]:
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, its version (of FlashAttention, else None) and cache format of every layer."""
+    """Implementation, version (of FlashAttention, else None), cache format and products over FP8 of every layer."""
     return [
         {
             "implementation": type(layer.impl).__name__,
             "version": getattr(layer.impl, "vllm_flash_attn_version", None),
             "cache": layer.kv_cache_dtype,
+            "products": getattr(layer.impl, "products", "fp8"),
         }
         for _, layer in _attention_layers(model)
     ]
@@ -186,8 +188,10 @@ def norm_providers(config: Any) -> list[str]:
     return [] if priority is None else [priority.rms_norm[0], priority.fused_add_rms_norm[0]]
 
 
-def power_of_two_activations(model: nn.Module) -> bool:
-    """True if every FP8 linear and expert quantises its input with power-of-two scales; False where there are none."""
+def activation_rule(model: nn.Module) -> ScaleRule:
+    """`pow2` if every FP8 linear and expert quantises its input with power-of-two scales, else `fp32`."""
+    if isinstance(model, AlignedDecoder):
+        return model.recipe.activations.rule
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
     rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
@@ -196,4 +200,4 @@ def power_of_two_activations(model: nn.Module) -> bool:
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
         rules.append(is_deep_gemm_e8m0_used())
-    return bool(rules) and all(rules)
+    return "pow2" if rules and all(rules) else "fp32"

@@ -15,7 +15,8 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
+from fp8core.numerics.recipe import TILE
 from fp8core.rollout.vllm.settings import PADDED
 
 

@@ -28,10 +28,11 @@ from fp8core.models.architecture import (
     parameter_shapes,
     with_whole_tiles,
 )
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import gib
 from fp8core.rollout.aligned import contract_refusals as contract_needs
 from fp8core.rollout.aligned import shape_refusals
+from fp8core.rollout.resident import attention_refusals
 from fp8core.rollout.slots import padded_shapes
 
 _Release = tuple[int, int]
@@ -106,6 +107,8 @@ def _version(distribution: str, version_of: Callable[[str], str]) -> str | None:
 def contract_refusals(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> Iterator[str]:
     if options.model == "aligned":
         yield from aligned_refusals(contract, options, build)
+    elif build.platform == "cuda":
+        yield from attention_refusals(contract, build.described)
     if contract.rollout.linear == "fp32":
         yield (f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block")
     points, possible = contract.rounding_points, _possible_points(options, build)
@@ -210,10 +213,10 @@ def expert_refusals(arch: Architecture, contract: PrecisionContract, options: Vl
     """FP8 experts that no kernel computes as the contract requires."""
     if arch.experts is None or contract.rollout.linear != "fp8_block":
         return
-    if contract.scale_rule == "fp32":
+    if contract.recipe.activations.rule == "fp32":
         yield (
-            "precision.scale_rule=fp32: vLLM quantises between the linears of FP8 experts by another rule; "
-            "set it to pow2, or precision.rollout.linear to bf16"
+            f"precision.scale_rule={contract.scale_rule}: vLLM quantises between the linears of FP8 experts by another "
+            "rule; set it to pow2, or precision.rollout.linear to bf16"
         )
     if options.experts == "triton":
         return

@@ -33,7 +33,7 @@ from fp8core.models.architecture import (
 from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
-from fp8core.rollout.aligned import POINTS, SCALE_RULE, aligned_config, is_aligned
+from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
 from fp8core.rollout.resident import formats_in_words
 from fp8core.rollout.slots import padded_shapes
 from fp8core.rollout.vllm.requirements import VllmBuild
@@ -99,7 +99,7 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
         required |= {
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1",
-            "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.scale_rule == "pow2")),
+            "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.recipe.activations.rule == "pow2")),
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }
@@ -257,7 +257,7 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: VllmC
     if contract.rollout.linear == "fp8_block":
         config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
     if options.model == "aligned":
-        return aligned_config(config, arch)
+        return aligned_config(config, arch, contract.recipe)
     if padded_shapes(arch, contract):
         config["quantization_config"]["quant_method"] = PADDED
     return config
@@ -272,7 +272,7 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[s
 
 def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
     """`formats_in_words` of what the worker reports of itself (`PolicyWorker`)."""
-    kernels, rule = described["linears"], SCALE_RULE if is_aligned(described) else _scale_rule(described)
+    kernels, rule = described["linears"], _activation_rule(described)
     if is_aligned(described):
         kernels = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in kernels.items()}
     linears = {name: _kind(linear) for name, linear in kernels.items()}
@@ -308,11 +308,11 @@ def _attention_name(layer: Mapping[str, Any]) -> str:
     if layer["cache"] in ("auto", "bfloat16"):
         return "bf16"
     if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
-        return "fp8"
+        return str(layer["products"])
     return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
 
 
-def _scale_rule(described: Mapping[str, Any]) -> str:
-    fused = [name for name in FUSIONS if described["passes"].get(name)]
-    rule = "pow2" if described["power_of_two_activations"] else "fp32"
-    return "+".join([rule, *fused])
+def _activation_rule(described: Mapping[str, Any]) -> str:
+    """Of the scales of activations, and passes of the compiler that would quantise by another."""
+    fused = () if is_aligned(described) else (name for name in FUSIONS if described["passes"].get(name))
+    return "+".join([described["activations"], *fused])

@@ -114,7 +114,7 @@ class PolicyWorker:
             "linears": internals.describe_linears(model),
             "attention": internals.describe_attention(model),
             "head": internals.head_dtype(model),
-            "power_of_two_activations": internals.power_of_two_activations(model),
+            "activations": internals.activation_rule(model),
             "passes": passes,
             "custom_ops": list(compilation.custom_ops),
             "norms": internals.norm_providers(self.vllm_config),

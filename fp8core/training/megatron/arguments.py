@@ -12,7 +12,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.numerics.e4m3 import TILE, ScaleRule
+from fp8core.numerics.recipe import TILE, ScaleRule
 from fp8core.training.megatron.requirements import padded_vocabulary
 
 Kind = Literal["cpu", "cuda"]

@@ -27,7 +27,8 @@ from torch.distributed import all_gather_object, broadcast, get_rank, get_world_
 
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
+from fp8core.numerics.recipe import TILE
 from fp8core.training.megatron.requirements import padded_vocabulary
 
 Join = Literal["copy", "rows_padded", "by_kv_group", "one_after_another"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, all_reduce
 
 from fp8core.models.weights import Formats
-from fp8core.numerics.e4m3 import TILE
+from fp8core.numerics.recipe import TILE
 from fp8core.training.megatron.conversion import layers_of
 from fp8core.training.megatron.optimiser import Optimiser
 from fp8core.training.megatron.parallel import data_group
@@ -33,7 +33,7 @@ def update_gain(policy: MegatronPolicy, optimiser: Optimiser, formats: Formats, 
         sampled_tiles(shapes),
         _Masters(optimiser, shapes).tiles,
         lambda name: stored[layers[int(name.split(".layers.")[1].split(".")[0])]].qkv,
-        formats.scale_rule,
+        formats.recipe.weights,
         joined,
     )
 

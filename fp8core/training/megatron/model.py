@@ -23,10 +23,11 @@ from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
 from fp8core.numerics.packed import copied
+from fp8core.numerics.recipe import TILE
 from fp8core.training.megatron.arguments import model_arguments
 from fp8core.training.megatron.conversion import Style
 from fp8core.training.packing import Pack

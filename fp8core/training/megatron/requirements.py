@@ -14,7 +14,8 @@ from fp8core.config.run import RunConfig
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import is_linear
-from fp8core.numerics.e4m3 import TILE, round_up
+from fp8core.numerics.e4m3 import round_up
+from fp8core.numerics.recipe import TILE
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, StoredBytes, count_parameters, held
 from fp8core.rollout.registry import longest_sequence
 from fp8core.training.memory import AT_REST, WORKSPACE, Parallel, TrainerMemory, exported, gpu_state, heaviest, state_of
@@ -43,6 +44,12 @@ def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
         yield from _cpu_refusals(config.training.megatron)
     elif contract.linear == "fp32":
         yield "precision.training.linear=fp32: Megatron trains in FP32 on a CPU alone; set it to bf16"
+    rules = config.precision.recipe
+    if contract.linear == "fp8_block" and rules.activations.rule != rules.weights.rule:
+        yield (
+            f"precision.scale_rule={rules.name}: Transformer Engine quantises activations and weights by one rule; set "
+            "it to fp32 or to pow2"
+        )
     if contract.kv_cache == "fp8":
         yield (
             "precision.training.kv_cache=fp8: Megatron's attention computes in BF16; set it to bf16, and let "

@@ -64,7 +64,7 @@ class MegatronTrainer(PolicyTrainer):
         parallel.join(training.megatron, ranks.count, device)
         self._policy = MegatronPolicy(arch, contract, training.megatron, device, training.deterministic)
         if contract.training.linear == "fp8_block":
-            check_scale_rule(contract.scale_rule)
+            check_scale_rule(contract.recipe.weights.rule)
         self._policy.load(masters)
         self._optimiser = optimise(self._policy.model, training)
         self._gain = update_gain(self._policy, self._optimiser, rollout_formats(contract, arch.num_layers), ranks)
@@ -86,10 +86,11 @@ class MegatronTrainer(PolicyTrainer):
 
         They lie where the whole policy does (`MegatronPolicy.whole`), and are quantised where this process computes.
         """
-        names, rule = rollout_formats(self._contract, self.arch.num_layers).stored_names(), self._contract.scale_rule
+        formats = rollout_formats(self._contract, self.arch.num_layers)
+        names, tiles = formats.stored_names(), formats.recipe.weights
         stored: dict[str, Tensor] = {}
         for name, tensor in self.masters.items():
-            made = stored_weights({name: tensor.to(self._policy.device)}, names, rule)
+            made = stored_weights({name: tensor.to(self._policy.device)}, names, tiles)
             stored |= {key: value.to(tensor.device) for key, value in made.items()}
         return ShippedTensors(stored)
 

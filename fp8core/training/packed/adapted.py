@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fp8core.config.training import LoraConfig
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fingerprints, slice_sums
 from fp8core.numerics.lora import adapter_gradients
+from fp8core.numerics.recipe import TILE
 from fp8core.training.lora import LEFT, RIGHT, Adapters, adapter_shapes, is_target
 from fp8core.training.packed.masters import PackedMasters
 from fp8core.training.ranks import Ranks

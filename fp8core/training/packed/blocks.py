@@ -21,16 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8core.numerics.e4m3 import (
-    GRADIENT_FLOOR,
-    TILE,
-    Codes,
-    FiniteFlag,
-    ScaleRule,
-    row_and_column_codes,
-    row_codes,
-    tile_codes,
-)
+from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.fused import (
     add_norm,
     add_norm_backward,
@@ -42,7 +33,15 @@ from fp8core.numerics.fused import (
     swiglu_codes,
     swiglu_row_codes,
 )
-from fp8core.numerics.gemm import forward_gemm, fp32_product, input_gradient_gemm, transpose, weight_gradient_gemm
+from fp8core.numerics.gemm import (
+    bf16_gemm,
+    forward_gemm,
+    fp32_product,
+    input_gradient_gemm,
+    transpose,
+    weight_gradient_gemm,
+)
+from fp8core.numerics.recipe import Recipe
 
 
 class Norm(NamedTuple):
@@ -173,39 +172,43 @@ class Fp8Blocks:
 
     name = "fp8_block"
 
-    def __init__(self, rule: ScaleRule, flag: FiniteFlag) -> None:
-        self._quantiser = rule, flag
+    def __init__(self, recipe: Recipe, flag: FiniteFlag) -> None:
+        self._tiles, self._flag = recipe.weights, flag
+        self._rows = recipe.activations, flag
+        self._rows_and_columns = recipe.activations, recipe.tokens, flag
+        self._of_gradients = recipe.gradients, recipe.tokens, flag
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
-        if all(part % TILE == 0 for part in parts[:-1]):
-            return tile_codes(rows.bfloat16(), *self._quantiser)
-        codes, scales = zip(*(tile_codes(part, *self._quantiser) for part in rows.bfloat16().split(parts)), strict=True)
+        narrow, quantiser = rows.bfloat16(), (self._tiles, self._flag)
+        if all(part % self._tiles.rows == 0 for part in parts[:-1]):
+            return tile_codes(narrow, *quantiser)
+        codes, scales = zip(*(tile_codes(part, *quantiser) for part in narrow.split(parts)), strict=True)
         return torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype), torch.cat(scales)
 
     def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
         codes, scales = made
         if filling is not None:
-            codes, scales = filling.fill(codes), filling.fill(scales, TILE)
+            codes, scales = filling.fill(codes), filling.fill(scales, self._tiles.rows)
         return BlockWeight((codes, scales), transpose((codes, scales)), filling)
 
     def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        return add_norm_row_codes(x, added, *norm, *self._quantiser)
+        return add_norm_row_codes(x, added, *norm, *self._rows)
 
     def operand(self, x: Tensor) -> Operand:
-        return row_codes(x, *self._quantiser)
+        return row_codes(x, *self._rows)
 
     def activated(self, inner: Tensor) -> Operand:
-        return swiglu_row_codes(inner, *self._quantiser)
+        return swiglu_row_codes(inner, *self._rows)
 
     def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
-        total, rows, columns, inverse = add_norm_codes(x, added, *norm, *self._quantiser)
+        total, rows, columns, inverse = add_norm_codes(x, added, norm.weight, norm.eps, *self._rows_and_columns)
         return Normed(total, inverse, rows, columns)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
-        return row_and_column_codes(x, *self._quantiser)
+        return row_and_column_codes(x, *self._rows_and_columns)
 
     def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
-        return swiglu_codes(inner, *self._quantiser)
+        return swiglu_codes(inner, *self._rows_and_columns)
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
         return forward_gemm(_codes(operand), _codes(weight.values))
@@ -213,12 +216,12 @@ class Fp8Blocks:
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self._products(row_and_column_codes(grad, *self._quantiser, GRADIENT_FLOOR), kept, weight, total)
+        return self._products(row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
 
     def inner_gradients(
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return self._products(swiglu_backward_codes(grad, inner, *self._quantiser), kept, gate_up, total)
+        return self._products(swiglu_backward_codes(grad, inner, *self._of_gradients), kept, gate_up, total)
 
     @staticmethod
     def _products(
@@ -279,6 +282,13 @@ class Bf16Blocks:
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return self.gradients(swiglu_backward(grad.contiguous(), inner), kept, gate_up, total)
+
+
+class InvariantBf16Blocks(Bf16Blocks):
+    """BF16 layers beside block FP8: the engine's products, whose rows do not depend on one another."""
+
+    def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
+        return bf16_gemm(_values(operand), _values(weight.values))
 
 
 def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import SCALE_SUFFIX, layer_of
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.fingerprint import Slice, bytes_in_order, combined, digest_of, slice_sums
+from fp8core.numerics.recipe import TILE
 from fp8core.training.ranks import Ranks
 from fp8core.training.trainer import shares
 from fp8core.training.update_gain import Tile

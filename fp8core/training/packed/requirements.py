@@ -10,10 +10,10 @@ from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import training_formats
 from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
-from fp8core.numerics.e4m3 import TILE
 from fp8core.numerics.gemm import OUTPUT_MULTIPLE
 from fp8core.numerics.logprobs import ChunkedHead
 from fp8core.numerics.packed import packed_length
+from fp8core.numerics.recipe import TILE
 from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
 from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, count_parameters, stored_bytes
 from fp8core.rollout.registry import longest_sequence

@@ -20,7 +20,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_stream import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
-from fp8core.numerics.attention import Bf16Attention
+from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
@@ -41,7 +41,7 @@ from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
 from fp8core.training.packed.adapted import AdaptedMasters
-from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks
+from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
 from fp8core.training.packed.masters import Masters, PackedMasters, PassMasters, balanced
 from fp8core.training.packing import Pack, even_groups
@@ -67,7 +67,7 @@ class PackedFormats:
     Attributes:
         training: formats of the forward; backward GEMMs follow the linears.
         rollout: formats of the weights that are exported.
-        longest: tokens of the longest request of the engine whose FP8 attention is computed.
+        longest: tokens of the longest request of the engine whose attention over an FP8 cache is computed.
         amax_only: whether calibration needs no histogram of Q, K and V.
     """
 
@@ -95,11 +95,12 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
+        names = [layer.qkv.name for layer in formats.training.layers]
         blocks: dict[str, Blocks] = {
-            "fp8_block": Fp8Blocks(formats.training.scale_rule, self._flag),
-            "bf16": Bf16Blocks(),
+            "fp8_block": Fp8Blocks(formats.training.recipe, self._flag),
+            "bf16": Bf16Blocks() if "fp8_block" not in names else InvariantBf16Blocks(),
         }
-        linears = [blocks[layer.qkv.name] for layer in formats.training.layers]
+        linears = [blocks[name] for name in names]
         self._masters: PackedMasters
         if training.lora is not None:
             self._masters = AdaptedMasters(arch, masters, training.lora, seed, device, ranks)
@@ -112,14 +113,17 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         for name, collector in self._decoder.named_parameters():
             collector.requires_grad_(self._masters.collects(name))
         bf16 = Bf16PackedAttention(Bf16Attention(formats.training.points.weights))
-        attention: dict[str, PackedAttention] = {"fp8": Fp8PackedAttention(formats.longest), "bf16": bf16}
+        attention: dict[str, PackedAttention] = {
+            **{products: Fp8PackedAttention(products, formats.longest) for products in QUERY_TYPES},
+            "bf16": bf16,
+        }
         self._attention, self._unscaled = attention[formats.training.layers[0].attention.name], bf16
         self._gradients: dict[str, Tensor] = {}
         self._optimiser = InPlaceAdamW(self._masters.learnt(), training)
         tiles = sampled_tiles(learning_linears(self._masters.shapes, training.lora))
         own = [tile for tile in tiles if tile.row in self._masters.rows_of(tile.name)]
-        names, rule = formats.rollout.stored_names(), formats.rollout.scale_rule
-        self._gain = UpdateGain(own, self._masters.tiles, names.of, rule, ranks.joined)
+        stored, grouping = formats.rollout.stored_names(), formats.rollout.recipe.weights
+        self._gain = UpdateGain(own, self._masters.tiles, stored.of, grouping, ranks.joined)
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -154,7 +158,8 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def _stored(self, formats: Formats) -> dict[str, Tensor]:
         """The policy in the stored formats of a side, on every rank."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
-        return self._masters.joined(stored_weights(self._masters.named(), formats.stored_names(), formats.scale_rule))
+        stored = stored_weights(self._masters.named(), formats.stored_names(), formats.recipe.weights)
+        return self._masters.joined(stored)
 
     def digest(self) -> str:
         return self._masters.digest()

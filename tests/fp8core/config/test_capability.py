@@ -13,7 +13,7 @@ def refusal(contract, platform, corrected=True):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "sm_90", "sm_100"])
+@pytest.mark.parametrize("platform", ["cpu", "sm_90"])
 def test_the_default_contract_runs_where_there_is_fp8(platform):
     check_contract(PrecisionContract(), platform, corrected=False)
 
@@ -31,10 +31,14 @@ def test_older_hardware_refuses_fp8_on_each_side(platform):
     assert "training.linear" not in refusal({"training": BF16}, platform)
 
 
-def test_blackwell_refuses_to_train_with_fp32_scales_and_says_what_to_do():
-    message = refusal({"scale_rule": "fp32"}, "sm_100")
+@pytest.mark.parametrize("name", ["fp32", "fp32_activations"])
+def test_blackwell_refuses_to_train_with_fp32_scales_and_says_what_to_do(name):
+    message = refusal({"scale_rule": name}, "sm_100")
+    assert f"scale_rule={name}: " in message
+    assert "set it to pow2" in message
     assert "training.linear=bf16" in message
-    check_contract(PrecisionContract.model_validate({"scale_rule": "fp32", "training": BF16}), "sm_100", corrected=True)
+    check_contract(PrecisionContract.model_validate({"scale_rule": name, "training": BF16}), "sm_100", corrected=True)
+    check_contract(PrecisionContract(scale_rule="pow2"), "sm_100", corrected=False)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "sm_90"])

@@ -27,6 +27,7 @@ from fp8core.config.load import (
 )
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
+from fp8core.numerics.recipe import POW2
 
 KEEP = "{name: keep, uses: 'mine:keep', needs: [rewards], provides: {rewards: kept}}"
 
@@ -64,7 +65,7 @@ def test_tiny_has_true_tiles_and_the_same_fp8_on_both_sides() -> None:
     assert config.precision.rollout.model_dump() == config.precision.training.model_dump(exclude={"backward"})
     assert (config.precision.rollout.linear, config.precision.rollout.kv_cache) == ("fp8_block", "fp8")
     assert config.precision.training.backward_format == "fp8_block"
-    assert config.precision.scale_rule == "pow2"
+    assert config.precision.scale_rule == "fp32_activations"
 
 
 def test_gsm8k_asks_for_a_model_and_says_what_to_run() -> None:
@@ -633,6 +634,20 @@ def test_runs_of_earlier_versions_are_continued() -> None:
     old = public_dump(load_config("tiny"))
     old["rollout"]["oversample"] = 2.0
     assert reload_config(old).rollout.oversample == 2
+
+
+def test_runs_of_earlier_versions_keep_powers_of_two_and_their_digest() -> None:
+    """They name the rule, which was the default, and no products of attention."""
+    old = public_dump(load_config("tiny", {"precision.scale_rule": "pow2"}))
+    del old["precision"]["attention"]
+    again = reload_config(old)
+    assert again.precision.recipe == POW2
+    assert dump_digest(old) == config_digest(again)
+    assert numeric_differences(old, public_dump(again)) == []
+    named = public_dump(load_config("tiny", {"precision": {"scale_rule": "pow2", "attention": "fp16_over_fp8_cache"}}))
+    assert may_continue(old, named) == ['precision.attention: absent -> "fp16_over_fp8_cache"']
+    now = public_dump(load_config("tiny"))
+    assert may_continue(old, now) == ['precision.scale_rule: "pow2" -> "fp32_activations"']
 
 
 @pytest.mark.parametrize("name", ["mlflow.db", "mlartifacts", "warm_starts", "checked_references"])

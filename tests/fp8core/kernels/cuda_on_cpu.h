@@ -113,18 +113,22 @@ inline float float_of_half(u16 half) {
 }
 inline u32 low_to_half2(u32 word) { return half_of_e4m3(word & 0xff) | (u32)half_of_e4m3(word >> 8 & 0xff) << 16; }
 inline u32 high_to_half2(u32 word) { return low_to_half2(word >> 16); }
-inline u16 half_of_rounded(float x) {
-    // P: not negative, not NaN where it is right.
+// Rounded to so many bits of fraction, above a least exponent, and saturated; as FP16.
+inline u16 half_of_rounded(float x, int bits, int least, float most) {
     if (std::isnan(x)) return 0x7e00;
-    x = std::fmin(x, 448.0f);
-    const int exponent = x < 0x1p-6f ? -6 : std::ilogb(x);
-    const float rounded = std::ldexp(std::nearbyint(std::ldexp(x, 3 - exponent)), exponent - 3);
-    if (rounded == 0) return 0;
+    const u16 sign = bits_of(x) >> 16 & 0x8000;
+    x = std::fmin(std::fabs(x), most);
+    const int exponent = x < std::ldexp(1.0f, least) ? least : std::ilogb(x);
+    const float rounded = std::ldexp(std::nearbyint(std::ldexp(x, bits - exponent)), exponent - bits);
+    if (rounded < 0x1p-14f) return sign | (int)std::ldexp(rounded, 24);
     const int top = std::ilogb(rounded);
-    return (top + 15) << 10 | ((int)std::ldexp(rounded, 10 - top) & 0x3ff);
+    return sign | (top + 15) << 10 | ((int)std::ldexp(rounded, 10 - top) & 0x3ff);
 }
 inline u32 round_to_e4m3(float first, float second) {
-    return half_of_rounded(first) | (u32)half_of_rounded(second) << 16;
+    return half_of_rounded(first, 3, -6, 448) | (u32)half_of_rounded(second, 3, -6, 448) << 16;
+}
+inline u32 round_to_half2(float first, float second) {
+    return half_of_rounded(first, 10, -14, 65504) | (u32)half_of_rounded(second, 10, -14, 65504) << 16;
 }
 inline float sum_of_half2(u32 pair) { return float_of_half(pair & 0xffff) + float_of_half(pair >> 16); }
 inline u16 to_bf16(float x) {

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8core.kernels import cuda
-from fp8core.numerics.attention import HEAD_DIMS, Queries, decode_attention_reference
+from fp8core.numerics.attention import HEAD_DIMS, QUERY_TYPES, Queries, decode_attention_reference
+from fp8core.numerics.recipe import AttentionProducts
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-KV_HEADS, PAGE, PARTITION = 1, 16, 128
+KV_HEADS, PAGE, PARTITION, Q_SCALE = 1, 16, 128, 0.004
 _FUNCTION = re.compile(
     r"(?:^template <[^\n]*>\n)?^__device__ __forceinline__ (?:[^\n]*\}\n|.*?^\}\n)", re.MULTILINE | re.DOTALL
 )
@@ -41,12 +42,13 @@ def on_cpu(source: str) -> str:
 
 
 @cache
-def library(folder: Path, group: int, head_dim: int) -> ctypes.CDLL:
-    source, target = (folder / f"decode-{group}-{head_dim}.{end}" for end in ("cpp", "so"))
+def library(folder: Path, group: int, head_dim: int, products: AttentionProducts) -> ctypes.CDLL:
+    source, target = (folder / f"decode-{group}-{head_dim}-{products}.{end}" for end in ("cpp", "so"))
     source.write_text(on_cpu(cuda.source("decode_attention")))
     row = 2 * head_dim * KV_HEADS
     macros = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": PAGE, "PARTITION": PARTITION, "STAGES": 2, "RESIDENT": 1}
     macros |= {"BLOCK_STRIDE": PAGE * row, "KEY_STRIDE": row, "HEAD_STRIDE": 2 * head_dim}
+    macros["PRODUCTS_16"] = int(products != "fp8")
     options = [f"-D{name}={value}" for name, value in macros.items()]
     # No contraction: sums are those that are written.
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", *options]
@@ -57,7 +59,9 @@ def library(folder: Path, group: int, head_dim: int) -> ctypes.CDLL:
 class Case:
     """Sequences over a cache whose unused slots are NaN."""
 
-    def __init__(self, folder: Path, lengths: list[int], group: int, head_dim: int) -> None:
+    def __init__(
+        self, folder: Path, lengths: list[int], group: int, head_dim: int, products: AttentionProducts
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         counts = [-(-length // PAGE) for length in lengths]
         cache = torch.randn(sum(counts) + 1, PAGE, KV_HEADS, 2 * head_dim, generator=generator) * 30
@@ -69,12 +73,18 @@ class Case:
             if length % PAGE:
                 self.cache.view(torch.uint8)[int(self.table[i, count - 1]), length % PAGE :] = 0x7F
         self.lengths, self.group, self.head_dim = torch.tensor(lengths, dtype=torch.int32), group, head_dim
-        self.scales = tuple(torch.tensor(scale) for scale in (0.004, 0.03125, 0.125))
-        self.folder, self.generator = folder, generator
+        # Q in FP16 has no scale.
+        q_scale = Q_SCALE if products == "fp8" else torch.nan
+        self.scales = tuple(torch.tensor(scale) for scale in (q_scale, 0.03125, 0.125))
+        self.folder, self.generator, self.products = folder, generator, products
 
     def query(self, tokens: int) -> Tensor:
+        """Codes, or the values that they would stand for as a part of a fused projection."""
         heads = KV_HEADS * self.group
-        return (torch.randn(tokens, heads, self.head_dim, generator=self.generator) * 40).to(torch.float8_e4m3fn)
+        drawn = torch.randn(tokens, heads, self.head_dim, generator=self.generator) * 40
+        if self.products == "fp8":
+            return drawn.to(torch.float8_e4m3fn)
+        return torch.cat((drawn, drawn), dim=1).mul(Q_SCALE).bfloat16()[:, :heads]
 
     def attend(self, query: Tensor, queries: Queries) -> Tensor:
         """What the kernel writes; rows that it leaves are NaN."""
@@ -87,7 +97,7 @@ class Case:
         arguments = [query, query.stride(0), keys, values, table, table.stride(0), starts, lengths]
         arguments += [*self.scales, self.head_dim**-0.5, out, out.stride(0), partial, arrived]
         grid = (ctypes.c_int(n) for n in (KV_HEADS, count, parts))
-        library(self.folder, self.group, self.head_dim).run(*grid, *map(c_value, arguments))
+        library(self.folder, self.group, self.head_dim, self.products).run(*grid, *map(c_value, arguments))
         assert not arrived.any(), "counters are left as they were found"
         return out
 
@@ -110,11 +120,12 @@ def numbers(count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("products", QUERY_TYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", [3, 8])
-def test_equals_the_reference(folder: Path, group: int, head_dim: int) -> None:
+def test_equals_the_reference(folder: Path, group: int, head_dim: int, products: AttentionProducts) -> None:
     lengths = [1, 15, 17, 33, 70, 128, 0, 129, 300]
-    case = Case(folder, lengths, group, head_dim)
+    case = Case(folder, lengths, group, head_dim, products)
     query = case.query(len(lengths))
     queries = Queries(case.table, numbers(10), case.lengths)
     found, expected = case.attend(query, queries).double(), case.expected(query, queries)
@@ -126,10 +137,11 @@ def test_equals_the_reference(folder: Path, group: int, head_dim: int) -> None:
     assert torch.equal(found[0], one.bfloat16().double().expand(group, -1)), "the only weight is exact"
 
 
+@pytest.mark.parametrize("products", QUERY_TYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_token_attends_as_if_it_were_alone(folder: Path, head_dim: int) -> None:
+def test_a_token_attends_as_if_it_were_alone(folder: Path, head_dim: int, products: AttentionProducts) -> None:
     """Tokens of two sequences side by side, and two that a query of its own leaves out."""
-    case = Case(folder, [150, 40], 4, head_dim)
+    case = Case(folder, [150, 40], 4, head_dim, products)
     lengths = [126, 127, 150, 1, 33, 40]
     query, owners = case.query(6), torch.tensor([0, 0, 0, 1, 1, 1])
     queries = Queries(case.table[owners], numbers(7), torch.tensor(lengths, dtype=torch.int32))

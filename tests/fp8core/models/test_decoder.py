@@ -10,10 +10,11 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.logprobs import token_logprobs
+from fp8core.numerics.recipe import RECIPES
 from fp8core.rl.batch import TokenBatch
 
 SCALES = [LayerScales(q=2**-6, k=2**-6, v=2**-5)] * 2
-CONTRACTS = {"pow2": PrecisionContract(), "fp32": PrecisionContract(scale_rule="fp32")}
+CONTRACTS = {name: PrecisionContract(scale_rule=name) for name in RECIPES}
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def hidden_of(architecture, masters_of):
 
     def hidden(contract: PrecisionContract, tokens: Tensor, valid: Tensor, observe=None) -> Tensor:
         decoder = Decoder(arch, rollout_formats(contract, 2))
-        stored = stored_weights(masters_of(arch), decoder.formats.stored_names(), contract.scale_rule)
+        stored = stored_weights(masters_of(arch), decoder.formats.stored_names(), contract.recipe.weights)
         positions = (valid.cumsum(1) - 1).clamp(min=0)
         return decoder.hidden(load_policy(arch, stored), tokens, positions, FullContext.of(valid), SCALES, observe)
 
@@ -89,7 +90,8 @@ def test_what_is_observed_is_what_attention_reads(hidden_of):
 def test_an_fp8_cache_without_scales_is_refused(architecture, masters_of):
     decoder = Decoder(architecture(), rollout_formats(PrecisionContract(), 2))
     weights = load_policy(
-        architecture(), stored_weights(masters_of(architecture()), decoder.formats.stored_names(), "pow2")
+        architecture(),
+        stored_weights(masters_of(architecture()), decoder.formats.stored_names(), decoder.formats.recipe.weights),
     )
     tokens, valid = random_tokens(1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(AssertionError, match="calibrate first"):
@@ -106,7 +108,9 @@ def test_gradients_equal_those_of_transformers(transformers_checkpoint):
 
     masters = {name: tensor.float().requires_grad_() for name, tensor in checkpoint.tensors.items()}
     decoder = Decoder(arch, reference_formats(arch.num_layers))
-    policy = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), "pow2"), masters)
+    policy = load_policy(
+        arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.recipe.weights), masters
+    )
     hidden = decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=())
     targets = batch.tokens[:, 1:][written]
     ours, _ = token_logprobs(hidden[:, :-1][written], policy.head, decoder.formats.head, targets, temperature=0.8)
@@ -133,7 +137,7 @@ def our_logits(folder, tokens: Tensor, valid: Tensor, positions: Tensor) -> Tens
     arch = checkpoint.architecture
     decoder = Decoder(arch, reference_formats(arch.num_layers))
     masters = {name: tensor.float() for name, tensor in checkpoint.tensors.items()}
-    weights = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.scale_rule))
+    weights = load_policy(arch, stored_weights(masters, decoder.formats.stored_names(), decoder.formats.recipe.weights))
     hidden = decoder.hidden(weights, tokens, positions, FullContext.of(valid), scales=())
     return decoder.formats.head.logits(hidden.flatten(0, 1), weights.head).view(*tokens.shape, -1)
 

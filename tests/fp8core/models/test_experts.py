@@ -26,12 +26,13 @@ from fp8core.numerics.e4m3 import encode, quantise_tiles
 from fp8core.numerics.elementwise import FUSED, KERNELS, NATIVE, NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
 from fp8core.numerics.logprobs import load_head
+from fp8core.numerics.recipe import FP32, POW2
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import Sampling
 
 FORMATS = {
-    "fp8": MlpFormats(Fp8BlockLinear("pow2"), Fp8BlockLinear("pow2"), round_to_bf16, STEPWISE),
-    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear("fp32"), Fp8BlockLinear("fp32"), round_to_bf16, STEPWISE),
+    "fp8": MlpFormats(Fp8BlockLinear(POW2), Fp8BlockLinear(POW2), round_to_bf16, STEPWISE),
+    "fp8, fp32 scales": MlpFormats(Fp8BlockLinear(FP32), Fp8BlockLinear(FP32), round_to_bf16, STEPWISE),
     "bf16": MlpFormats(Bf16Linear(), Bf16Linear(), round_to_bf16, STEPWISE),
 }
 HIDDEN, WIDTH, COUNT = 144, 72, 5
@@ -45,7 +46,7 @@ def normal(*shape, seed, spread=1.0):
 def linear(form, *weights):
     if form == "bf16":
         return load_weight([StoredWeight(weight.bfloat16()) for weight in weights])
-    tiles = [quantise_tiles(weight, "fp32" if "fp32" in form else "pow2") for weight in weights]
+    tiles = [quantise_tiles(weight, (FP32 if "fp32" in form else POW2).weights) for weight in weights]
     return load_weight([StoredWeight(encode(grid), scales) for grid, scales in tiles])
 
 
@@ -184,7 +185,7 @@ def test_experts_are_quantised_and_the_router_is_not(architecture, masters_of):
     assert shapes["model.layers.0.mlp.experts.3.down_proj.weight"] == (80, 48)
     assert shapes["model.layers.1.mlp.up_proj.weight"] == (160, 80)
     assert not any("layers.1.mlp.experts" in name or name == "model.layers.0.mlp.up_proj.weight" for name in shapes)
-    stored = stored_weights(masters_of(arch), StoredNames.by_layer(*["fp8_block"] * 3), "pow2")
+    stored = stored_weights(masters_of(arch), StoredNames.by_layer(*["fp8_block"] * 3), POW2.weights)
     assert stored["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert "model.layers.0.mlp.gate.weight" + SCALE_SUFFIX not in stored
     for projection in ("gate", "up", "down"):

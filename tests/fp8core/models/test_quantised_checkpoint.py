@@ -29,7 +29,7 @@ from fp8core.models.quantised_checkpoint import (
     write_checkpoint,
 )
 from fp8core.models.weights import StoredNames, stored_weights
-from fp8core.numerics.e4m3 import ScaleRule
+from fp8core.numerics.recipe import FP32, POW2, Grouping
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -178,8 +178,8 @@ def write(plan: CheckpointConversion, target: Path, shard_bytes: int = 10**9) ->
     return target
 
 
-def quantise(source: Path, target: Path, rule: ScaleRule = "pow2", **kept: Any) -> Path:
-    return write(plan_quantisation(source, KeptInBf16(**kept), rule), target)
+def quantise(source: Path, target: Path, tiles: Grouping = POW2.weights, **kept: Any) -> Path:
+    return write(plan_quantisation(source, KeptInBf16(**kept), tiles), target)
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -265,12 +265,12 @@ def split(folder: Path, parts: int) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
+@pytest.mark.parametrize("tiles", [POW2.weights, FP32.weights], ids=["pow2", "fp32"])
 @pytest.mark.parametrize(("first", "formats"), [(0, ("fp8_block", "fp8_block")), (1, ("bf16", "fp8_block"))])
-def test_the_bytes_are_those_that_are_shipped_to_an_engine(small_checkpoint, tmp_path, rule, first, formats):
-    folder = quantise(small_checkpoint, tmp_path / "fp8", rule, first_layers=first)
+def test_the_bytes_are_those_that_are_shipped_to_an_engine(small_checkpoint, tmp_path, tiles, first, formats):
+    folder = quantise(small_checkpoint, tmp_path / "fp8", tiles, first_layers=first)
     masters = {name: tensor.float() for name, tensor in load_checkpoint(small_checkpoint).tensors.items()}
-    assert_equal(weights_of(folder), stored_weights(masters, StoredNames.by_layer(*formats), rule))
+    assert_equal(weights_of(folder), stored_weights(masters, StoredNames.by_layer(*formats), tiles))
 
 
 def test_the_configuration_is_the_source_s_with_the_format(small_checkpoint, quantised):
@@ -338,7 +338,7 @@ def test_transformers_converts_the_modules_that_are_quantised(moe_checkpoint, tm
 
 
 def test_a_model_that_our_decoder_does_not_know(moe_checkpoint, tmp_path):
-    plan = plan_quantisation(moe_checkpoint, KeptInBf16(), "pow2")
+    plan = plan_quantisation(moe_checkpoint, KeptInBf16(), POW2.weights)
     assert plan.unrecognised == ()
     folder = write(plan, tmp_path / "fp8")
     experts = [name for name in weights_of(folder) if ".experts." in name and name.endswith("_scale_inv")]
@@ -367,14 +367,14 @@ def test_there_and_back_gives_the_source_but_for_rounding(small_checkpoint, quan
 @pytest.mark.parametrize("parts", [2, 5])
 def test_the_division_into_files_changes_nothing(small_checkpoint, broken, tmp_path, parts):
     split(broken, parts)
-    plans = [plan_quantisation(folder, KeptInBf16(), "pow2") for folder in (small_checkpoint, broken)]
+    plans = [plan_quantisation(folder, KeptInBf16(), POW2.weights) for folder in (small_checkpoint, broken)]
     for limit in (10**9, 150_000):
         whole, divided = (write(plan, tmp_path / f"{limit}-{i}", limit) for i, plan in enumerate(plans))
         assert files_of(divided) == files_of(whole)
 
 
 def test_large_checkpoints_are_written_in_several_files(small_checkpoint, quantised, tmp_path):
-    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), POW2.weights)
     limit = 150_000
     folders = [write(plan, tmp_path / name, limit) for name in ("one", "two")]
     assert files_of(folders[0]) == files_of(folders[1])
@@ -399,7 +399,7 @@ def test_every_other_file_is_copied_and_other_weights_are_named(broken, tmp_path
     for name, data in {**content, ".cache/lock": b"", ".gitattributes": b"", **dict.fromkeys(left_out, b"")}.items():
         (broken / name).write_bytes(data)
     (broken / "linked.txt").symlink_to(broken / "LICENSE")
-    plan = plan_quantisation(broken, KeptInBf16(), "pow2")
+    plan = plan_quantisation(broken, KeptInBf16(), POW2.weights)
     assert [str(path) for path in plan.left_out] == left_out
     found = files_of(write(plan, tmp_path / "fp8"))
     small = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -409,7 +409,7 @@ def test_every_other_file_is_copied_and_other_weights_are_named(broken, tmp_path
 
 
 def test_progress_adds_up(small_checkpoint, tmp_path):
-    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), POW2.weights)
     reports: list[tuple[int, int]] = []
     write_checkpoint(plan, tmp_path / "fp8", lambda *added: reports.append(added))
     assert [sum(column) for column in zip(*reports, strict=True)] == [len(plan.conversions), plan.size]
@@ -435,7 +435,7 @@ def refusal(convert: Callable[[], object]) -> str:
 )
 def test_a_source_that_cannot_be_quantised_is_refused(broken, spoil, message):
     spoil(broken)
-    assert message in refusal(lambda: plan_quantisation(broken, KeptInBf16(), "pow2"))
+    assert message in refusal(lambda: plan_quantisation(broken, KeptInBf16(), POW2.weights))
 
 
 @pytest.mark.parametrize("name", [UP, "model.norm.weight"])
@@ -463,7 +463,7 @@ def test_an_interrupted_call_leaves_no_target_and_is_repeated(small_checkpoint, 
         if tensors:
             raise Interrupted
 
-    plan = plan_quantisation(small_checkpoint, KeptInBf16(), "pow2")
+    plan = plan_quantisation(small_checkpoint, KeptInBf16(), POW2.weights)
     with pytest.raises(Interrupted):
         write_checkpoint(plan, tmp_path / "fp8", interrupt)
     assert list(tmp_path.iterdir()) == []
@@ -504,6 +504,7 @@ from pathlib import Path
 import torch
 from fp8core.models.quantised_checkpoint import KeptInBf16
 from fp8core.models.quantised_checkpoint import plan_dequantisation, plan_quantisation, write_checkpoint
+from fp8core.numerics.recipe import POW2
 
 def status(key):
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
@@ -512,11 +513,11 @@ def status(key):
 torch.set_num_threads(1)
 source, folder, again = map(Path, sys.argv[1:])
 small = folder.parent / "small"
-write_checkpoint(plan_quantisation(small, KeptInBf16(), "pow2"), folder.parent / "warm", lambda *_: None)
+write_checkpoint(plan_quantisation(small, KeptInBf16(), POW2.weights), folder.parent / "warm", lambda *_: None)
 write_checkpoint(plan_dequantisation(folder.parent / "warm"), folder.parent / "warm-bf16", lambda *_: None)
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-write_checkpoint(plan_quantisation(source, KeptInBf16(), "pow2"), folder, lambda *_: None)
+write_checkpoint(plan_quantisation(source, KeptInBf16(), POW2.weights), folder, lambda *_: None)
 write_checkpoint(plan_dequantisation(folder), again, lambda *_: None)
 print(status("VmHWM") - before)
 """

@@ -25,7 +25,8 @@ from fp8core.models.safetensors_stream import (
     read_header,
     write_tensors,
 )
-from fp8core.numerics.e4m3 import ScaleRule, decode, encode, quantise_tiles
+from fp8core.numerics.e4m3 import decode, encode, quantise_tiles
+from fp8core.numerics.recipe import FP32, POW2, Grouping
 
 DTYPES = {
     "F32": torch.float32,
@@ -220,7 +221,7 @@ def test_the_library_maps_what_is_written(tmp_path):
         assert bytes_of(tensor) == bytes_of(tensors[name])
 
 
-RULES: list[ScaleRule] = ["pow2", "fp32"]
+TILES = [POW2.weights, FP32.weights]
 NAME = "model.layers.0.mlp.up_proj.weight"
 TORCH = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
@@ -256,8 +257,8 @@ def equal(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def quantised(folder: Path, values: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    both = result(Quantised(stored(folder, **{NAME: values})[NAME], rule))
+def quantised(folder: Path, values: Tensor, tiles: Grouping) -> tuple[Tensor, Tensor]:
+    both = result(Quantised(stored(folder, **{NAME: values})[NAME], tiles))
     return both[NAME], both[NAME + "_scale_inv"]
 
 
@@ -266,21 +267,21 @@ def dequantised(folder: Path, codes: Tensor, scales: Tensor) -> Tensor:
     return result(Dequantised(both["w"], both["w_scale_inv"]))["w"]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tiles", TILES, ids=["pow2", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_codes_and_scales_are_those_of_the_whole_matrix_in_bf16(tmp_path, shape, rule, dtype):
+def test_codes_and_scales_are_those_of_the_whole_matrix_in_bf16(tmp_path, shape, tiles, dtype):
     values = matrix(shape).clamp(-6e4, 6e4).to(dtype)
-    grid, expected = quantise_tiles(values.bfloat16().float(), rule)
-    codes, scales = quantised(tmp_path, values, rule)
+    grid, expected = quantise_tiles(values.bfloat16().float(), tiles)
+    codes, scales = quantised(tmp_path, values, tiles)
     assert equal(codes, encode(grid))
     assert equal(scales, expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tiles", TILES, ids=["pow2", "fp32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dequantised_is_grid_times_scale_in_bf16(tmp_path, shape, rule):
-    codes, scales = quantised(tmp_path, matrix(shape).bfloat16(), rule)
+def test_dequantised_is_grid_times_scale_in_bf16(tmp_path, shape, tiles):
+    codes, scales = quantised(tmp_path, matrix(shape).bfloat16(), tiles)
     factors = scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
     assert equal(dequantised(tmp_path, codes, scales), (codes.float() * factors).bfloat16())
 
@@ -300,21 +301,21 @@ def test_power_of_two_scales_survive_a_round_trip(tmp_path_factory, seed, deviat
     values = torch.randn(256, 256, generator=generator) * torch.exp(
         deviation * torch.randn(256, 256, generator=generator)
     )
-    codes, scales = quantised(folder, values.bfloat16(), "pow2")
+    codes, scales = quantised(folder, values.bfloat16(), POW2.weights)
     wide = dequantised(folder, codes, scales)
-    again, scales_again = quantised(folder, wide, "pow2")
+    again, scales_again = quantised(folder, wide, POW2.weights)
     assert equal(dequantised(folder, again, scales_again), wide)
     largest = tiles(decode(codes).abs()).amax(-1)
     assert torch.equal(scales_again, torch.where(largest == 224, scales / 2, scales))
     same = largest > 224
     assert torch.equal(tiles(again.view(torch.uint8))[same], tiles(codes.view(torch.uint8))[same])
-    third, third_scales = quantised(folder, dequantised(folder, again, scales_again), "pow2")
+    third, third_scales = quantised(folder, dequantised(folder, again, scales_again), POW2.weights)
     assert equal(third, again)
     assert equal(third_scales, scales_again)
 
 
 def test_scales_in_bf16_are_read(tmp_path):
-    codes, scales = quantised(tmp_path, matrix((1100, 300)).bfloat16(), "pow2")
+    codes, scales = quantised(tmp_path, matrix((1100, 300)).bfloat16(), POW2.weights)
     assert equal(dequantised(tmp_path, codes, scales.bfloat16()), dequantised(tmp_path, codes, scales))
 
 
@@ -336,14 +337,14 @@ def test_values_that_are_not_finite_in_bf16_are_refused(tmp_path, value):
     values = torch.ones(1100, 1030)
     values[-1, -1] = value
     tensor = stored(tmp_path, **{NAME: values})[NAME]
-    for conversion in (Quantised(tensor, "pow2"), Kept(tensor, "BF16")):
+    for conversion in (Quantised(tensor, POW2.weights), Kept(tensor, "BF16")):
         with pytest.raises(UserError, match=f"file.safetensors: tensor {NAME}: holds NaN or infinity in BF16"):
             result(conversion)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_that_are_not_positive_and_finite_are_refused(tmp_path, scale):
-    codes, scales = quantised(tmp_path, matrix((1100, 1030)).bfloat16(), "fp32")
+    codes, scales = quantised(tmp_path, matrix((1100, 1030)).bfloat16(), FP32.weights)
     scales[-1, -1] = scale
     with pytest.raises(UserError, match=r"tensor w_scale_inv: a scale is not positive and finite"):
         dequantised(tmp_path, codes, scales)

@@ -27,8 +27,10 @@ from fp8core.numerics.elementwise import keep_fp32
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.linear import Bf16Linear, ExactFp32Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
+from fp8core.numerics.recipe import FP32, POW2, RECIPES
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TILES = [POW2.weights, FP32.weights]
 FP8, FP8_ONCE = StoredNames.by_layer("fp8_block", "fp8_block"), StoredNames.by_layer("fp8_block")
 
 
@@ -45,43 +47,41 @@ def test_linears_and_layers_are_told_by_name(architecture):
     ] * 3
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_linears_are_quantised_from_bf16(architecture, masters_of, rule):
+@pytest.mark.parametrize("tiles", TILES, ids=["pow2", "fp32"])
+def test_linears_are_quantised_from_bf16(architecture, masters_of, tiles):
     masters = masters_of(architecture())
-    stored = stored_weights(masters, FP8, rule)
+    stored = stored_weights(masters, FP8, tiles)
     assert stored.keys() == masters.keys() | {name + SCALE_SUFFIX for name in masters if is_linear(name)}
     for name, master in masters.items():
         if not is_linear(name):
             assert stored[name].dtype == torch.bfloat16
             assert torch.equal(stored[name], master.bfloat16()), name
             continue
-        grid, scales = quantise_tiles(master.bfloat16().float(), rule)
+        grid, scales = quantise_tiles(master.bfloat16().float(), tiles)
         assert stored[name].dtype == torch.float8_e4m3fn
         assert torch.equal(decode(stored[name]), grid), name
         assert torch.equal(stored[name + SCALE_SUFFIX], scales), name
         assert scales.shape == tuple(-(-size // 128) for size in master.shape)
 
 
-@given(
-    seed=st.integers(0, 2**31), spread=st.floats(-20, 10).map(lambda e: 2.0**e), rule=st.sampled_from(["pow2", "fp32"])
-)
+@given(seed=st.integers(0, 2**31), spread=st.floats(-20, 10).map(lambda e: 2.0**e), tiles=st.sampled_from(TILES))
 @settings(max_examples=15)
-def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of, seed, spread, rule):
+def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of, seed, spread, tiles):
     masters = {name: spread * tensor for name, tensor in masters_of(architecture(num_layers=1), seed).items()}
     checkpoint = {name: tensor.bfloat16() for name, tensor in masters.items()}
-    shipped = stored_weights(masters, FP8_ONCE, rule)
-    assert policy_digest(stored_weights(checkpoint, FP8_ONCE, rule)) == policy_digest(shipped)
+    shipped = stored_weights(masters, FP8_ONCE, tiles)
+    assert policy_digest(stored_weights(checkpoint, FP8_ONCE, tiles)) == policy_digest(shipped)
 
 
 def test_shipped_bytes_survive_a_file(architecture, masters_of, tmp_path):
-    stored = stored_weights(masters_of(architecture()), FP8, "pow2")
+    stored = stored_weights(masters_of(architecture()), FP8, POW2.weights)
     save_file(stored, tmp_path / "stored.safetensors")
     assert policy_digest(load_file(tmp_path / "stored.safetensors")) == policy_digest(stored)
 
 
 def test_layers_kept_in_bf16(architecture, masters_of):
     masters = masters_of(architecture(num_layers=3))
-    stored = stored_weights(masters, StoredNames.by_layer("bf16", "fp8_block", "bf16"), "pow2")
+    stored = stored_weights(masters, StoredNames.by_layer("bf16", "fp8_block", "bf16"), POW2.weights)
     scaled = {layer_of(name) for name in stored if name.endswith(SCALE_SUFFIX)}
     assert scaled == {1}
     for name, master in masters.items():
@@ -92,7 +92,7 @@ def test_layers_kept_in_bf16(architecture, masters_of):
 def test_each_linear_is_stored_in_its_own_format(architecture, masters_of):
     masters = masters_of(architecture())
     layer = LayerNames(qkv="fp32", output="fp8_block", gate_up="bf16", down="fp8_block")
-    stored = stored_weights(masters, StoredNames("bf16", (layer, replace(layer, qkv="fp8_block"))), "pow2")
+    stored = stored_weights(masters, StoredNames("bf16", (layer, replace(layer, qkv="fp8_block"))), POW2.weights)
     scaled = {name.removesuffix(SCALE_SUFFIX) for name in stored if name.endswith(SCALE_SUFFIX)}
     down = {name for name in masters if "o_proj" in name or "down_proj" in name}
     assert scaled == down | {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"}
@@ -110,7 +110,7 @@ def test_fused_linears_are_told_by_name(architecture):
 
 def test_fp32_keeps_everything(architecture, masters_of):
     masters = masters_of(architecture())
-    stored = stored_weights(masters, StoredNames.by_layer("fp32", "fp32"), "pow2")
+    stored = stored_weights(masters, StoredNames.by_layer("fp32", "fp32"), POW2.weights)
     assert policy_digest(stored) == policy_digest(masters)
 
 
@@ -118,7 +118,7 @@ def test_fp32_keeps_everything(architecture, masters_of):
 def test_the_head_is_the_embedding_when_they_are_tied(architecture, masters_of, tied):
     arch = architecture(tie_embeddings=tied)
     masters = masters_of(arch)
-    policy = load_policy(arch, stored_weights(masters, FP8, "pow2"))
+    policy = load_policy(arch, stored_weights(masters, FP8, POW2.weights))
     head = masters["model.embed_tokens.weight" if tied else "lm_head.weight"]
     assert torch.equal(policy.head.values, head.bfloat16().float())
     assert torch.equal(policy.embedding, masters["model.embed_tokens.weight"].bfloat16().float())
@@ -127,7 +127,7 @@ def test_the_head_is_the_embedding_when_they_are_tied(architecture, masters_of, 
 def test_ready_weights_are_the_stored_values_times_their_tile_scales(architecture, masters_of):
     """gate_proj ends inside a row of tiles (160 rows); the tiles of up_proj begin anew after it."""
     arch = architecture(hidden_size=144)
-    stored = stored_weights(masters_of(arch), FP8, "pow2")
+    stored = stored_weights(masters_of(arch), FP8, POW2.weights)
     layer = load_policy(arch, stored).layers[1]
     groups = {"qkv": "q_proj k_proj v_proj", "output": "o_proj", "gate_up": "gate_proj up_proj", "down": "down_proj"}
     for field, names in groups.items():
@@ -144,7 +144,7 @@ def test_ready_weights_are_the_stored_values_times_their_tile_scales(architectur
 
 def test_inference_weights_carry_no_gradient(architecture, masters_of):
     masters = {name: tensor.requires_grad_() for name, tensor in masters_of(architecture()).items()}
-    policy = load_policy(architecture(), stored_weights(masters, FP8, "pow2"))
+    policy = load_policy(architecture(), stored_weights(masters, FP8, POW2.weights))
     assert policy.layers[0].qkv.master is None
     assert policy.head.master is None
     assert not any(t.requires_grad for t in (policy.embedding, policy.norm, policy.layers[0].input_norm))
@@ -153,7 +153,7 @@ def test_inference_weights_carry_no_gradient(architecture, masters_of):
 def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, masters_of):
     arch = architecture()
     masters = {name: tensor.requires_grad_() for name, tensor in masters_of(arch).items()}
-    policy = load_policy(arch, stored_weights(masters, FP8, "pow2"), masters)
+    policy = load_policy(arch, stored_weights(masters, FP8, POW2.weights), masters)
     layer = policy.layers[0]
     plain = {
         "model.embed_tokens.weight": policy.embedding,
@@ -174,7 +174,7 @@ def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, master
 
 def test_llama_has_no_norms_on_queries_and_keys(architecture, masters_of):
     arch = architecture(family="llama", qk_norm=False)
-    layer = load_policy(arch, stored_weights(masters_of(arch), FP8, "pow2")).layers[0]
+    layer = load_policy(arch, stored_weights(masters_of(arch), FP8, POW2.weights)).layers[0]
     assert layer.q_norm is None
     assert layer.k_norm is None
 
@@ -230,11 +230,11 @@ def test_the_backward_is_the_trainers_alone(linear, backward, expected):
     assert training_formats(contract, 1).stored_names() == rollout_formats(contract, 1).stored_names()
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_the_scale_rule_reaches_every_quantiser(rule):
-    formats = training_formats(PrecisionContract(scale_rule=rule), 2)
-    assert formats.scale_rule == rule
-    assert {linear.rule for layer in formats.layers for linear in layer.linears} == {rule}
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_reaches_every_quantiser(name):
+    formats = training_formats(PrecisionContract(scale_rule=name), 2)
+    assert formats.recipe == RECIPES[name]
+    assert {linear.recipe for layer in formats.layers for linear in layer.linears} == {RECIPES[name]}
 
 
 def test_the_reference_rounds_nothing_below_fp32():

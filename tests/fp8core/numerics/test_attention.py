@@ -11,19 +11,25 @@ from torch import Tensor
 from fp8core.kernels.decode_attention import partition_of
 from fp8core.kernels.sequence_attention import Batch, Span, batches
 from fp8core.numerics.attention import (
+    FP8_CACHE_FORMS,
     HEAD_DIMS,
+    QUERY_TYPES,
     Bf16Attention,
     ExactFp32Attention,
     Fp8Attention,
+    Fp16OverFp8Attention,
     Fp32Attention,
     Queries,
     decode_attention_reference,
 )
+from fp8core.numerics.elementwise import to_fp16_rows
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import AttentionProducts
 
 POW2 = LayerScales(q=2.0**-6, k=2.0**-7, v=2.0**-7)
 FP32 = LayerScales(*(torch.tensor(x).item() for x in (0.0137, 0.0071, 0.021)))
-FORMS = [Fp8Attention(), Bf16Attention(), Fp32Attention(), ExactFp32Attention()]
+FP8, FP16 = Fp8Attention(), Fp16OverFp8Attention()
+FORMS = [FP8, FP16, Bf16Attention(), Fp32Attention(), ExactFp32Attention()]
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -62,7 +68,7 @@ def stored(x: Tensor, scale: float) -> Tensor:
 
 
 @pytest.mark.parametrize("scales", [POW2, FP32])
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_decoding_token_by_token_equals_the_full_pass(form, scales: LayerScales) -> None:
     length = 70
     q, k, v = random_qkv(length, seed=1, batch=2)
@@ -78,9 +84,10 @@ def test_decoding_token_by_token_equals_the_full_pass(form, scales: LayerScales)
         assert torch.equal(token, whole[:, :, now]), t
 
 
+@pytest.mark.parametrize("form", [FP8, FP16])
 @pytest.mark.parametrize("chunk", [3, 16, 33])
-def test_chunks_over_a_preallocated_cache_equal_the_full_pass(chunk: int) -> None:
-    length, form = 70, Fp8Attention()
+def test_chunks_over_a_preallocated_cache_equal_the_full_pass(form, chunk: int) -> None:
+    length = 70
     q, k, v = random_qkv(length, seed=2)
     whole = full_pass(form, (q, k, v), causal(length), POW2)
     keys, values = (torch.zeros(1, 2, 100, 32, dtype=torch.float64) for _ in range(2))
@@ -95,7 +102,7 @@ def test_chunks_over_a_preallocated_cache_equal_the_full_pass(chunk: int) -> Non
 
 @pytest.mark.parametrize("scales", [POW2, FP32])
 @pytest.mark.parametrize("side", ["left", "right", "ragged"])
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_padding_and_neighbours_change_nothing(form, side: str, scales: LayerScales) -> None:
     width, lengths = 41, [41, 1, 7, 30]
     batch = tuple(1e4 * part for part in random_qkv(width, seed=3, batch=len(lengths)))  # padding saturates
@@ -121,7 +128,7 @@ def test_padding_and_neighbours_change_nothing(form, side: str, scales: LayerSca
 @pytest.mark.parametrize("scales", [POW2, FP32])
 def test_fp8_is_the_kernels_arithmetic_one_row_at_a_time(scales: LayerScales) -> None:
     q, k, v = random_qkv(40, seed=4)
-    out = full_pass(Fp8Attention(), (q, k, v), causal(40), scales)
+    out = full_pass(FP8, (q, k, v), causal(40), scales)
     grid_q, grid_k, grid_v = e4m3(q / scales.q), e4m3(k / scales.k), e4m3(v / scales.v)
     for head in range(4):
         for t in range(40):
@@ -132,6 +139,45 @@ def test_fp8_is_the_kernels_arithmetic_one_row_at_a_time(scales: LayerScales) ->
             assert torch.equal(out[0, head, t], to_bf16(values / p.sum()))
 
 
+@pytest.mark.parametrize("scales", [POW2, FP32])
+def test_fp16_products_are_those_of_a_slow_version(scales: LayerScales) -> None:
+    q, k, v = random_qkv(40, seed=4)
+    q[..., 0] *= 2.0**14  # Some are beyond FP16.
+    assert q.max() > 65504
+    out = full_pass(FP16, (q, k, v), causal(40), scales)
+    fp16_q = q.clamp(-65504, 65504).half().double()
+    # 30 bits, of 53: a code of K has 18, and 32 products are summed.
+    step = 2.0 ** (fp16_q.abs().amax(-1, keepdim=True).log2().floor() + 1 - 30)
+    fp16_q, grid_k, grid_v = (fp16_q / step).round() * step, e4m3(k / scales.k), e4m3(v / scales.v)
+    for head in range(4):
+        for t in range(40):
+            keys, values = grid_k[0, head // 2, : t + 1], grid_v[0, head // 2, : t + 1]
+            products = torch.tensor(
+                [math.fsum(row) for row in (keys * fp16_q[0, head, t]).tolist()], dtype=torch.float64
+            )
+            scores = products * (scales.k / math.sqrt(32))
+            p = torch.exp(scores - scores.max()).float().half().double()
+            sums = torch.tensor(
+                [math.fsum(column) for column in (p[:, None] * values).t().tolist()], dtype=torch.float64
+            )
+            assert torch.equal(out[0, head, t], to_bf16(sums * scales.v / math.fsum(p.tolist())))
+
+
+@given(seed=st.integers(0, 2**31), dim=st.sampled_from([8, 64, 128, 512]))
+@settings(max_examples=25)
+def test_scores_do_not_depend_on_the_order_of_channels(seed: int, dim: int) -> None:
+    """Q has every exponent of BF16 from the smallest that FP16 has to beyond its largest."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-26, 18, (16, dim), generator=generator)
+    q = torch.randn(16, dim, generator=generator).bfloat16().double() * 2.0**exponents
+    k = e4m3(100 * torch.randn(16, dim, generator=generator))
+    rounded = to_fp16_rows(q, 35 - (dim - 1).bit_length())
+    expected = torch.tensor([[math.fsum(row) for row in (k * each).tolist()] for each in rounded], dtype=torch.float64)
+    order = torch.randperm(dim, generator=generator)
+    for found in (rounded @ k.t(), rounded[:, order] @ k[:, order].t()):
+        assert torch.equal(found, expected)
+
+
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax weights and output in FP64, with the K and V heads repeated."""
     k, v = (part.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
@@ -140,19 +186,23 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tens
     return weights, weights @ v
 
 
+@pytest.mark.parametrize(("form", "half_step", "least"), [(FP8, 2.0**-4, 2.0**-18), (FP16, 2.0**-10, 2.0**-24)])
 @given(
     seed=st.integers(0, 2**31), length=st.integers(1, 50), dim=st.sampled_from([8, 32, 64]), spread=st.floats(0.1, 4)
 )
 @settings(max_examples=25)
-def test_fp8_is_near_the_softmax_of_the_dequantised_values(seed: int, length: int, dim: int, spread: float) -> None:
-    qkv = tuple(spread * part for part in random_qkv(length, seed, dim=dim))
-    out = full_pass(Fp8Attention(), qkv, causal(length), POW2).double()
+def test_fp8_is_near_the_softmax_of_the_dequantised_values(
+    form, half_step: float, least: float, seed: int, length: int, dim: int, spread: float
+) -> None:
+    qkv = tuple(to_bf16(spread * part) for part in random_qkv(length, seed, dim=dim))
+    out = full_pass(form, qkv, causal(length), POW2).double()
     q, k, v = (stored(x, scale) for x, scale in zip(qkv, (POW2.q, POW2.k, POW2.v), strict=True))
-    weights, expected = plain_attention(q, k, v, causal(length))
-    # P is 256 times a weight's share of the row's largest: half a step is 2^-4 of it, at least 2^-10 / 256; the last
-    # terms are the BF16 output and the row sum's fixed point.
+    weights, expected = plain_attention(q if form is FP8 else qkv[0], k, v, causal(length))
+    # P in E4M3 is 256 times a weight's share of the row's largest: half a step is 2^-4 of it, at least 2^-10 / 256. In
+    # FP16 half a step is 2^-12, at least 2^-25, of a weight and of the row sum. The last terms are the BF16 output and
+    # the row sum's fixed point.
     magnitudes = v.abs().repeat_interleave(2, dim=1)
-    half_steps = torch.maximum(2.0**-4 * weights, 2.0**-18 * causal(length) * weights.amax(-1, keepdim=True))
+    half_steps = torch.maximum(half_step * weights, least * causal(length) * weights.amax(-1, keepdim=True))
     bound = (half_steps @ magnitudes) * (1 + 2.0**-8) + 2.0**-8 * expected.abs() + 1e-30
     assert ((out - expected).abs() <= bound).all()
 
@@ -171,7 +221,7 @@ def test_bf16_and_fp32_against_plain_softmax(form, bits: int) -> None:
 def test_a_query_with_one_key_returns_its_value(form) -> None:
     q, k, v = random_qkv(5, seed=6)
     out = full_pass(form, (q, k, v), torch.eye(5, dtype=torch.bool)[None, None], POW2)
-    expected = to_bf16(stored(v, POW2.v)) if form.name == "fp8" else v
+    expected = to_bf16(stored(v, POW2.v)) if form.name in FP8_CACHE_FORMS else v
     assert torch.equal(out, expected.repeat_interleave(2, dim=1))
 
 
@@ -190,12 +240,13 @@ def test_grouped_queries_equal_repeated_heads(form, kv_heads: int) -> None:
         assert_close(ours, theirs)
 
 
-def test_fp8_without_scales_is_refused() -> None:
+@pytest.mark.parametrize("form", [FP8, FP16])
+def test_fp8_without_scales_is_refused(form) -> None:
     q, k, v = random_qkv(3, seed=0)
     with pytest.raises(AssertionError, match="calibrate first"):
-        Fp8Attention().store(k, v, None)
+        form.store(k, v, None)
     with pytest.raises(AssertionError, match="calibrate first"):
-        Fp8Attention().attend(q, k.double(), v.double(), causal(3), None)
+        form.attend(q, k.double(), v.double(), causal(3), None)
 
 
 # Gradients, against the autograd of models that spell out what each rounding passes
@@ -209,23 +260,27 @@ def passing(x: Tensor, rounded: Tensor) -> Tensor:
     return x + (rounded - x).detach()
 
 
-def explicit_attention(qkv: Qkv, mask: Tensor, scales: LayerScales | None, round_p) -> Tensor:
+def explicit_attention(form, qkv: Qkv, mask: Tensor, scales: LayerScales | None, round_p) -> Tensor:
     q, k, v = (part.double() for part in qkv)
     if scales is not None:
         limits = [448 * scale for scale in (scales.q, scales.k, scales.v)]
         clamped = [x.clamp(-limit, limit) for x, limit in zip((q, k, v), limits, strict=True)]
-        q, k, v = (passing(x, stored(x.detach(), limit / 448)) for x, limit in zip(clamped, limits, strict=True))
+        codes = [passing(x, stored(x.detach(), limit / 448)) for x, limit in zip(clamped, limits, strict=True)]
+        q, k, v = codes if form is FP8 else (q, *codes[1:])
     k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
     scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
     p = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
-    return (passing(p, round_p(p.detach())) @ v) / p.sum(-1, keepdim=True)
+    rounded = passing(p, round_p(p.detach()))
+    return (rounded @ v) / (rounded if form is FP16 else p).sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
     ("form", "scales", "round_p"),
     [
-        (Fp8Attention(), POW2, lambda p: e4m3(256 * p) / 256),
-        (Fp8Attention(), FP32, lambda p: e4m3(256 * p) / 256),
+        (FP8, POW2, lambda p: e4m3(256 * p) / 256),
+        (FP8, FP32, lambda p: e4m3(256 * p) / 256),
+        (FP16, POW2, lambda p: p.half().double()),
+        (FP16, FP32, lambda p: p.half().double()),
         (Bf16Attention(), None, lambda p: to_bf16(p).double()),
         (Fp32Attention(), None, lambda p: p),
         (ExactFp32Attention(), None, lambda p: p),
@@ -235,19 +290,21 @@ def test_gradients_are_those_of_the_explicit_model(form, scales: LayerScales | N
     leaves = [part.requires_grad_() for part in random_qkv(30, seed=11, batch=2)]
     upstream = torch.randn(2, 4, 30, 32, generator=torch.Generator().manual_seed(12))
     ours = torch.autograd.grad(full_pass(form, tuple(leaves), causal(30), scales), leaves, upstream)
-    explicit = explicit_attention(tuple(leaves), causal(30), scales, round_p)
+    explicit = explicit_attention(form, tuple(leaves), causal(30), scales, round_p)
     for grad, expected in zip(ours, torch.autograd.grad(explicit, leaves, upstream.double()), strict=True):
         assert grad.dtype == torch.float32
         assert_close(grad, expected)
 
 
-def test_saturated_elements_get_no_gradient() -> None:
+@pytest.mark.parametrize("form", [FP8, FP16])
+def test_saturated_elements_get_no_gradient(form) -> None:
     leaves = [part.requires_grad_() for part in random_qkv(30, seed=13)]
-    out = full_pass(Fp8Attention(), tuple(leaves), causal(30), POW2)
+    out = full_pass(form, tuple(leaves), causal(30), POW2)
     grads = torch.autograd.grad(out.square().sum(), leaves)
-    for x, grad, scale in zip(leaves, grads, (POW2.q, POW2.k, POW2.v), strict=True):
+    scales = [POW2.q if form is FP8 else math.inf, POW2.k, POW2.v]
+    for x, grad, scale in zip(leaves, grads, scales, strict=True):
         saturated = x.abs() > 448 * scale
-        assert saturated.any()
+        assert saturated.any() == (scale != math.inf)
         assert not grad[saturated].any()
         # The first query sees one key, so that no score matters to it.
         assert (grad[~saturated] != 0).float().mean() > 0.9
@@ -266,31 +323,38 @@ def drawn(*shape: int) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 30).to(torch.float8_e4m3fn)
 
 
-def test_is_attention_with_e4m3_weights() -> None:
+def queries(products: AttentionProducts, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes or what they stand for, and their values."""
+    codes = drawn(*shape)
+    values = (codes.float() * SCALES.q).bfloat16()
+    return (codes, codes.float() * SCALES.q) if products == "fp8" else (values, values.float())
+
+
+@pytest.mark.parametrize("products", QUERY_TYPES)
+def test_is_attention_with_rounded_weights(products: AttentionProducts) -> None:
     """As far from attention without rounded weights as the decoder's own is, and not further."""
-    query, keys, values = (
-        drawn(1, KV_HEADS * GROUP, HEAD_DIMS[-1]),
-        *(drawn(n, PAGE, KV_HEADS, HEAD_DIMS[-1]) for n in (6, 7)),
-    )
+    query, of_query = queries(products, 1, KV_HEADS * GROUP, HEAD_DIMS[-1])
+    keys, values = (drawn(n, PAGE, KV_HEADS, HEAD_DIMS[-1]) for n in (6, 7))
     table = int32(4, 0, 3, 1, 2, 5)[None]
     scales = tuple(torch.tensor(scale) for scale in (SCALES.q, SCALES.k, SCALES.v))
     found = decode_attention_reference(query, keys, values, Queries(table, int32(0, 1), int32(KEYS)), scales)[0]
-    q = query.float()[0, None, :, None] * SCALES.q
+    q = of_query[0, None, :, None]
     k, v = (x[table[0].long()].flatten(0, 1)[:KEYS].float().transpose(0, 1)[None] for x in (keys, values))
     k, v, mask = k * SCALES.k, v * SCALES.v, torch.ones(1, 1, 1, KEYS, dtype=torch.bool)
     theirs, plain = (
         attention.attend(q, *attention.store(k, v, SCALES), mask, SCALES)[0, :, 0].double()
-        for attention in (Fp8Attention(), Fp32Attention())
+        for attention in (FP8_CACHE_FORMS[products], Fp32Attention())
     )
     error = (found - plain).norm()
     assert 0 < error < 1.25 * (theirs - plain).norm()
 
 
-def test_no_key_and_one_key() -> None:
-    """A single weight is rounded to E4M3, and divided by what it was rounded to."""
-    query, keys = drawn(2, 2, HEAD_DIMS[-1]), drawn(3, PAGE, 1, HEAD_DIMS[-1])
-    queries = Queries(int32(0, 0)[:, None], int32(0, 1, 2), int32(0, 1))
-    found = decode_attention_reference(query, keys, keys, queries, (torch.tensor(1.0),) * 3)
+@pytest.mark.parametrize("products", QUERY_TYPES)
+def test_no_key_and_one_key(products: AttentionProducts) -> None:
+    """A single weight is rounded, and divided by what it was rounded to."""
+    query, keys = queries(products, 2, 2, HEAD_DIMS[-1])[0], drawn(3, PAGE, 1, HEAD_DIMS[-1])
+    tokens = Queries(int32(0, 0)[:, None], int32(0, 1, 2), int32(0, 1))
+    found = decode_attention_reference(query, keys, keys, tokens, (torch.tensor(1.0),) * 3)
     assert (found[0] == 0).all()
     assert torch.equal(found[1], keys[0, 0].double().expand(2, -1))
 

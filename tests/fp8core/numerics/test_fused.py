@@ -5,15 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.numerics import elementwise
-from fp8core.numerics.e4m3 import (
-    E4M3_MAX,
-    Codes,
-    GroupNotFinite,
-    encode,
-    round_to_e4m3,
-    row_and_column_codes,
-    row_codes,
-)
+from fp8core.numerics.attention import QUERY_TYPES
+from fp8core.numerics.e4m3 import Codes, GroupNotFinite, encode, round_to_e4m3, row_and_column_codes, row_codes
 from fp8core.numerics.elementwise import KERNELS, inverse_frequencies, rms_norm, rotate, round_to_bf16
 from fp8core.numerics.fused import (
     HeadLayout,
@@ -35,6 +28,7 @@ from fp8core.numerics.fused import (
     swiglu_row_codes,
 )
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import E4M3_MAX, POW2, RECIPES, AttentionProducts, Recipe
 
 EPS = 1e-6
 HIDDEN = 200
@@ -66,17 +60,17 @@ def test_the_norm_reads_the_rounded_sum_as_the_decoder_does(adds: bool) -> None:
     assert torch.allclose(inverse.double() * rms, torch.ones(()).double(), rtol=1e-7)
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_codes_are_those_of_the_norm_alone(rule: str) -> None:
-    x, added, weight = inputs()
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_codes_are_those_of_the_norm_alone(recipe: Recipe) -> None:
+    (x, added, weight), both = inputs(), (recipe.activations, recipe.tokens)
     total, normed, inverse = add_norm(x, added, weight, EPS)
-    summed, rows = add_norm_row_codes(x, added, weight, EPS, rule)
+    summed, rows = add_norm_row_codes(x, added, weight, EPS, recipe.activations)
     assert torch.equal(summed, total)
-    assert_same(rows, row_codes(normed, rule))
-    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, rule)
+    assert_same(rows, row_codes(normed, recipe.activations))
+    summed, *codes, factor = add_norm_codes(x, added, weight, EPS, *both)
     assert torch.equal(summed, total)
     assert torch.equal(factor, inverse)
-    for found, expected in zip(codes, row_and_column_codes(normed, rule), strict=True):
+    for found, expected in zip(codes, row_and_column_codes(normed, *both), strict=True):
         assert_same(found, expected)
 
 
@@ -98,13 +92,16 @@ def test_gradients_of_the_norm_are_those_of_float64(sends: bool) -> None:
     assert (grad.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("codes_of", [add_norm_row_codes, add_norm_codes])
+@pytest.mark.parametrize(
+    ("codes_of", "groups"),
+    [(add_norm_row_codes, (POW2.activations,)), (add_norm_codes, (POW2.activations, POW2.tokens))],
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, value: float) -> None:
+def test_a_norm_with_nan_or_infinity_is_not_quantised(codes_of, groups, value: float) -> None:
     x, added, weight = inputs()
     x[3, 5] = value
     with pytest.raises(GroupNotFinite):
-        codes_of(x, added, weight, EPS, "pow2")
+        codes_of(x, added, weight, EPS, *groups)
 
 
 # SwiGLU
@@ -125,15 +122,16 @@ def test_the_product_is_that_of_the_decoder() -> None:
     assert torch.equal(out.float(), elementwise.swiglu(gate, up, round_to_bf16, KERNELS.activated))
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_codes_are_those_of_the_product_and_of_the_gradient(rule: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_codes_are_those_of_the_product_and_of_the_gradient(recipe: Recipe) -> None:
     grad, gate_up = projections()
+    rows, both, backward = recipe.activations, (recipe.activations, recipe.tokens), (recipe.gradients, recipe.tokens)
     out = swiglu(gate_up)
-    assert_same(swiglu_row_codes(gate_up, rule), row_codes(out, rule))
-    for found, expected in zip(swiglu_codes(gate_up, rule), row_and_column_codes(out, rule), strict=True):
+    assert_same(swiglu_row_codes(gate_up, rows), row_codes(out, rows))
+    for found, expected in zip(swiglu_codes(gate_up, *both), row_and_column_codes(out, *both), strict=True):
         assert_same(found, expected)
-    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), rule)
-    for found, expected in zip(swiglu_backward_codes(grad, gate_up, rule), gradient, strict=True):
+    gradient = row_and_column_codes(swiglu_backward(grad, gate_up), *backward)
+    for found, expected in zip(swiglu_backward_codes(grad, gate_up, *backward), gradient, strict=True):
         assert_same(found, expected)
 
 
@@ -155,9 +153,9 @@ def test_swiglu_with_nan_or_infinity_is_not_quantised(value: float, column: int)
     grad, gate_up = projections()
     gate_up[3, column] = value
     for codes in (
-        lambda: swiglu_row_codes(gate_up, "pow2"),
-        lambda: swiglu_codes(gate_up, "pow2"),
-        lambda: swiglu_backward_codes(grad, gate_up, "pow2"),
+        lambda: swiglu_row_codes(gate_up, POW2.activations),
+        lambda: swiglu_codes(gate_up, POW2.activations, POW2.tokens),
+        lambda: swiglu_backward_codes(grad, gate_up, POW2.gradients, POW2.tokens),
     ):
         with pytest.raises(GroupNotFinite):
             codes()
@@ -239,14 +237,15 @@ def test_static_codes_are_the_grid_of_the_reference(values: list[float], scale: 
     assert torch.equal(static_codes(x, scale).view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_every_part_has_its_own_scale() -> None:
+@pytest.mark.parametrize("products", QUERY_TYPES)
+def test_every_part_has_its_own_scale(products: AttentionProducts) -> None:
     qkv = 10 * torch.randn(5, 8 * 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = zip(
-        head_codes(qkv, SMALL, SCALES),
-        head_values(qkv, SMALL, SCALES),
-        strict=True,
-    )
-    given_parts = zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)
+    found = [*zip(head_codes(qkv, SMALL, SCALES, products), head_values(qkv, SMALL, SCALES, products), strict=True)]
+    given_parts = [*zip(heads_of(qkv, SMALL), vars(SCALES).values(), strict=True)]
+    if products != "fp8":
+        (codes, values), (q, _) = found.pop(0), given_parts.pop(0)
+        assert torch.equal(codes, q)
+        assert torch.equal(values, q)
     for (codes, values), (x, scale) in zip(found, given_parts, strict=True):
         assert codes.is_contiguous()
         assert values.is_contiguous()
@@ -268,7 +267,9 @@ def test_gradients_pass_by_what_is_not_saturated(limit: float, largest: float, n
     )
     grads = tuple(torch.full_like(x, i + 1).contiguous() for i, x in enumerate((q, k, v)))
     scales = LayerScales(*[limit / E4M3_MAX] * 3)
-    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales), SMALL)
+    unbound = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp16_over_fp8_cache"), SMALL)[0]
+    assert (unbound == 1).all(), "Q in FP16 has no codes that saturate"
+    of_q, of_k, of_v = heads_of(head_gradients(grads, qkv, SMALL, scales, "fp8"), SMALL)
     for found, value, zeros in ((of_q, 1, [(0, 0, 1)]), (of_k, 2, [(1, 1, 3)]), (of_v, 3, [(2, 0, 4), (2, 1, 5)])):
         assert found.unique().tolist() == [0, value]
         assert (found == 0).nonzero().tolist() == [list(at) for at in zeros]

@@ -26,6 +26,7 @@ from fp8core.numerics.gemm import (
     weight_gradient_gemm,
 )
 from fp8core.numerics.linear import StoredWeight, dgrad, fprop, load_weight, wgrad
+from fp8core.numerics.recipe import POW2, RECIPES, Recipe
 
 # M, N, K; K with and without a partial last block.
 SHAPES = [(64, 48, 384), (5, 7, 300), (1, 130, 128), (9, 3, 17)]
@@ -278,7 +279,6 @@ def test_zeros_before_and_after_change_nothing_in_ordered_gemm() -> None:
     assert torch.allclose(whole, left @ right, rtol=1e-12)
 
 
-RULES = ["pow2", "fp32"]
 sizes = st.integers(1, 300)
 
 
@@ -288,20 +288,22 @@ def drawn(rows: int, columns: int, seed: int) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * outliers).bfloat16()
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @given(tokens=sizes, inputs=sizes, outputs=sizes, seed=st.integers(0, 1000))
 @settings(max_examples=15)
-def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, outputs, seed, rule: str) -> None:
+def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, outputs, seed, recipe: Recipe) -> None:
     x, grad = drawn(tokens, inputs, seed), drawn(tokens, outputs, seed + 1)
-    weight = tile_codes(drawn(outputs, inputs, seed + 2), rule)
+    weight = tile_codes(drawn(outputs, inputs, seed + 2), recipe.weights)
     reference = load_weight([StoredWeight(*weight)])
 
-    assert torch.equal(forward_gemm(row_codes(x, rule), weight).float(), fprop(x.float(), reference, rule))
-    into_x = input_gradient_gemm(row_codes(grad, rule), transpose(weight))
-    columns = [row_and_column_codes(tensor, rule)[1] for tensor in (grad, x)]
+    assert torch.equal(
+        forward_gemm(row_codes(x, recipe.activations), weight).float(), fprop(x.float(), reference, recipe)
+    )
+    into_x = input_gradient_gemm(row_codes(grad, recipe.gradients), transpose(weight))
+    columns = [row_and_column_codes(tensor, recipe.activations, recipe.tokens)[1] for tensor in (grad, x)]
     into_weight = weight_gradient_gemm(*columns)
-    expected = dgrad(grad.float(), reference, rule).bfloat16(), wgrad(grad.float(), x.float(), rule)
-    if rule == "pow2":
+    expected = dgrad(grad.float(), reference, recipe).bfloat16(), wgrad(grad.float(), x.float(), recipe)
+    if recipe.weights.rule == "pow2":
         assert torch.equal(into_x, expected[0])
         assert torch.equal(into_weight, expected[1])
     # FP32 scales are multiplied in another order there, which may show in the last bit of what is rounded.
@@ -310,7 +312,7 @@ def test_on_codes_the_three_gemms_are_those_of_the_reference(tokens, inputs, out
 
 
 def test_the_tiles_of_the_transpose_are_the_tiles() -> None:
-    codes, scales = tile_codes(drawn(200, 300, 0), "pow2")
+    codes, scales = tile_codes(drawn(200, 300, 0), POW2.weights)
     turned, turned_scales = transpose((codes, scales))
     assert turned.is_contiguous()
     assert turned_scales.is_contiguous()

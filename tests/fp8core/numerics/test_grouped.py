@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8core.models.experts import MlpFormats, MlpWeights, mix
-from fp8core.numerics.e4m3 import TILE, row_codes, tile_codes
+from fp8core.numerics.e4m3 import row_codes, tile_codes
 from fp8core.numerics.elementwise import STEPWISE, round_to_bf16
 from fp8core.numerics.grouped import (
     PADDING,
@@ -20,6 +20,7 @@ from fp8core.numerics.grouped import (
     weighted_sum,
 )
 from fp8core.numerics.linear import Fp8BlockLinear, StoredWeight, load_weight
+from fp8core.numerics.recipe import FP32, FP32_ACTIVATIONS, POW2, RECIPES, TILE
 
 HIDDEN, WIDTH, COUNT = 256, 128, 6
 
@@ -72,7 +73,7 @@ def test_nothing_waits_for_the_device():
 
 
 def test_scales_lie_as_the_kernel_reads_them():
-    codes = row_codes(normal(5, HIDDEN, seed=0).bfloat16(), "pow2")
+    codes = row_codes(normal(5, HIDDEN, seed=0).bfloat16(), POW2.activations)
     rows = torch.tensor([4, 0, 0, 2])
     taken, scales = gathered_codes(codes, rows)
     assert torch.equal(taken.float(), codes[0][rows].float())
@@ -80,10 +81,13 @@ def test_scales_lie_as_the_kernel_reads_them():
     assert scales.stride() == (1, 4)
 
 
-def weights(rule):
+def weights(recipe):
     """Experts as the engine holds them, and as the forward that trains does."""
     parts = [
-        [tile_codes(normal(*shape, seed=3 * expert + i) * shape[1] ** -0.5, rule) for i, shape in enumerate(SHAPES)]
+        [
+            tile_codes(normal(*shape, seed=3 * expert + i) * shape[1] ** -0.5, recipe.weights)
+            for i, shape in enumerate(SHAPES)
+        ]
         for expert in range(COUNT)
     ]
     held = tuple(
@@ -105,38 +109,40 @@ def weights(rule):
 SHAPES = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_experts_are_those_of_the_forward_that_trains(rule):
-    held, loaded = weights(rule)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_experts_are_those_of_the_forward_that_trains(recipe):
+    held, loaded = weights(recipe)
     x = normal(150, HIDDEN, seed=50).bfloat16()
     chosen = chosen_experts(150, 3, COUNT)
     gates = normal(150, 3, seed=51).softmax(-1)
-    found = grouped_experts(x, chosen, gates, held, Quantisers(rule))
-    formats = MlpFormats(Fp8BlockLinear(rule), Fp8BlockLinear(rule), round_to_bf16, STEPWISE)
+    found = grouped_experts(x, chosen, gates, held, Quantisers(recipe.activations))
+    formats = MlpFormats(Fp8BlockLinear(recipe), Fp8BlockLinear(recipe), round_to_bf16, STEPWISE)
     ascending = chosen.sort(dim=1)
     expected = mix(x.float(), loaded, formats, ascending.values.long(), gates.gather(1, ascending.indices))
     apart = (found.float() - expected).abs()
     # Sums in FP32 and in FP64 round to other BF16 numbers now and then, next to one another.
     assert (apart <= 2.0**-7 * expected.abs() + 1e-6).all()
     assert (apart > 0).float().mean() < 0.01
-    other = grouped_experts(x, chosen, gates, held, Quantisers("fp32" if rule == "pow2" else "pow2"))
+    changed = POW2 if recipe.activations.rule == "fp32" else FP32
+    other = grouped_experts(x, chosen, gates, held, Quantisers(changed.activations))
     assert (other != found).float().mean() > 0.5, "the scale rule decides"
 
 
 def test_a_token_does_not_depend_on_others():
-    held, _ = weights("pow2")
+    held, _ = weights(FP32_ACTIVATIONS)
     x, chosen = normal(40, HIDDEN, seed=60).bfloat16(), chosen_experts(40, 2, COUNT)
     gates = normal(40, 2, seed=61).softmax(-1)
-    together = grouped_experts(x, chosen, gates, held, Quantisers("pow2"))
+    together = grouped_experts(x, chosen, gates, held, Quantisers(FP32_ACTIVATIONS.activations))
     for rows in (slice(0, 1), slice(7, 20)):
         assert torch.equal(
-            grouped_experts(x[rows], chosen[rows], gates[rows], held, Quantisers("pow2")), together[rows]
+            grouped_experts(x[rows], chosen[rows], gates[rows], held, Quantisers(FP32_ACTIVATIONS.activations)),
+            together[rows],
         )
 
 
 def test_padding_is_not_multiplied():
-    held, _ = weights("pow2")
-    codes = row_codes(normal(TILE, HIDDEN, seed=0).bfloat16(), "pow2")
+    held, _ = weights(FP32_ACTIVATIONS)
+    codes = row_codes(normal(TILE, HIDDEN, seed=0).bfloat16(), POW2.activations)
     owners = torch.full((TILE,), PADDING, dtype=torch.int32)
     owners[:2] = 3
     product = grouped_gemm(codes, held[0], owners)

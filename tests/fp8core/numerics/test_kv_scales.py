@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.numerics.e4m3 import E4M3_MAX, GroupNotFinite
+from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.kv_scales import (
     AmaxStatistics,
     KvStatistics,
@@ -20,6 +20,7 @@ from fp8core.numerics.kv_scales import (
     scale_distance,
     scales_from_statistics,
 )
+from fp8core.numerics.recipe import E4M3_MAX
 
 SCALES = LayerScales(q=2.0**-7, k=2.0**-8, v=2.0**-9)
 AMAX = st.builds(LayerAmax, *[st.floats(0, 1e4, width=32)] * 3)

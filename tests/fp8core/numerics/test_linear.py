@@ -21,8 +21,12 @@ from fp8core.numerics.linear import (
     load_weight,
     wgrad,
 )
+from fp8core.numerics.recipe import FP32_ACTIVATIONS, GRADIENT_FLOOR, POW2, RECIPES, Grouping, Recipe
 
-RULES = ["pow2", "fp32"]
+# One that no configuration names: scales as MXFP8's, one for 32 elements of every operand.
+BACKWARD_32 = Grouping(1, 32, "pow2", GRADIENT_FLOOR)
+GROUPS_OF_32 = Recipe("", *[Grouping(1, 32, "pow2")] * 2, BACKWARD_32, BACKWARD_32, cache="pow2", attention="fp8")
+EVERY = {**RECIPES, "groups of 32": GROUPS_OF_32}
 # Tokens, in, out: whole groups and partial ones.
 SHAPES = [(128, 128, 256), (300, 200, 130), (1, 256, 64), (127, 40, 5), (129, 129, 129)]
 
@@ -36,9 +40,9 @@ def random(rows: int, columns: int, seed: int) -> Tensor:
     return (torch.randn(rows, columns, generator=generator) * spread.exp()).bfloat16().float()
 
 
-def stored_fp8(master: Tensor, rule: str) -> StoredWeight:
-    grid, factors = quantise_tiles(master.bfloat16().float(), rule)
-    return StoredWeight(encode(grid), factors)
+def stored_fp8(master: Tensor, recipe: Recipe) -> StoredWeight:
+    grid, factors = quantise_tiles(master.bfloat16().float(), recipe.weights)
+    return StoredWeight(encode(grid), factors, (recipe.weights.rows, recipe.weights.columns))
 
 
 def to_bf16(x: Tensor) -> Tensor:
@@ -47,11 +51,11 @@ def to_bf16(x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="session")
 def quantised(slow_quantise) -> Quantised:
-    """(x, rule, height, width) to the FP64 values that the quantised tensor stands for."""
+    """(x, grouping) to the FP64 values that the quantised tensor stands for."""
 
-    def dequantise(x: Tensor, rule: str, height: int, width: int) -> Tensor:
-        grid, factors = slow_quantise(x, rule, height, width)
-        wide = factors.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
+    def dequantise(x: Tensor, grouping: Grouping) -> Tensor:
+        grid, factors = slow_quantise(x, grouping.rule, grouping.rows, grouping.columns, grouping.floor)
+        wide = factors.double().repeat_interleave(grouping.rows, 0).repeat_interleave(grouping.columns, 1)
         return grid.double() * wide[: x.shape[0], : x.shape[1]]
 
     return dequantise
@@ -60,14 +64,14 @@ def quantised(slow_quantise) -> Quantised:
 # Weights
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_loaded_weight_is_what_its_codes_and_tile_scales_say(quantised, rule: str) -> None:
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+def test_a_loaded_weight_is_what_its_codes_and_tile_scales_say(quantised, recipe: Recipe) -> None:
     master = random(130, 200, 1)
-    weight = load_weight([stored_fp8(master, rule)])
-    assert torch.equal(weight.dequantised, quantised(master, rule, 128, 128))
-    assert weight.row_scales.shape == (130, 2)
+    weight = load_weight([stored_fp8(master, recipe)])
+    assert torch.equal(weight.dequantised, quantised(master, recipe.weights))
     assert torch.equal(
-        weight.grid.double() * weight.row_scales.double().repeat_interleave(128, 1)[:, :200], weight.dequantised
+        weight.grid.double() * weight.row_scales.double().repeat_interleave(recipe.weights.columns, 1)[:, :200],
+        weight.dequantised,
     )
     assert weight.master is None
 
@@ -81,96 +85,100 @@ def test_a_plain_weight_keeps_its_values(dtype: torch.dtype) -> None:
     assert torch.equal(weight.dequantised, values.double())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("sizes", [(128, 256), (100, 60, 300)])
-def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], rule: str) -> None:
+def test_stacked_weights_equal_separate_ones(sizes: tuple[int, ...], recipe: Recipe) -> None:
     masters = [random(size, 200, seed) * 10.0**seed for seed, size in enumerate(sizes)]
-    parts = [stored_fp8(master, rule) for master in masters]
+    parts = [stored_fp8(master, recipe) for master in masters]
     x, grad = random(140, 200, 10), random(140, sum(sizes), 11)
-    separate = torch.cat([fprop(x, load_weight([part]), rule) for part in parts], dim=1)
-    assert torch.equal(fprop(x, load_weight(parts), rule), separate)
-    separate = torch.cat([wgrad(part, x, rule) for part in grad.split(sizes, dim=1)])
-    assert torch.equal(wgrad(grad, x, rule), separate)
+    separate = torch.cat([fprop(x, load_weight([part]), recipe) for part in parts], dim=1)
+    assert torch.equal(fprop(x, load_weight(parts), recipe), separate)
+    separate = torch.cat([wgrad(part, x, recipe) for part in grad.split(sizes, dim=1)])
+    assert torch.equal(wgrad(grad, x, recipe), separate)
 
 
 @pytest.mark.parametrize("plain_first", [True, False])
 def test_block_fp8_and_plain_weights_cannot_be_stacked(plain_first: bool) -> None:
-    parts = [StoredWeight(random(128, 128, 0)), stored_fp8(random(128, 128, 1), "pow2")]
+    parts = [StoredWeight(random(128, 128, 0)), stored_fp8(random(128, 128, 1), POW2)]
     with pytest.raises(AssertionError, match="cannot be stacked"):
         load_weight(parts if plain_first else parts[::-1])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_dequantise_rows_is_exact(rule: str) -> None:
-    grid, factors = quantise_rows(random(3, 200, 2), rule)
-    values = dequantise_rows(grid, factors, rule)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+def test_dequantise_rows_is_exact(recipe: Recipe) -> None:
+    grid, factors = quantise_rows(random(3, 200, 2), recipe.activations)
+    values = dequantise_rows(grid, factors, recipe.activations)
     assert values.dtype == torch.float64
     for row in range(3):
         for column in range(200):
-            exact = Fraction(grid[row, column].item()) * Fraction(factors[row, column // 128].item())
+            exact = Fraction(grid[row, column].item()) * Fraction(
+                factors[row, column // recipe.activations.columns].item()
+            )
             assert Fraction(values[row, column].item()) == exact
 
 
 # The three GEMMs
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_three_gemms_against_float64(quantised, shape: tuple[int, int, int], rule: str) -> None:
+def test_three_gemms_against_float64(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
     tokens, inputs, outputs = shape
     x, master, grad = random(tokens, inputs, 3), random(outputs, inputs, 4), random(tokens, outputs, 5)
     before = [x.clone(), grad.clone()]
-    weight, tiles = load_weight([stored_fp8(master, rule)]), quantised(master, rule, 128, 128)
-    y = quantised(x, rule, 1, 128) @ tiles.t()
-    grad_x = quantised(grad, rule, 1, 128) @ tiles
-    grad_weight = quantised(grad, rule, 128, 1).t() @ quantised(x, rule, 128, 1)
-    assert torch.equal(fprop(x, weight, rule), y.bfloat16().float())
-    assert torch.equal(dgrad(grad, weight, rule), grad_x.float())
-    assert torch.equal(wgrad(grad, x, rule), grad_weight.float())
+    weight, tiles = load_weight([stored_fp8(master, recipe)]), quantised(master, recipe.weights)
+    y = quantised(x, recipe.activations) @ tiles.t()
+    grad_x = quantised(grad, recipe.gradients) @ tiles
+    grad_weight = quantised(grad.t(), recipe.tokens) @ quantised(x.t(), recipe.tokens).t()
+    assert torch.equal(fprop(x, weight, recipe), y.bfloat16().float())
+    assert torch.equal(dgrad(grad, weight, recipe), grad_x.float())
+    assert torch.equal(wgrad(grad, x, recipe), grad_weight.float())
     assert torch.equal(x, before[0])
     assert torch.equal(grad, before[1])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_token_does_not_depend_on_its_batch(rule: str) -> None:
-    weight = load_weight([stored_fp8(random(200, 300, 8), rule)])
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+def test_a_token_does_not_depend_on_its_batch(recipe: Recipe) -> None:
+    weight = load_weight([stored_fp8(random(200, 300, 8), recipe)])
     x = random(64, 300, 9)
-    whole = fprop(x, weight, rule)
+    whole = fprop(x, weight, recipe)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for rows in (*order[:4].split(1), order[:7], order):
-        assert torch.equal(fprop(x[rows], weight, rule), whole[rows])
-    assert torch.equal(fprop(x.t().contiguous().t(), weight, rule), whole)
+        assert torch.equal(fprop(x[rows], weight, recipe), whole[rows])
+    assert torch.equal(fprop(x.t().contiguous().t(), weight, recipe), whole)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("exponent", [30, 60, 90])
-def test_a_small_gradient_is_as_exact_as_a_large_one(exponent: int, rule: str) -> None:
+def test_a_small_gradient_is_as_exact_as_a_large_one(exponent: int, recipe: Recipe) -> None:
     """A loss that is a power of two smaller has gradients that are, and no digit fewer."""
-    weight, x, grad = load_weight([stored_fp8(random(96, 200, 8), rule)]), random(140, 200, 9), random(140, 96, 10)
+    weight, x, grad = load_weight([stored_fp8(random(96, 200, 8), recipe)]), random(140, 200, 9), random(140, 96, 10)
     factor = 2.0**exponent
-    assert torch.equal(dgrad(grad / factor, weight, rule) * factor, dgrad(grad, weight, rule))
+    assert torch.equal(dgrad(grad / factor, weight, recipe) * factor, dgrad(grad, weight, recipe))
     for small in ((grad / factor, x), (grad, x / factor)):
-        assert torch.equal(wgrad(*small, rule) * factor, wgrad(grad, x, rule))
+        assert torch.equal(wgrad(*small, recipe) * factor, wgrad(grad, x, recipe))
 
 
 def test_nan_in_an_activation_is_refused() -> None:
-    weight = load_weight([stored_fp8(random(8, 128, 1), "pow2")])
+    weight = load_weight([stored_fp8(random(8, 128, 1), POW2)])
     x = random(2, 128, 2)
     x[1, 3] = torch.nan
     with pytest.raises(GroupNotFinite):
-        Fp8BlockLinear("pow2")(x, weight)
+        Fp8BlockLinear(POW2)(x, weight)
 
 
 # Formats, each against the autograd of an explicit model
 
 
-def explicit_fp8(quantised: Quantised, x: Tensor, tiles: Tensor, grad: Tensor, rule: str) -> tuple[Tensor, ...]:
+def explicit_fp8(quantised: Quantised, x: Tensor, tiles: Tensor, grad: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """Y from quantised operands; dX and dW by autograd of plain products, each with its own quantised gradient."""
-    row_x, column_x = (quantised(x, rule, *size).requires_grad_() for size in ((1, 128), (128, 1)))
+    row_x, column_x = (
+        values.requires_grad_() for values in (quantised(x, recipe.activations), quantised(x.t(), recipe.tokens).t())
+    )
     leaf = tiles.clone().requires_grad_()
     y = row_x @ leaf.t()
-    (grad_x,) = torch.autograd.grad(y, row_x, quantised(grad, rule, 1, 128))
-    (grad_weight,) = torch.autograd.grad(column_x @ leaf.t(), leaf, quantised(grad, rule, 128, 1))
+    (grad_x,) = torch.autograd.grad(y, row_x, quantised(grad, recipe.gradients))
+    (grad_weight,) = torch.autograd.grad(column_x @ leaf.t(), leaf, quantised(grad.t(), recipe.tokens).t())
     return to_bf16(y.detach()), grad_x.float(), grad_weight.float()
 
 
@@ -189,28 +197,28 @@ def run(form, x: Tensor, weight: LinearWeight, masters: list[Tensor], grad: Tens
     return y.detach(), grad_x, torch.cat(grad_masters)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_block_linear(quantised, shape: tuple[int, int, int], rule: str) -> None:
+def test_fp8_block_linear(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
     tokens, inputs, outputs = shape
     x, grad = random(tokens, inputs, 12), random(tokens, outputs, 13)
     master = random(outputs, inputs, 14).requires_grad_()
-    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
-    expected = explicit_fp8(quantised, x, quantised(master.detach(), rule, 128, 128), grad, rule)
-    for ours, theirs in zip(run(Fp8BlockLinear(rule), x, weight, [master], grad), expected, strict=True):
+    weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
+    expected = explicit_fp8(quantised, x, quantised(master.detach(), recipe.weights), grad, recipe)
+    for ours, theirs in zip(run(Fp8BlockLinear(recipe), x, weight, [master], grad), expected, strict=True):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], rule: str) -> None:
+def test_fp8_forward_linear(quantised, shape: tuple[int, int, int], recipe: Recipe) -> None:
     tokens, inputs, outputs = shape
     x, grad = random(tokens, inputs, 15), random(tokens, outputs, 16)
     master = random(outputs, inputs, 17).requires_grad_()
-    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
-    tiles = quantised(master.detach(), rule, 128, 128)
-    y, grad_x, grad_weight = run(Fp8ForwardLinear(rule), x, weight, [master], grad)
-    assert torch.equal(y, to_bf16(quantised(x, rule, 1, 128) @ tiles.t()))
+    weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
+    tiles = quantised(master.detach(), recipe.weights)
+    y, grad_x, grad_weight = run(Fp8ForwardLinear(recipe), x, weight, [master], grad)
+    assert torch.equal(y, to_bf16(quantised(x, recipe.activations) @ tiles.t()))
     _, explicit_x, explicit_weight = explicit_plain(x, tiles, grad, to_bf16)
     assert_close_sums(grad_x, explicit_x, grad, tiles)
     assert_close_sums(grad_weight, explicit_weight, grad.t(), x)
@@ -242,16 +250,15 @@ def assert_close_sums(product: Tensor, expected: Tensor, left: Tensor, right: Te
 
 
 @pytest.mark.parametrize(
-    "form", [Fp8BlockLinear("pow2"), Fp8ForwardLinear("fp32"), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
+    "form", [Fp8BlockLinear(POW2), Fp8ForwardLinear(FP32_ACTIVATIONS), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
 )
 def test_each_of_the_stacked_masters_gets_its_own_gradient(form) -> None:
     masters = [random(rows, 64, rows).requires_grad_() for rows in (128, 256)]
     x, grad = random(20, 64, 21), random(20, 384, 22)
 
     def gradients(chosen: list[Tensor], grad: Tensor) -> list[Tensor]:
-        rule = getattr(form, "rule", None)
         plain = [StoredWeight(master.detach()) for master in chosen]
-        parts = plain if rule is None else [stored_fp8(master.detach(), rule) for master in chosen]
+        parts = [stored_fp8(master.detach(), POW2) for master in chosen] if form.name == "fp8_block" else plain
         return list(torch.autograd.grad(form(x, replace(load_weight(parts), master=torch.cat(chosen))), chosen, grad))
 
     stacked = gradients(masters, grad)
@@ -261,27 +268,27 @@ def test_each_of_the_stacked_masters_gets_its_own_gradient(form) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [Fp8BlockLinear("pow2"), Fp8ForwardLinear("pow2"), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
+    "form", [Fp8BlockLinear(POW2), Fp8ForwardLinear(POW2), Bf16Linear(), Fp32Linear(), ExactFp32Linear()]
 )
 def test_a_frozen_weight_passes_the_gradient_on(form) -> None:
     master = random(64, 128, 23)
-    part = stored_fp8(master, "pow2") if form.name == "fp8_block" else StoredWeight(master)
+    part = stored_fp8(master, POW2) if form.name == "fp8_block" else StoredWeight(master)
     x, grad = random(5, 128, 24).requires_grad_(), random(5, 64, 25)
     (frozen,) = torch.autograd.grad(form(x, load_weight([part])), x, grad)
     trained = replace(load_weight([part]), master=master.clone().requires_grad_())
     assert torch.equal(frozen, torch.autograd.grad(form(x, trained), x, grad)[0])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_strided_gradient_is_quantised_like_a_dense_one(rule: str) -> None:
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
+def test_a_strided_gradient_is_quantised_like_a_dense_one(recipe: Recipe) -> None:
     master = random(96, 128, 26).requires_grad_()
-    weight = replace(load_weight([stored_fp8(master.detach(), rule)]), master=master)
+    weight = replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master)
     x, grad = random(140, 128, 27), random(140, 96, 28)
-    dense = run(Fp8BlockLinear(rule), x, weight, [master], grad)
+    dense = run(Fp8BlockLinear(recipe), x, weight, [master], grad)
     strided = run(
-        Fp8BlockLinear(rule),
+        Fp8BlockLinear(recipe),
         x,
-        replace(load_weight([stored_fp8(master.detach(), rule)]), master=master),
+        replace(load_weight([stored_fp8(master.detach(), recipe)]), master=master),
         [master],
         grad.t().contiguous().t(),
     )

@@ -29,7 +29,8 @@ def _configured(model: str, precision: str = "fp8_linear_kv", **settings: Any) -
         for side in ("rollout", "training")
         for part, value in (("linear", linear), ("kv_cache", cache))
     }
-    engine = {"rollout.engine": "vllm", "rollout.vllm.gpu_memory_utilization": 0.92}
+    # vLLM's experts have no other scales.
+    engine = {"rollout.engine": "vllm", "rollout.vllm.gpu_memory_utilization": 0.92, "precision.scale_rule": "pow2"}
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
     return load_config("gsm8k", {"model": _NAMES[model], **engine, **sides, **dotted})
 

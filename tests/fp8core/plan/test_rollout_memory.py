@@ -12,6 +12,7 @@ from fp8core.models.architecture import architecture_from_hf
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.hub import model_shape
 from fp8core.models.weights import rollout_formats, stored_weights
+from fp8core.numerics.recipe import POW2
 from fp8core.resources.memory import cache_bytes_per_token, count_parameters, shipped_bytes
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "sync_hopper.json"
@@ -90,7 +91,7 @@ def test_a_sync_sends_the_bytes_that_the_trainer_exports():
     config = load_config("tiny-moe", ["architecture.hidden_size=144", "precision.bf16_last_layers=1"])
     arch = replace(model_shape(config), qkv_bias=True)
     formats = rollout_formats(config.precision, arch.num_layers)
-    exported = stored_weights(initial_weights(arch, seed=0), formats.stored_names(), "pow2")
+    exported = stored_weights(initial_weights(arch, seed=0), formats.stored_names(), POW2.weights)
     planned = shipped_bytes(arch, config.precision)
     by_type = {dtype: 0 for dtype in ("torch.float8_e4m3fn", "torch.float32", "torch.bfloat16")}
     for tensor in exported.values():

@@ -13,7 +13,7 @@ from fp8core.resources.memory import GPUS, Machine
 from fp8core.training.registry import trainer_grid
 
 ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "large_ledger.json"
-MEASURED = {"rollout.prompts_per_step": 24, "logprobs.source": "training"}
+MEASURED = {"rollout.prompts_per_step": 24, "logprobs.source": "training", "precision.scale_rule": "pow2"}
 BF16 = {
     **{f"precision.{side}.{part}": "bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")},
     **{"rollout.vllm.model": "stock", "rollout.vllm.kv_cache_gib": 28.5},

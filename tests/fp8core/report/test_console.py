@@ -221,10 +221,12 @@ def test_the_summary_counts_the_crossings_of_bounds(crossed: int | None, shown: 
 def test_the_distance_of_fp8_from_bf16_has_the_paired_difference_and_its_prompts() -> None:
     ends = {"difference": -0.03125, "difference_low": -0.125, "difference_high": 0.0625}
     gap = PrecisionGap(nats=0.00798, accuracy=0.5, bf16_accuracy=0.53125, **ends, prompts=32)
-    file = io.StringIO()
-    Console(file, 80).summary(SUMMARY.model_copy(update={"precision_gap": gap}), Path("r"), "mlflow ui", "http://page")
-    words = " ".join(file.getvalue().replace("│", " ").split())
-    assert "FP8 from BF16 0.00798 nats a token at step 0; held-out -0.031 [-0.125, +0.062] on 32 prompts" in words
+    # A run of an earlier version has no KL.
+    for found, distance in ((gap, "0.00798"), (gap.model_copy(update={"kl": 0.0345}), "0.0345")):
+        file, summary = io.StringIO(), SUMMARY.model_copy(update={"precision_gap": found})
+        Console(file, 80).summary(summary, Path("r"), "mlflow ui", "http://page")
+        words = " ".join(file.getvalue().replace("│", " ").split())
+        assert f"FP8 from BF16 {distance} nats a token at step 0; held-out -0.031 [-0.125, +0.062] on 32" in words
 
 
 @pytest.mark.parametrize(

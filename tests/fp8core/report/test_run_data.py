@@ -24,6 +24,7 @@ def test_the_history_is_what_the_steps_recorded(whole_run) -> None:
         HELDOUT: evaluation["accuracy"],
         "reward/heldout_length_mean": evaluation["length_mean"],
         **{f"rollout/precision_gap_{name}": gap[name] for name in ("nats", "k3", "error", "prompts")},
+        **{f"rollout/precision_gap_{name}": gap[name] for name in ("kl", "same_choice", "answer_shift")},
         **{f"rollout/precision_gap_{name}": gap[name]["value"] for name in ("accuracy", "bf16_accuracy", "difference")},
         **{f"rollout/precision_gap_difference_{end}": gap["difference"][end] for end in ("low", "high")},
     }

@@ -102,6 +102,10 @@ def test_a_summary_has_the_fields_of_the_json_file() -> None:
             "difference_low": -0.5,
             "difference_high": 0.125,
             "prompts": 32,
+            # Of a run of an earlier version.
+            "kl": None,
+            "same_choice": None,
+            "answer_shift": None,
         },
         "bounds": "exact contract, fails if tmpe > 1",
         "bounds_crossed": 0,

@@ -12,6 +12,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.models.architecture import Experts, RopeScaling
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.numerics.logprobs import Truncation
+from fp8core.numerics.recipe import RECIPES
 from fp8core.rl.alignment_metrics import alignment_metrics
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -32,6 +33,7 @@ CONTRACTS = {
     "bf16": BF16,
     "fp8 linears, bf16 cache": both(kv_cache="bf16"),
     "bf16 linears, fp8 cache": both(linear="bf16"),
+    "pow2 scales": PrecisionContract(scale_rule="pow2"),
     "fp32 scales": PrecisionContract(scale_rule="fp32"),
     "first layer bf16": PrecisionContract(bf16_first_layers=1),
     "bf16 head": both(head="bf16"),
@@ -170,7 +172,7 @@ def test_long_sequences(architecture, pair_of, ragged_prompts, groups_of, contra
     wider=st.integers(1, 40).map(lambda n: 8 * n),
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (6, 2)]),
     head_dim=st.integers(1, 20).map(lambda n: 2 * n),
-    scale_rule=st.sampled_from(["pow2", "fp32"]),
+    scale_rule=st.sampled_from(list(RECIPES)),
     max_batch=st.sampled_from([1, 7, 64]),
     temperature=st.floats(0.3, 2.0),
 )
@@ -231,7 +233,7 @@ def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, con
         before = pair.trainer.digest()
         pair.trainer.step(batch, 1.0, pair.scales.layers)
         assert pair.trainer.digest() != before
-        layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].scale_rule)
+        layers = scales_from_statistics(scored.statistics.amax(), 2.0, CONTRACTS[contract].recipe.cache)
         pair = replace(pair, scales=PolicyScales(version + 1, tuple(layers)))
         pair.engine.update(pair.trainer.export(), pair.scales, version + 1)
 

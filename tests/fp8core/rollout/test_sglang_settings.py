@@ -18,6 +18,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.grouped import Quantisers
+from fp8core.numerics.recipe import RECIPES
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
 from fp8core.rollout.registry import engine_entry
@@ -45,7 +46,7 @@ from fp8core.rollout.slots import EngineUpdateError, fitted_slots
 from fp8core.run.policy import SyncError, check_formats
 
 BUILD = SglangBuild("0.5.15")
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = PrecisionContract(
     rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
 )
@@ -120,6 +121,8 @@ def test_contracts_it_cannot_run_are_refused():
     assert not list(contract_refusals(FP8, STOCK, BUILD))
     assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), STOCK, BUILD))
     _refused(contract_refusals(POINTS, STOCK, BUILD), "set it to stepwise")
+    fp16 = FP8.model_copy(update={"attention": "fp16_over_fp8_cache"})
+    _refused(contract_refusals(fp16, STOCK, BUILD), "sglang 0.5.15 multiplies E4M3 Q and P .* precision.attention=fp8")
     exact = FP8.model_copy(update={"rollout": SidePrecision(linear="fp32", kv_cache="fp32")})
     _refused(contract_refusals(exact, STOCK, BUILD), "precision.rollout.linear=fp32: sglang 0.5.15 computes")
 
@@ -244,17 +247,17 @@ def test_the_model_says_what_is_quantised_and_how():
 
 def _described(**changes):
     linear = {"kernel": "BlockFp8Linear", "dtype": "float8_e4m3fn"}
-    layer = {"implementation": "ScaledAttention", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}
+    layer = {"implementation": "ScaledAttention", "version": 3, "cache": "float8_e4m3fn", "products": "fp8"}
     linears = {f"model.layers.{i}.mlp.down_proj": linear for i in range(2)}
-    return {"linears": linears, "attention": [layer, layer], "head": "float32", "scale_rule": "pow2"} | changes
+    return {"linears": linears, "attention": [layer, layer], "head": "float32", "scale_rule": "fp32"} | changes
 
 
 def test_a_report_is_checked_against_the_contract():
     points = {"rounding_points": "kernels of SGLang"}
     check_formats(executed_formats(_described(), FP8, 2) | points, FP8)
-    stock = [{"implementation": "FlashAttentionBackend", "version": 3, "splits": 0, "cache": "float8_e4m3fn"}] * 2
+    stock = [_described()["attention"][0] | {"implementation": "FlashAttentionBackend"}] * 2
     for change, complaint in (
-        ({"scale_rule": "fp32"}, "scale_rule=fp32"),
+        ({"scale_rule": "pow2"}, "scale_rule=pow2"),
         ({"head": "bfloat16"}, "head=bf16"),
         ({"attention": stock}, "attention=float8_e4m3fn by FlashAttentionBackend 3"),
         (
@@ -311,20 +314,21 @@ class _Method:
     """As `BlockFp8Experts`, without SGLang."""
 
     def __init__(self, first, second):
-        self._first, self._second = Quantisers(first), Quantisers(second)
+        self._first, self._second = (Quantisers(RECIPES[name].activations) for name in (first, second))
 
     def quantisers(self, device):
         return SimpleNamespace(inputs=self._first.inputs, activated=self._second.activated)
 
 
 @pytest.mark.parametrize(
-    ("rules", "found"), [(("pow2", "pow2"), "pow2"), (("fp32", "fp32"), "fp32"), (("pow2", "fp32"), "fp32+pow2")]
+    ("names", "found"),
+    [(("pow2", "pow2"), "pow2"), (("fp32_activations", "fp32"), "fp32"), (("pow2", "fp32"), "fp32+pow2")],
 )
-def test_the_rule_of_experts_is_found_from_what_both_their_inputs_became(rules, found):
+def test_the_rule_of_experts_is_found_from_what_both_their_inputs_became(names, found):
     experts = nn.Module()
     experts.w13_weight = nn.Parameter(torch.zeros(2, 256, 256).to(torch.float8_e4m3fn), requires_grad=False)
     experts.w2_weight = nn.Parameter(torch.zeros(2, 256, 128).to(torch.float8_e4m3fn), requires_grad=False)
-    experts.quant_method = _Method(*rules)
+    experts.quant_method = _Method(*names)
     model = nn.ModuleDict({"experts": experts})
     assert internals.describe_scale_rule(model) == found
     assert internals.describe_linears(model) == {"experts": {"kernel": "_Method", "dtype": "float8_e4m3fn"}}

@@ -10,6 +10,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import SCALE_SUFFIX, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import POW2
 from fp8core.rollout.shared_weights import TensorSpec, open_shared, share_weights, specs_of
 from fp8core.rollout.slots import (
     EngineUpdateError,
@@ -120,7 +121,7 @@ def test_parts_that_are_not_whole_tiles_have_zeros_after_them(architecture, mast
     )
     filled = filled_shapes(partial) if padded == HEADS else padded_shapes(partial, PrecisionContract())
     names = rollout_formats(PrecisionContract(), partial.num_layers).stored_names()
-    sent = stored_weights(masters_of(partial), names, "pow2")
+    sent = stored_weights(masters_of(partial), names, POW2.weights)
     slots = find_slots(specs_of(sent), filled)
     held = {}
     for name, slot in slots.items():
@@ -197,7 +198,7 @@ def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters
         hidden_size=512, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=128, vocab_size=152, num_layers=1
     )
     names = rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
-    sent = stored_weights(masters_of(arch), names, "pow2")
+    sent = stored_weights(masters_of(arch), names, POW2.weights)
     layouts = specs_of(sent)
     whole = find_slots(layouts, {})
     found = {name: [] for name in sent}

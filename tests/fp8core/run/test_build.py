@@ -18,6 +18,7 @@ from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, w
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
+from fp8core.numerics.recipe import POW2
 from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
@@ -49,7 +50,7 @@ def started(config):
     base = build_base(config)
     trainer, engine = build_trainer(config, base.arch, base.tensors), build_engine(config, base.arch)
     prompts = TokenBatch.of([base.tokenizer.encode(question) for question in QUESTIONS], [[5]] * len(QUESTIONS))
-    layers = scales_from_statistics(trainer.statistics(prompts).amax(), 2.0, config.precision.scale_rule)
+    layers = scales_from_statistics(trainer.statistics(prompts).amax(), 2.0, config.precision.recipe.cache)
     scales = PolicyScales(0, tuple(layers))
     engine.update(trainer.export(), scales, 0)
     return base, trainer, engine, scales
@@ -82,7 +83,7 @@ def test_trainer_and_engine_follow_the_contract():
     trainer, engine = build_trainer(config, base.arch, base.tensors), build_engine(config, base.arch)
     assert engine.describe()["linear"] == ["fp8_block", "bf16"]
     names = StoredNames.by_layer("fp8_block", "bf16")
-    assert policy_digest(trainer.export()) == policy_digest(stored_weights(base.tensors, names, "pow2"))
+    assert policy_digest(trainer.export()) == policy_digest(stored_weights(base.tensors, names, POW2.weights))
     assert trainer.digest() == policy_digest(dict(base.tensors))
 
 
@@ -316,7 +317,7 @@ def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
 
 
 def test_a_checkpoint_in_block_fp8_and_a_second_reference_are_told_once(small_checkpoint, gsm8k, tmp_path):
-    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(), "pow2"), tmp_path / "fp8", lambda *_: None)
+    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(), POW2.weights), tmp_path / "fp8", lambda *_: None)
     problems = tmp_path / "problems.jsonl"
     row = {"question": QUESTIONS[0], "answer": "#### 19"}
     rows = [{**row, "question": f"{i}: {QUESTIONS[0]}"} for i in range(200)]

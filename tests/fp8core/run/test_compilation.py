@@ -14,6 +14,7 @@ from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
 from fp8core.models.hub import model_shape
 from fp8core.numerics import dispatch
+from fp8core.numerics.recipe import FP32_ACTIVATIONS
 from fp8core.resources.kernels import Product, kernels
 from fp8core.run.compilation import compile_kernels, decode, learn, planned_jobs, score, sweep_gradients, warm_up
 from fp8core.training.registry import trainer_of
@@ -63,9 +64,11 @@ def qwen3(*overrides):
 def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, called):
     arch, configured = small
     fp8, bf16 = configured("fp8_block", "fp8"), configured("bf16", "bf16")
+    mixed = fp8.precision.model_copy(update={"bf16_first_layers": 1})
     for work in (score, learn):
         work(fp8, arch, PACKS[:2])
         work(bf16, arch, PACKS[:2])
+    score(fp8.model_copy(update={"precision": mixed}), arch, PACKS[:1])
     assert "merged_weight" not in called, "nothing is merged where all weights learn"
     lora = fp8.training.model_copy(update={"lora": LoraConfig(rank=2)})
     score(fp8.model_copy(update={"training": lora}), arch, PACKS[:1])
@@ -81,11 +84,11 @@ def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, ca
 
 
 def test_the_engine_s_layers_are_made_of_what_the_aligned_model_calls(small, called):
-    decode(small[0], 3, "pow2", "cpu")
+    decode(small[0], 3, FP32_ACTIVATIONS.activations, "cpu")
     sources = [Path(aligned.__file__), Path(vllm.__path__[0], "aligned.py")]
     nodes = [node for source in sources for node in ast.walk(ast.parse(source.read_text()))]
     imported = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
-    products = {"forward_gemm", "head_logits", "log_softmax"}
+    products = {"forward_gemm", "bf16_gemm", "head_logits", "log_softmax"}
     assert called >= (imported & dispatch.OPERATIONS.keys()) - products != set()
 
 

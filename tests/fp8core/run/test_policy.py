@@ -43,7 +43,7 @@ def agreed(contract: PrecisionContract) -> dict[str, Any]:
     outer = "fp32" if inner == "fp32" else "bf16"
     return {
         "linear": [outer, inner, inner, outer],
-        "attention": contract.rollout.kv_cache,
+        "attention": contract.attention_of(contract.rollout),
         "head": contract.rollout.head,
         "scale_rule": contract.scale_rule,
         "rounding_points": contract.rounding_points,

@@ -42,6 +42,11 @@ def test_accuracies_are_those_of_runs_in_both_precisions(loop_run):
     assert 1e-4 < gap["nats"] < 0.3
     assert 1 + gap["nats"] <= gap["error"] < 1.5
     assert 0 < gap["k3"] < 0.1
+    # Of the first 8 of these prompts, and their right answers.
+    assert 1e-5 < gap["kl"] < 0.1
+    assert 0.5 < gap["same_choice"] <= 1
+    assert 0 < abs(gap["answer_shift"]) < 3
+    assert f"KL {gap['kl']:.3g} nats" in line
 
 
 def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
@@ -50,6 +55,7 @@ def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
     side = {"linear": "fp8_block", "kv_cache": "bf16"}
     gap = gap_of(loop_run("equal", **{"precision.rollout": side, "precision.training": side, "steps": 1}))
     assert (gap["nats"], gap["k3"], gap["error"], gap["difference"]["value"]) == (0, 0, 1, 0)
+    assert (gap["kl"], gap["same_choice"], gap["answer_shift"]) == (0, 1, 0)
     assert gap["accuracy"] == gap["bf16_accuracy"]
     assert gap["difference"]["low"] == -gap["difference"]["high"] < 0, "no answer differs, in either direction"
 

@@ -9,6 +9,7 @@ from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.weights import StoredNames, load_policy, reference_formats, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import token_logprobs
+from fp8core.numerics.recipe import POW2
 from fp8core.run.sft import ReferenceSftTrainer, train_on_demonstrations
 from fp8core.training.trainer import NotFiniteError
 
@@ -59,7 +60,7 @@ def test_the_weights_are_plain_fp32_and_the_initial_ones_are_left_alone(
     assert not any(tensor.requires_grad for tensor in weights.values())
     assert all(not torch.equal(weights[name], initial[name]) for name in initial)
     # What the trainer starts from must load without further ado.
-    load_policy(architecture(num_layers=1), stored_weights(weights, StoredNames.by_layer("fp8_block"), "pow2"))
+    load_policy(architecture(num_layers=1), stored_weights(weights, StoredNames.by_layer("fp8_block"), POW2.weights))
 
 
 def test_the_loss_is_the_mean_over_completion_tokens(learn, demonstrations):
@@ -114,7 +115,7 @@ class PlainTrainer:
         self.rates.append(learning_rate)
         formats, weights = self._decoder.formats, self.masters
         policy = load_policy(
-            self._decoder.arch, stored_weights(weights, formats.stored_names(), formats.scale_rule), weights
+            self._decoder.arch, stored_weights(weights, formats.stored_names(), formats.recipe.weights), weights
         )
         hidden = self._decoder.hidden(policy, batch.tokens, batch.positions, FullContext.of(batch.valid), scales=())
         written = batch.completion[:, 1:]

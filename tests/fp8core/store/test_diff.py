@@ -166,7 +166,7 @@ def test_causes_name_code_precision_and_library() -> None:
     theirs = changed(versions={"torch": "2.12", "numpy": "2.0"}, precision=precision, code_version="w" * 64)
     assert [str(found) for found in causes(BASE, theirs)] == [
         f"code_version: {'v' * 16} against {'w' * 16}",
-        "precision.scale_rule: pow2 against fp32",
+        "precision.scale_rule: fp32_activations against fp32",
         "versions.torch: 2.11 against 2.12",
     ]
     assert [found.path for found in causes(BASE, changed(steps=6, config_digest="d"))] == ["config_digest", "steps"]

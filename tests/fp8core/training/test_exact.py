@@ -16,6 +16,7 @@ from fp8core.errors import StoredFileError
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerAmax, LayerScales
+from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import AdamW
@@ -28,6 +29,7 @@ def both(**formats):
 
 CONTRACTS = {
     "fp8": PrecisionContract(),
+    "pow2 scales": PrecisionContract(scale_rule="pow2"),
     "fp32 scales": PrecisionContract(scale_rule="fp32"),
     "bf16 backward": PrecisionContract(training=TrainingPrecision(backward="bf16")),
     "bf16": both(linear="bf16", kv_cache="bf16"),
@@ -35,7 +37,14 @@ CONTRACTS = {
 }
 # wgrad groups 128 tokens, so which tokens come together moves scales: powers of two shift values that are rounded to a
 # floating-point grid, which only subnormals notice; FP32 scales round every value anew.
-GRADIENT_BOUNDS = {"fp32": 1e-5, "bf16": 1e-5, "bf16 backward": 1e-5, "fp8": 1e-4, "fp32 scales": 0.08}
+GRADIENT_BOUNDS = {
+    "fp32": 1e-5,
+    "bf16": 1e-5,
+    "bf16 backward": 1e-5,
+    "fp8": 1e-5,
+    "pow2 scales": 1e-5,
+    "fp32 scales": 0.08,
+}
 # With beta1 = 0 and no clipping the first moment of AdamW is the gradient.
 BARE = {"beta1": 0.0, "max_grad_norm": 1e9}
 
@@ -498,7 +507,7 @@ def test_the_export_is_in_the_engines_formats(trainer_of, architecture):
     """Training in BF16 does not change what a FP8 engine gets."""
     contract = PrecisionContract(training=TrainingPrecision(linear="bf16"), bf16_last_layers=1)
     trainer = trainer_of(contract, architecture())
-    expected = stored_weights(trainer.masters, StoredNames.by_layer("fp8_block", "bf16"), "pow2")
+    expected = stored_weights(trainer.masters, StoredNames.by_layer("fp8_block", "bf16"), POW2.weights)
     assert policy_digest(trainer.export()) == policy_digest(expected)
 
 

@@ -8,6 +8,7 @@ from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingP
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.models.weights import is_linear, rollout_formats, training_formats
 from fp8core.numerics.e4m3 import quantise_tiles
+from fp8core.numerics.recipe import POW2
 from fp8core.rl.objective import Objective
 from fp8core.training import update_gain
 from fp8core.training.exact import ExactTrainer
@@ -54,7 +55,7 @@ def shipped(name, weight, contract, layers):
     narrow = weight.bfloat16().float()
     if int(name.split(".")[2]) >= layers - contract.bf16_last_layers:
         return narrow.double()
-    grid, scales = quantise_tiles(narrow, "pow2")
+    grid, scales = quantise_tiles(narrow, POW2.weights)
     wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return grid.double() * wide[: len(grid), : grid.shape[1]]
 

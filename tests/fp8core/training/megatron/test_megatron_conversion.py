@@ -11,6 +11,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import rollout_formats, stored_weights
+from fp8core.numerics.recipe import FP32
 from fp8core.training.megatron.conversion import (
     LOCAL,
     PADDED_TRANSFORMER_ENGINE,
@@ -134,14 +135,14 @@ def test_fp8_export_is_that_of_the_hugging_face_layout(architecture, masters_of,
     policy, names = masters_of(arch), rollout_formats(PrecisionContract(), arch.num_layers).stored_names()
     megatron = MegatronConfig(tensor_parallel=2)
     back = policy_of(arch, megatron, LOCAL, shares_of(arch, megatron, LOCAL, policy))
-    expected, found = (stored_weights(weights, names, "fp32") for weights in (policy, back))
+    expected, found = (stored_weights(weights, names, FP32.weights) for weights in (policy, back))
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
 
     k_proj = "model.layers.0.self_attn.k_proj.weight"
     interleaved = share(arch, MegatronConfig(), LOCAL, ParallelRank(), policy)[
         "decoder.layers.0.self_attention.linear_qkv.weight"
     ]
-    there = stored_weights({k_proj: interleaved}, names, "fp32")[k_proj + "_scale_inv"]
+    there = stored_weights({k_proj: interleaved}, names, FP32.weights)[k_proj + "_scale_inv"]
     first_k_tile = arch.num_heads // arch.num_kv_heads * head_dim // 128
     assert torch.equal(there[first_k_tile], expected[k_proj + "_scale_inv"][0]) == (head_dim == 128)
 

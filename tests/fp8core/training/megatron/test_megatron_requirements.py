@@ -17,7 +17,7 @@ from fp8core.training.megatron.arguments import transformer_arguments
 from fp8core.training.megatron.requirements import grid_refusals, needs_padding, token_multiple
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
-BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}"]
+BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}", "precision.scale_rule=pow2"]
 
 
 def config(*changes):
@@ -42,6 +42,11 @@ def node(platform, gpus):
         (FP32, "sm_90", "linear=fp32: Megatron trains in FP32 on a CPU alone"),
         ([], "sm_90", "kv_cache=fp8: Megatron's attention computes in BF16"),
         (["precision.training={linear: fp8_block, kv_cache: bf16, backward: bf16}"], "sm_90", "backward=bf16"),
+        (
+            [BF16_CACHE[0], "precision.scale_rule=fp32_activations"],
+            "sm_90",
+            "scale_rule=fp32_activations: Transformer Engine .* by one rule; set it to fp32 or to pow2",
+        ),
         (
             [*FP32, "cluster.ranks=2", "training.megatron={pipeline_parallel: 2}"],
             "cpu",

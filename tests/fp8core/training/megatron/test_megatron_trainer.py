@@ -17,6 +17,7 @@ from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.decoder import Decoder, FullContext
 from fp8core.models.experts import top_k
 from fp8core.models.weights import load_policy, reference_formats, rollout_formats, stored_weights
+from fp8core.numerics.recipe import POW2
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.megatron import parallel, policy
@@ -72,7 +73,7 @@ def test_logits_equal_the_reference_decoders(family, masters_of, ragged_batch):
         hidden = trainer._policy.model(**packed_call(packed))[: sum(packed.sequences.lengths), 0]
         found = hidden @ trainer._policy.model.head_weight()[: family.vocab_size].t()
     decoder = Decoder(family, reference_formats(family.num_layers))
-    weights = load_policy(family, stored_weights(masters, decoder.formats.stored_names(), "pow2"))
+    weights = load_policy(family, stored_weights(masters, decoder.formats.stored_names(), POW2.weights))
     context = FullContext.of(sequences.valid)
     states = decoder.hidden(weights, sequences.tokens, sequences.positions, context, ())[sequences.valid]
     expected = decoder.formats.head.logits(states, weights.head)
@@ -240,7 +241,7 @@ def test_export_is_quantised_in_the_engines_layout(architecture, masters_of):
     names = rollout_formats(contract, arch.num_layers).stored_names()
     found, expected = (
         megatron_trainer(arch, masters, contract=contract).export(),
-        stored_weights(masters, names, "pow2"),
+        stored_weights(masters, names, POW2.weights),
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)

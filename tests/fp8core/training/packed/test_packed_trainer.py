@@ -20,6 +20,7 @@ from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.packed import Fp8PackedAttention
+from fp8core.numerics.recipe import POW2, RECIPES
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.blocks import Filling, Fp8Blocks
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_exact_trainer(
 
 
 def test_the_gradient_of_a_weight_between_zeros_is_added_to_that_of_the_packs_before(draw) -> None:
-    blocks, filling = Fp8Blocks("pow2", FiniteFlag(CPU)), Filling((130,), (256,), 192, 256)
+    blocks, filling = Fp8Blocks(POW2, FiniteFlag(CPU)), Filling((130,), (256,), 192, 256)
     weight = blocks.ready(blocks.made(draw(130, 192, seed=0).float(), [130]), filling)
     kept, grad = blocks.kept_operand(draw(128, 256, seed=1))[1], draw(128, 256, seed=2)
     of_input, alone = blocks.gradients(grad, kept, weight, None)
@@ -117,9 +118,9 @@ def test_the_gradient_of_a_weight_between_zeros_is_added_to_that_of_the_packs_be
     assert torch.equal(total, before + alone)
 
 
-@pytest.mark.parametrize("rule", ["pow2", "fp32"])
-def test_a_small_gradient_is_as_exact_as_a_large_one(draw, rule) -> None:
-    blocks, factor = Fp8Blocks(rule, FiniteFlag(CPU)), 2.0**60
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_small_gradient_is_as_exact_as_a_large_one(draw, recipe) -> None:
+    blocks, factor = Fp8Blocks(recipe, FiniteFlag(CPU)), 2.0**60
     weight = blocks.ready(blocks.made(draw(256, 128, seed=0).float(), [256]), None)
     kept, inner, grad = blocks.kept_operand(draw(40, 128, seed=1))[1], draw(40, 256, seed=2), draw(40, 256, seed=3)
     for gradients, upstream in (

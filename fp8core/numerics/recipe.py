@@ -1,0 +1,102 @@
+"""The FP8 of a policy in one object: which elements share a scale, how it is made, what attention multiplies.
+
+    operand       read by        groups of the default     scales of the default
+    activations   Y  = X W^T     1 x 128 along `in`        FP32
+    weights       all three      128 x 128                 powers of two
+    gradients     dX = dY W      1 x 128 along `out`       powers of two
+    tokens        dW = dY^T X    128 x 1 along the tokens  powers of two
+
+Under an FP32 scale the largest element of a group has no error. Pretrained decoders have activations of which one
+element carries nearly all of a group. Under powers of two a gradient of a weight does not depend on how tokens are
+packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its product (`gemm`).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+E4M3_MAX = 448.0
+AMAX_FLOOR = 1e-10
+GRADIENT_FLOOR = E4M3_MAX * 2.0**-126
+TILE = 128
+"""Elements of a group of every shipped recipe, the one that Hopper's block-FP8 products take."""
+
+ScaleRule = Literal["pow2", "fp32"]
+RecipeName = Literal["fp32_activations", "pow2", "fp32"]
+AttentionProducts = Literal["fp8", "fp16_over_fp8_cache"]
+"""What attention over an FP8 cache multiplies: E4M3 Q and P, or FP16, to which codes of K and V are widened."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Elements of a matrix that share a scale; its contraction runs along the columns.
+
+    Attributes:
+        rows, columns: of a group; the last ones of a matrix may be smaller.
+        rule: `pow2`, 2^ceil(log2(amax / 448)), or `fp32`, amax / 448.
+        floor: least amax that counts.
+    """
+
+    rows: int
+    columns: int
+    rule: ScaleRule
+    floor: float = AMAX_FLOOR
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Groups of every operand, and what stays in 16 bits.
+
+    Attributes:
+        name: `precision.scale_rule`.
+        activations, weights, gradients, tokens: see the table above. Of `tokens` the groups are 1 x n of the
+            transposed operands.
+        cache: rule of the scales of K and V in the cache, and of Q where its products are E4M3.
+        attention: products over an FP8 cache.
+        bf16_first_layers, bf16_last_layers: decoder layers whose linears stay in BF16.
+    """
+
+    name: str
+    activations: Grouping
+    weights: Grouping
+    gradients: Grouping
+    tokens: Grouping
+    cache: ScaleRule
+    attention: AttentionProducts
+    bf16_first_layers: int = 0
+    bf16_last_layers: int = 0
+
+    def in_fp8(self, layer: int, layers: int) -> bool:
+        """True where the linears of a layer, of so many, multiply codes if any do."""
+        return self.bf16_first_layers <= layer < layers - self.bf16_last_layers
+
+
+def block_recipe(name: RecipeName, activations: ScaleRule, others: ScaleRule, attention: AttentionProducts) -> Recipe:
+    """1 x 128 groups and 128 x 128 tiles, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
+    backward = Grouping(1, TILE, others, GRADIENT_FLOOR)
+    return Recipe(
+        name=name,
+        activations=Grouping(1, TILE, activations),
+        weights=Grouping(TILE, TILE, others),
+        gradients=backward,
+        tokens=backward,
+        cache=others,
+        attention=attention,
+    )
+
+
+FP32_ACTIVATIONS = block_recipe("fp32_activations", "fp32", "pow2", "fp16_over_fp8_cache")
+POW2 = block_recipe("pow2", "pow2", "pow2", "fp8")
+FP32 = block_recipe("fp32", "fp32", "fp32", "fp8")
+RECIPES: dict[RecipeName, Recipe] = {"fp32_activations": FP32_ACTIVATIONS, "pow2": POW2, "fp32": FP32}
+"""By the name that `precision.scale_rule` has."""
+
+
+def recipe_of(name: RecipeName, attention: AttentionProducts | None, bf16_layers: tuple[int, int] = (0, 0)) -> Recipe:
+    """The named recipe, with other products in attention (None: its own) and first and last layers in BF16."""
+    recipe, (first, last) = RECIPES[name], bf16_layers
+    return replace(
+        recipe,
+        attention=recipe.attention if attention is None else attention,
+        bf16_first_layers=first,
+        bf16_last_layers=last,
+    )
