@@ -139,6 +139,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
             name: paired_differences(answered[base].measurement, answered[name].measurement, questioned.counting)
             for name in others
         },
+        answer_logprobs={name: one.answer_logprob for name, one in answered.items() if one.answer_logprob is not None},
         parts=parts,
     )
 

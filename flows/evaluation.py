@@ -157,6 +157,7 @@ def questions(asked: EvaluationRequest, config: RunConfig, found: Sequence[Probl
         temperature=_temperature(asked, config),
         seed=asked.seed,
         counting=Counting(_counted(asked), asked.confidence, asked.seed),
+        scored=len(found) if asked.parts else 0,
     )
 
 

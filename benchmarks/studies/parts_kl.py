@@ -37,13 +37,14 @@ def main() -> None:
     """Measure, keep and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="has model/ and harder.jsonl")
+    parser.add_argument("--texts", type=int, nargs="+", choices=SIZES, default=[*SIZES], help="sizes to measure")
     parser.add_argument("--out", type=Path, default=RESULTS / "parts_kl.json", help="file for the rows")
     given = parser.parse_args()
     torch.set_num_threads(1)
     file = RowFile(given.out, model="SmolLM2-135M-Instruct")
-    for texts, names in SIZES.items():
+    for texts in given.texts:
         for rule in RULES:
-            file.append(parts_row(given.folder, rule, texts, names))
+            file.append(parts_row(given.folder, rule, texts, SIZES[texts]))
             print(parts_table(file.rows[-1]), flush=True)
 
 

@@ -185,6 +185,7 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         total = sum(done.outcomes.values())
         values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in done.outcomes.items()}
         values[f"evaluation/{name}/length_mean"] = done.length_mean
+    values |= {f"evaluation/{name}/answer_logprob": value for name, value in result.answer_logprobs.items()}
     for name, costs in result.parts.items():
         for part, cost in costs.parts.items():
             known = {key: value for key, value in vars(cost).items() if value is not None}

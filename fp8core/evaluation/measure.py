@@ -307,6 +307,10 @@ class EvaluationResult(BaseModel):
     differences: dict[str, dict[str, Estimate]] = Field(
         description="Paired by prompt, by precision: it minus the first precision."
     )
+    answer_logprobs: dict[str, float] = Field(
+        default_factory=dict,
+        description="Log-probability of a right answer by the engine, nats, mean over prompts; with `parts` alone.",
+    )
     parts: dict[str, PartCosts] = Field(
         default_factory=dict, description="What each part of FP8 costs, by precision; empty where nobody asked."
     )

@@ -237,14 +237,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_row_codes(gate_up: Tensor, grouping: Grouping, flag: FiniteFlag | None = None) -> Codes:
-    gate_up, rows, columns = _halves(gate_up)
-    out = RowCodes.empty(rows, columns, gate_up.device)
-    grid, pow2 = (out.scales.shape[0], triton.cdiv(rows, _ROWS_PER_PROGRAM)), forward_rows(grouping)
+def swiglu_row_codes(gate_up: Tensor, rows: Grouping, flag: FiniteFlag | None = None) -> Codes:
+    gate_up, tokens, width = _halves(gate_up)
+    out = RowCodes.empty(tokens, width, gate_up.device)
+    grid, pow2 = (out.scales.shape[0], triton.cdiv(tokens, _ROWS_PER_PROGRAM)), forward_rows(rows)
     # fmt: off
     with torch.cuda.device_of(gate_up), finite_check(gate_up.device, flag) as not_finite:
         _row_codes_kernel[grid](
-            gate_up, *out, not_finite, rows, columns, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
+            gate_up, *out, not_finite, tokens, width, out.scales.stride(0), pow2, _ROWS_PER_PROGRAM, TILE,
             enable_fp_fusion=False,
         )
     # fmt: on

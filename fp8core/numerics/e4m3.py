@@ -4,8 +4,8 @@ E4M3 (FN variant): 1 sign, 4 exponent and 3 mantissa bits, bias 7; largest finit
 smallest subnormal 2^-9, no infinity. Rounding is to nearest, ties to even.
 
 A quantised tensor is a pair: values on the E4M3 grid (in FP32, which holds them all) and scales that multiply them
-back: `x ~ grid * scale`. A `recipe.Grouping` says which elements share a scale and how it is made of their amax. The
-scale is that over 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share.
+back: `x ~ grid * scale`. A `recipe.Grouping` has the shape of what shares a scale, and the rule for it. The
+scale is amax / 448, or the power of two above it: the one rule whose bytes torch, vLLM and Transformer Engine share.
 
 A width that is no multiple of a group or tile leaves a partial last one. It has a scale of its own, from the elements
 that it has: zeros that fill it up change nothing.

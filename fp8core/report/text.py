@@ -48,15 +48,16 @@ def _evaluated(result: EvaluationResult) -> str:
 def _evaluation_rows(result: EvaluationResult) -> list[list[Sequence[str]]]:
     first = next(iter(result.precisions))
     names = list(result.precisions[first].estimates)
+    logprobs = {name: [f"{value:.3f}"] for name, value in result.answer_logprobs.items()}
     estimates = [
         ("precision", *names),
         *((name, *_cells(done.estimates, names, "")) for name, done in result.precisions.items()),
         *((f"{name} - {first}", *_cells(by, names, "+")) for name, by in result.differences.items()),
     ]
     outcomes = [
-        ("precision", *result.precisions[first].outcomes, "tokens"),
+        ("precision", *result.precisions[first].outcomes, "tokens", *(["log p of answers"] * bool(logprobs))),
         *(
-            (name, *map(str, done.outcomes.values()), f"{done.length_mean:.1f}")
+            (name, *map(str, done.outcomes.values()), f"{done.length_mean:.1f}", *logprobs.get(name, []))
             for name, done in result.precisions.items()
         ),
     ]

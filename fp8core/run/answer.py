@@ -1,22 +1,27 @@
 """Answer the problems of an evaluation with the policy of a folder, in one precision; a verifier checks the answers."""
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem
+from fp8core.data.prompt import Problem, longest_prompt
 from fp8core.evaluation.measure import Counting, Measurement, measure, score_prompt
+from fp8core.evaluation.parts import Text
 from fp8core.progress import Progress
 from fp8core.rewards.scorer import Verdict
 from fp8core.rewards.verifier import Verifier
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.engine import Completion, PolicyScales, RolloutEngine
+from fp8core.rollout.engine import Completion, PolicyScales, Probe, RolloutEngine
 from fp8core.rollout.episode import Episode
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
 from fp8core.run.checks.environment import check_openings
 from fp8core.run.checks.inputs import check_stop_strings
+from fp8core.run.parts import texts_of
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.policy import check_formats, check_report
 from fp8core.run.rollouts import groups_of, problem_table
@@ -30,6 +35,7 @@ class Questions:
     """The questions to every precision: problems, samples of each, how they are drawn, and what is counted.
 
     The seed of a sample depends on its place alone, so two precisions differ by their arithmetic and not by their luck.
+    The engine also scores the right answers of the first `scored` problems.
     """
 
     problems: list[Problem]
@@ -37,15 +43,20 @@ class Questions:
     temperature: float
     seed: int
     counting: Counting
+    scored: int = 0
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check."""
+    """A measurement, what the engine said it ran, and a remark on silent episodes and on answers without a check.
+
+    `answer_logprob` is the engine's log-probability of a right answer, nats, the mean over texts; None without any.
+    """
 
     measurement: Measurement
     engine: dict[str, object]
     remark: str | None
+    answer_logprob: float | None
 
 
 def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress: Progress) -> Answered:
@@ -83,6 +94,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         for batch in played:
             episodes += batch
             progress(len(episodes), len(asked) * questions.samples)
+        texts = texts_of(questions.problems[: questions.scored], config, base.tokenizer, positions)
+        answer_logprob = _answer_logprob(engine, config, texts, positions)
         described = engine.describe()
     episodes.sort(key=lambda one: (one.completion.group, one.completion.sample))
     endings = [ending_of(one, config, base.tokenizer) for one in episodes]
@@ -91,7 +104,8 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         remarks += early_endings(config, [(len(one.turns), one.outcome, one.detail) for one in episodes])
     verdicts = [found.verdict for found in score(verifier, asked, endings)]
     remark = "; ".join(filter(None, [*remarks, failures(judges(config), verdicts)]))
-    return Answered(_measured(questions, [one.completion for one in episodes], verdicts), described, remark or None)
+    measurement = _measured(questions, [one.completion for one in episodes], verdicts)
+    return Answered(measurement, described, remark or None, answer_logprob)
 
 
 def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: list[list[int]]) -> None:
@@ -100,6 +114,16 @@ def _load(engine: RolloutEngine, trainer: Trainer, config: RunConfig, prompts: l
     shipped = trainer.export()
     check_report(engine.update(shipped, scales, 0), shipped.digest(), scales, 0)
     check_formats(engine.describe(), config.precision)
+
+
+def _answer_logprob(engine: RolloutEngine, config: RunConfig, texts: Sequence[Text], positions: int) -> float | None:
+    """Of right answers that an engine can score: with their prompts no longer than a prompt may be."""
+    longest = longest_prompt(config, positions)
+    fitting = [text for text in texts if text.answer and len(text.prompt) + len(text.answer) - 1 <= longest]
+    probes = [Probe((*text.prompt, *text.answer[:i]), token) for text in fitting for i, token in enumerate(text.answer)]
+    size = config.rollout.max_batch
+    found = [engine.score(probes[start : start + size], 1.0)[0] for start in range(0, len(probes), size)]
+    return math.fsum(chain.from_iterable(found)) / len(fitting) if fitting else None
 
 
 def _measured(questions: Questions, completions: list[Completion], verdicts: list[Verdict]) -> Measurement:

@@ -291,6 +291,9 @@ def test_parts_of_fp8_stand_beside_accuracy(run, ask, tmp_path, store, capfd):
     assert (costs.texts, costs.answers) == (6, 6)
     assert {"rounding", "activations", "weights", "cache", "all"} <= {*costs.parts}
     assert 0 < costs.parts["rounding"].nats < costs.parts["all"].nats
+    # The engine scores right answers as the decoder does.
+    scored = result.answer_logprobs["configured"]
+    assert scored == pytest.approx(costs.answer_logprob + costs.parts["all"].answer_shift, abs=1e-5)
     printed = capfd.readouterr().out
     assert re.search(r"configured from BF16 +KL +median +worst text", printed)
     assert re.search(rf"all +{costs.parts['all'].nats:.4f}", printed)

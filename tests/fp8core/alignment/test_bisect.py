@@ -167,7 +167,8 @@ def test_head_and_rounding_are_units_too(case, part, change):
 
 
 def test_scale_rules_are_compared_with_their_weights(case):
-    suspect = Side.of(rollout_formats(PrecisionContract(scale_rule="fp32"), 2), case.masters)
+    contract = PrecisionContract(scale_rule="fp32", attention=case.fp8.formats.recipe.attention)
+    suspect = Side.of(rollout_formats(contract, 2), case.masters)
     result = bisect(case.arch, case.fp8, suspect, case.task, units_of(case.arch, "both"))
     measured = {unit.unit for unit in result.units if unit.share}
     assert measured == {f"layer {i} {part}" for i in range(2) for part in ("qkv", "output", "gate_up", "down")}

@@ -108,6 +108,9 @@ def test_layers_in_bf16_cost_nothing(architecture, masters_of, texts):
     contract = PrecisionContract(rollout=NARROW, bf16_first_layers=arch.num_layers)
     found = parts.part_costs(subjects(contract, arch, masters_of(arch)), texts, NOTHING)
     assert {cost.nats for name, cost in found.parts.items() if name != "rounding"} == {0.0}
+    half = subjects(contract.model_copy(update={"bf16_first_layers": 1}), arch, masters_of(arch))
+    layers = half.parts["activations"].decoder.formats.layers
+    assert [type(layer.qkv) for layer in layers] == [Bf16Linear, Fp8InputsLinear]
 
 
 def test_inputs_alone_are_those_of_the_product(architecture):
