@@ -148,10 +148,12 @@ def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
 
 def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     """dX = dY W with dY in groups along `out`; FP32 [tokens, in]."""
-    groups = recipe.gradients
+    groups, transposed = recipe.gradients, weight.dequantised.t()
     grid, scales = quantise_rows(grad, groups)
-    values, transposed = dequantise_rows(grid, scales, groups), weight.dequantised.t()
-    if groups.rule == recipe.weights.rule == "pow2":
+    if groups.rule == "fp32" and recipe.weights.rule == "pow2":
+        return block_gemm(grid, scales, transposed, None, groups.columns).float()
+    values = dequantise_rows(grid, scales, groups)
+    if recipe.weights.rule == "pow2":
         spans, peak = row_spans(grid, scales, groups.columns), weight.transposed_peak
         return spanned_gemm(values, transposed, spans, peak, groups.columns).float()
     return scaled_gemm(values, transposed, groups.columns).float()

@@ -3,12 +3,12 @@
     operand       read by        groups of the default     scales of the default
     activations   Y  = X W^T     1 x 128 along `in`        FP32
     weights       all three      128 x 128                 powers of two
-    gradients     dX = dY W      1 x 128 along `out`       powers of two
+    gradients     dX = dY W      1 x 128 along `out`       FP32
     tokens        dW = dY^T X    128 x 1 along the tokens  powers of two
 
 Under an FP32 scale the largest element of a group has no error. Pretrained decoders have activations of which one
-element carries nearly all of a group. Under powers of two a gradient of a weight does not depend on how tokens are
-packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its product (`gemm`).
+element carries nearly all of a group. Groups of tokens have powers of two: a gradient of a weight then does not depend
+on how tokens are packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its product (`gemm`).
 """
 
 from dataclasses import dataclass, replace
@@ -70,15 +70,17 @@ class Recipe:
         return self.bf16_first_layers <= layer < layers - self.bf16_last_layers
 
 
-def block_recipe(name: RecipeName, activations: ScaleRule, others: ScaleRule, attention: AttentionProducts) -> Recipe:
-    """1 x 128 groups and 128 x 128 tiles, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
-    backward = Grouping(1, TILE, others, GRADIENT_FLOOR)
+def block_recipe(name: RecipeName, rows: ScaleRule, others: ScaleRule, attention: AttentionProducts) -> Recipe:
+    """1 x 128 groups and 128 x 128 tiles, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3).
+
+    `rows` is the rule of activations and gradients, `others` that of everything else.
+    """
     return Recipe(
         name=name,
-        activations=Grouping(1, TILE, activations),
+        activations=Grouping(1, TILE, rows),
         weights=Grouping(TILE, TILE, others),
-        gradients=backward,
-        tokens=backward,
+        gradients=Grouping(1, TILE, rows, GRADIENT_FLOOR),
+        tokens=Grouping(1, TILE, others, GRADIENT_FLOOR),
         cache=others,
         attention=attention,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.real_accuracy import ALL, FP8, REDRAWN, TrainedCurve, accuracy_tables, draw_gaps, gap_rows
+from benchmarks.real_accuracy import ALL, FP8, REDRAWN, TrainedCurve, accuracy_tables, draw_gaps, gap_rows, outcome
 from fp8core.parity.measure import BASELINE, LearningCurve
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS
 
@@ -51,6 +51,19 @@ def test_one_bad_task_shows_by_task_and_widens_the_interval_of_all():
     assert outcomes(rows) == {"end": FAIL, "curve": FAIL}
     width = {row["task"]: row["high"] - row["low"] for row in rows_of(trained(dict.fromkeys(TASKS, 0.02)))}
     assert {row["task"]: row["high"] - row["low"] for row in rows}[ALL] > 2 * width[ALL]
+
+
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "expected"),
+    [
+        (-0.01, -0.02, 0.0, PASS),
+        (-0.011, -0.012, -0.01, FAIL),
+        (-0.005, -0.021, 0.011, NOT_ENOUGH),
+        (0.01, -0.001, 0.021, NOT_ENOUGH),
+    ],
+)
+def test_the_mean_and_both_ends_of_the_interval_are_bounded(mean, low, high, expected):
+    assert outcome({"mean": mean, "low": low, "high": high, "pairs": PAIRS}, PAIRS) == expected
 
 
 def test_pairs_need_both_trainings_at_the_same_steps_and_a_missing_one_leaves_the_verdict_open():
