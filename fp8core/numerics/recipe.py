@@ -8,7 +8,8 @@
 
 Under an FP32 scale the largest element of a group has no error. Pretrained decoders have activations of which one
 element carries nearly all of a group. Groups of tokens have powers of two: a gradient of a weight then does not depend
-on how tokens are packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its product (`gemm`).
+on how tokens are packed (docs/results/accuracy.md). Another recipe touches this module, its quantiser (`e4m3`) and its
+product (`gemm`).
 """
 
 from dataclasses import dataclass, replace
