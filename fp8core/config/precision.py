@@ -71,8 +71,8 @@ class PrecisionContract(Section):
     scale_rule: RecipeName = Field(
         "fp32_activations",
         description="Scales of block FP8: fp32_activations has FP32 scales for activations and output gradients, "
-        "and powers of two for weights and their gradients; pow2 and fp32 have one rule for all. pow2 has equal bytes in "
-        "every library.",
+        "and powers of two for weights and their gradients; pow2 and fp32 have one rule for all. pow2 has equal bytes "
+        "in every library.",
     )
     attention: AttentionProducts | None = Field(
         None,
