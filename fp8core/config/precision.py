@@ -70,14 +70,12 @@ class PrecisionContract(Section):
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
     scale_rule: RecipeName = Field(
         "fp32_activations",
-        description="Scales of block FP8: fp32_activations has FP32 scales for activations and output gradients, "
-        "and powers of two for weights and their gradients; pow2 and fp32 have one rule for all. pow2 has equal bytes "
-        "in every library.",
+        description="Scales of block FP8: FP32 for activations and output gradients and powers of two for the rest, or "
+        "one rule for all.",
     )
     attention: AttentionProducts | None = Field(
         None,
-        description="Products of attention over an FP8 cache: fp16_over_fp8_cache widens K and V and keeps Q and P in "
-        "FP16; fp8 rounds Q and P to E4M3. null: FP16 under fp32_activations, else fp8.",
+        description="Q and P of attention over an FP8 cache: FP16, or E4M3 (fp8). null: as scale_rule has them.",
     )
     rounding_points: PointsName = Field(
         "stepwise",

@@ -79,11 +79,6 @@ def test_the_readme(run_all: Run, readme_commands: list[str], small_checkpoint: 
     assert len(ours) > 12
 
 
-def test_the_demo(run_all: Run, readme_commands: list[str], tmp_path: Path) -> None:
-    run_all([line for line in commands_of("demo.md") if line not in readme_commands])
-    assert (tmp_path / "runs" / "first" / "report.html").is_file()
-
-
 def test_your_model(run_all: Run, tmp_path: Path, small_checkpoint: Path) -> None:
     page = (START / "your-model.md").read_text()
     (tmp_path / "checkpoint").symlink_to(small_checkpoint)
