@@ -31,6 +31,8 @@ SETTINGS = {
     "pipeline.verified_share": 1.0,
     "alignment.stop.action": "warn",
     "checkpoint.every": 2,
+    # Kills below count tokens, as this rule draws them.
+    "precision.scale_rule": "pow2",
 }
 LINEARS = {"precision.rollout.linear": "fp8_block", "precision.training.linear": "bf16"}
 PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}

@@ -27,6 +27,8 @@ SETTINGS = {
     "pipeline.max_inflight_prompts": 5,
     "pipeline.verified_share": 1.0,
     "checkpoint.every": 2,
+    # Kills below count tokens, as this rule draws them.
+    "precision.scale_rule": "pow2",
 }
 
 

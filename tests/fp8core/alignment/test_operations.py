@@ -73,7 +73,6 @@ def test_equal_engines_have_no_error_anywhere():
     expected = {("input_layernorm", "normed"), ("post_attention_layernorm", "normed"), ("attn", "attended")}
     assert quantised == expected | {
         ("act_fn", "activated"),
-        ("rotary_emb", "q"),
         ("rotary_emb", "k"),
         ("qkv_proj", "v"),
     }

@@ -21,7 +21,7 @@ from fp8core.models.weights import (
     stored_weights,
     training_formats,
 )
-from fp8core.numerics.attention import Bf16Attention, Fp8Attention, Fp32Attention
+from fp8core.numerics.attention import Bf16Attention, Fp16OverFp8Attention, Fp32Attention
 from fp8core.numerics.e4m3 import decode, quantise_tiles
 from fp8core.numerics.elementwise import keep_fp32
 from fp8core.numerics.fingerprint import policy_digest
@@ -206,7 +206,7 @@ def test_both_sides_follow_their_part_of_the_contract():
     rollout, training = rollout_formats(contract, 2), training_formats(contract, 2)
     assert kinds(rollout) == [Fp8BlockLinear] * 2
     assert kinds(training) == [Bf16Linear] * 2
-    assert [type(layer.attention) for layer in rollout.layers] == [Fp8Attention] * 2
+    assert [type(layer.attention) for layer in rollout.layers] == [Fp16OverFp8Attention] * 2
     assert [type(layer.attention) for layer in training.layers] == [Bf16Attention] * 2
     assert (type(rollout.head), type(training.head)) == (Bf16Head, Fp32Head)
 
@@ -263,7 +263,7 @@ def test_each_linear_and_each_attention_has_its_own_format():
     names = LayerNames(qkv="fp8_block", output="fp32", gate_up="fp8_block", down="fp8_block")
     assert mixed.stored_names().layers == (LayerNames(*["fp8_block"] * 4), names)
     assert mixed.stored_names().values == "bf16"
-    assert [type(layer.attention) for layer in mixed.layers] == [Fp8Attention, Fp32Attention]
+    assert [type(layer.attention) for layer in mixed.layers] == [Fp16OverFp8Attention, Fp32Attention]
     assert [type(layer.attention) for layer in mixed.with_attention(Bf16Attention()).layers] == [Bf16Attention] * 2
     assert mixed.with_attention(Bf16Attention()).stored_names() == mixed.stored_names()
 

@@ -24,7 +24,8 @@ from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.turns import RecordedPool, begun_of, turn_rows, turns_table
 
-FP8 = PrecisionContract()
+# By the rule whose draws end no turn too early.
+FP8 = PrecisionContract(scale_rule="pow2")
 BF16 = PrecisionContract(
     rollout=SidePrecision(linear="bf16", kv_cache="bf16"), training=TrainingPrecision(linear="bf16", kv_cache="bf16")
 )
