@@ -4,9 +4,10 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 import torch
 from prefect import flow, get_run_logger, task
@@ -35,6 +36,8 @@ from fp8core.run.parts import measure_parts
 from fp8core.run.recompute import RedoError
 from fp8core.run.snapshot import FAILURES
 from fp8core.store.outputs import EVALUATION, Output
+
+Result = TypeVar("Result")
 
 
 @flow(name="fp8-evaluate", persist_result=False)
@@ -149,7 +152,8 @@ def _answers(
 ) -> dict[Precision, Answered]:
     answered = dict[Precision, Answered]()
     for name, config in configs.items():
-        done = None if stop.requested else _answer(name, config, questioned, verifier, stop)
+        work = partial(answer, config, questioned, verifier)
+        done = _measured(f"answer-{name}", f"completions, {name}", config, work, stop)
         if done is None:
             say(f"stopped: {name} is not measured", sys.stderr)
             break
@@ -161,29 +165,14 @@ def _answers(
     return answered
 
 
-def _answer(
-    name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier, stop: StopRequest
-) -> Answered | None:
-    """One precision as a Prefect task, without arguments that Prefect would inspect; None: it was stopped."""
-
-    @task(name=f"answer-{name}", persist_result=False, cache_policy=NO_CACHE)
-    def body() -> Answered | None:
-        torch.set_num_threads(config.threads)
-        with long_part(f"completions, {name}") as part, suppress(_Stopped):
-            return answer(config, questioned, verifier, _stoppable(part, stop))
-        return None
-
-    done: Answered | None = body()
-    return done
-
-
 def _parts(
     configs: Mapping[Precision, RunConfig], problems: Sequence[Problem], stop: StopRequest
 ) -> dict[str, PartCosts]:
     """The cost of each part of FP8, by precision; without those that SIGTERM stops."""
     found = dict[str, PartCosts]()
     for name, config in configs.items():
-        costs = None if stop.requested else _part_costs(name, config, problems, stop)
+        work = partial(measure_parts, config, problems)
+        costs = _measured(f"parts-{name}", f"parts of FP8, {name}", config, work, stop)
         if costs is None:
             say(f"stopped: the parts of {name} are not measured", sys.stderr)
             break
@@ -191,29 +180,28 @@ def _parts(
     return found
 
 
-def _part_costs(name: Precision, config: RunConfig, problems: Sequence[Problem], stop: StopRequest) -> PartCosts | None:
-    """One precision as a Prefect task; None: it was stopped."""
-
-    @task(name=f"parts-{name}", persist_result=False, cache_policy=NO_CACHE)
-    def body() -> PartCosts | None:
-        torch.set_num_threads(config.threads)
-        with long_part(f"parts of FP8, {name}") as part, suppress(_Stopped):
-            return measure_parts(config, problems, _stoppable(part, stop))
+def _measured(
+    name: str, shown: str, config: RunConfig, work: Callable[[Progress], Result], stop: StopRequest
+) -> Result | None:
+    """The work on one precision as a Prefect task, without arguments that Prefect would inspect; None: stopped."""
+    if stop.requested:
         return None
 
-    done: PartCosts | None = body()
+    @task(name=name, persist_result=False, cache_policy=NO_CACHE)
+    def body() -> Result | None:
+        torch.set_num_threads(config.threads)
+        with long_part(shown) as part, suppress(_Stopped):
+
+            def progress(done: int, total: int) -> None:
+                part(done, total)
+                if stop.requested and done < total:
+                    raise _Stopped
+
+            return work(progress)
+        return None
+
+    done: Result | None = body()
     return done
-
-
-def _stoppable(part: Progress, stop: StopRequest) -> Progress:
-    """Progress that raises `_Stopped` after SIGTERM, while something is left."""
-
-    def progress(done: int, total: int) -> None:
-        part(done, total)
-        if stop.requested and done < total:
-            raise _Stopped
-
-    return progress
 
 
 class _Stopped(Exception):
