@@ -133,30 +133,21 @@ def fprop(x: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     assert weight.row_scales is not None
     groups, tiles = recipe.activations, recipe.weights
     assert groups.columns == tiles.columns, "both operands have the same blocks of the contraction"
-    grid, scales = quantise_rows(x, groups)
-    if tiles.rule == "fp32":
-        product = block_gemm(grid, scales, weight.grid, weight.row_scales, groups.columns)
-    elif groups.rule == "fp32":
-        product = block_gemm(grid, scales, weight.dequantised, None, groups.columns)
+    rows = quantise_rows(x, groups)
+    if tiles.rule == "pow2":
+        product = _product(rows, groups, weight.dequantised, weight.peak)
     else:
-        values = dequantise_rows(grid, scales, groups)
-        product = spanned_gemm(
-            values, weight.dequantised, row_spans(grid, scales, groups.columns), weight.peak, groups.columns
-        )
+        product = block_gemm(*rows, weight.grid, weight.row_scales, groups.columns)
     return product.to(torch.bfloat16).float()
 
 
 def dgrad(grad: Tensor, weight: LinearWeight, recipe: Recipe) -> Tensor:
     """dX = dY W with dY in groups along `out`; FP32 [tokens, in]."""
     groups, transposed = recipe.gradients, weight.dequantised.t()
-    grid, scales = quantise_rows(grad, groups)
-    if groups.rule == "fp32" and recipe.weights.rule == "pow2":
-        return block_gemm(grid, scales, transposed, None, groups.columns).float()
-    values = dequantise_rows(grid, scales, groups)
+    rows = quantise_rows(grad, groups)
     if recipe.weights.rule == "pow2":
-        spans, peak = row_spans(grid, scales, groups.columns), weight.transposed_peak
-        return spanned_gemm(values, transposed, spans, peak, groups.columns).float()
-    return scaled_gemm(values, transposed, groups.columns).float()
+        return _product(rows, groups, transposed, weight.transposed_peak).float()
+    return scaled_gemm(dequantise_rows(*rows, groups), transposed, groups.columns).float()
 
 
 def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
@@ -165,13 +156,24 @@ def wgrad(grad: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     A token count that is no multiple of a group's behaves as if zero rows followed.
     """
     groups = recipe.tokens
-    (grid, scales), (x_grid, x_scales) = quantise_columns(grad, groups), quantise_columns(x, groups)
-    left, right = dequantise_rows(grid, scales, groups), dequantise_rows(x_grid, x_scales, groups)
+    left, (x_grid, x_scales) = quantise_columns(grad, groups), quantise_columns(x, groups)
+    right = dequantise_rows(x_grid, x_scales, groups)
     if groups.rule == "pow2":
-        return spanned_gemm(
-            left, right, row_spans(grid, scales, groups.columns), row_peak(x_scales), groups.columns
-        ).float()
-    return scaled_gemm(left, right, groups.columns).float()
+        return _product(left, groups, right, row_peak(x_scales)).float()
+    return scaled_gemm(dequantise_rows(*left, groups), right, groups.columns).float()
+
+
+def _product(left: tuple[Tensor, Tensor], groups: Grouping, right: Tensor, peak: float) -> Tensor:
+    """left @ right^T, FP64: blocks are exact and added in their order.
+
+    `left` is a grid with its scales, `right` FP64 values of codes whose scales are powers of two, `peak` their
+    `gemm.row_peak`.
+    """
+    grid, scales = left
+    if groups.rule == "fp32":
+        return block_gemm(grid, scales, right, None, groups.columns)
+    spans = row_spans(grid, scales, groups.columns)
+    return spanned_gemm(dequantise_rows(grid, scales, groups), right, spans, peak, groups.columns)
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -217,10 +217,10 @@ def formats_in_words(
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
     joined = ["+".join(kinds) for kinds in by_layer]
-    scale_rule = contract.scale_rule if activations == contract.recipe.activations.rule else activations
+    agreed = "fp8_block" not in joined or activations == contract.recipe.activations.rule
     return {
         "linear": joined,
         "attention": "+".join(dict.fromkeys(attention)),
         "head": {"float32": "fp32", "bfloat16": "bf16"}.get(head, head),
-        "scale_rule": scale_rule if "fp8_block" in joined else contract.scale_rule,
+        "scale_rule": contract.scale_rule if agreed else activations,
     }

@@ -1,6 +1,7 @@
 """The cost of a configuration's FP8 by part, on its own prompts and right answers, in this process on the CPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,7 +46,7 @@ def read_subjects(config: RunConfig, problems: Sequence[Problem]) -> tuple[Subje
     masters = base.checkpoint.load().tensors
     unscaled = whole_forward(config.precision, base.arch, masters, ())
     batch = TokenBatch.of_prompts([text.prompt for text in texts[: config.rollout.prompts_per_step]])
-    full = Forward(unscaled.decoder, unscaled.weights, _calibrated(config, unscaled, batch))
+    full = replace(unscaled, scales=_calibrated(config, unscaled, batch))
     return subjects_of(full, config.precision, masters), texts
 
 
