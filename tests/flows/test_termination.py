@@ -351,10 +351,20 @@ def score(prompt, completion, reference, finish):
 """
 
 
-def test_a_start_is_left_after_the_part_that_runs_and_continues_after_it(command: Any, workplace: Path) -> None:
+def test_a_start_is_left_after_the_part_that_runs_and_continues_after_it(
+    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (workplace / "slow.py").write_text(SLOW)
     ledger = workplace / "runs" / "begun" / LEDGER
-    with signal_when(lambda: ledger.exists() and "calibrate" in LedgerView.read(ledger).tasks(START)):
+    generate, evaluation = EmbeddedEngine.generate, threading.Event()
+
+    def noted(engine: EmbeddedEngine, *arguments: Any) -> Iterator[Any]:
+        if "calibrate" in LedgerView.read(ledger).tasks(START):
+            evaluation.set()
+        yield from generate(engine, *arguments)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", noted)
+    with signal_when(evaluation.is_set):
         slow = ("--set", "steps=1", "--set", "reward.verifier=slow.py:score")
         code, out, err = command("run", "small.yaml", "--set", "run=begun", *slow)
     assert code == 128 + signal.SIGTERM
