@@ -4,22 +4,22 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from fp8core.rollout.vllm.worker import PolicyWorker
+from fp8core.rollout.vllm.worker import PolicyWorker, VllmPolicy
 
 
-class TraceWorker(PolicyWorker):
-    """`PolicyWorker` that can record its kernels."""
+class TracePolicy(VllmPolicy):
+    """A policy that can record its kernels."""
 
     _profiler: profile | None = None
 
-    def policy_trace_begin(self) -> None:
+    def trace_begin(self) -> None:
         """Record every kernel from here on."""
         self._profiler = profile(activities=[ProfilerActivity.CUDA])
         self._profiler.start()
 
-    def policy_trace_end(self) -> dict[str, Any]:
+    def trace_end(self) -> dict[str, Any]:
         """Names of the kernels, and of every launch its name's index, start and length in nanoseconds, by start."""
-        assert self._profiler is not None, "policy_trace_begin() comes first"
+        assert self._profiler is not None, "trace_begin() comes first"
         self._profiler.stop()
         found = self._profiler.profiler.kineto_results.events()
         launches = sorted((e.start_ns(), e.duration_ns(), e.name()) for e in found if "CUDA" in str(e.device_type()))
@@ -28,3 +28,7 @@ class TraceWorker(PolicyWorker):
         first = launches[0][0] if launches else 0
         rows = [[indices.setdefault(name, len(indices)), start - first, length] for start, length, name in launches]
         return {"names": list(indices), "launches": rows}
+
+
+class TraceWorker(PolicyWorker):
+    policy_class = TracePolicy

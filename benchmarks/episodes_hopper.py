@@ -191,9 +191,9 @@ class TracedPool(TimedPool):
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """What is due."""
         if len(self.steps) == _TRACED[0]:
-            self._engine.call_worker("policy_trace_begin")
+            self._engine.ask_policy("trace_begin")
         elif len(self.steps) == _TRACED[1]:
-            self.trace = self._engine.call_worker("policy_trace_end")
+            self.trace = self._engine.ask_policy("trace_end")
         return super().replies(wait, most_seconds)
 
 

@@ -232,9 +232,9 @@ def decode_trace(engine: Any, requests: int, context: int) -> dict[str, Any]:
     """
     groups = cases.prompt_groups(requests, 1, context, seed=1)
     cases.collect(engine, groups, Sampling(1.0, 2, frozenset()))
-    engine.call_worker("policy_trace_begin")
+    engine.ask_policy("trace_begin")
     cases.collect(engine, groups, Sampling(1.0, STEPS, frozenset()))
-    trace = engine.call_worker("policy_trace_end")
+    trace = engine.ask_policy("trace_end")
     return {"requests": requests, "context": context, **step_parts(trace["names"], trace["launches"])}
 
 

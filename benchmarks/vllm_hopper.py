@@ -374,8 +374,8 @@ def scales_of(statistics: KvStatistics, percentile: float) -> list[LayerScales]:
 
 def written(engine: Any, scales: list[LayerScales]) -> None:
     """Write scales into vLLM's buffers as an update does at its end, and read them back."""
-    engine.call_worker("policy_set_scales", [[layer.q, layer.k, layer.v] for layer in scales])
-    found = engine.call_worker("policy_held_scales")
+    engine.ask_policy("set_scales", [[layer.q, layer.k, layer.v] for layer in scales])
+    found = engine.ask_policy("scales")
     assert [LayerScales(*layer) for layer in found] == scales, "vLLM holds other scales than were written"
 
 

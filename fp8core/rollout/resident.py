@@ -15,10 +15,10 @@ from torch import Tensor
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import digest_of
+from fp8core.numerics.fingerprint import digest_of, hex_digits
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, SyncReport, check_lengths, check_scales
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
-from fp8core.rollout.slots import EngineUpdateError, written_scales
+from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
 
 SEED_BITS = (1 << 63) - 1
 """The bits of a completion's seed that an engine gets."""
@@ -45,8 +45,10 @@ class ResidentEngine(ABC):
         self._longest, self._sleeps, self._routes = longest, sleeps, routes
         self._parameters: dict[str, TensorSpec] = {}
         self._sent: dict[str, TensorSpec] = {}
-        # Where the parameters hold what is sent, as the workers take it; None where they have it already.
-        self._places: Any = None
+        # Where the parameters hold what is sent, as its processes take it; None where they have it already.
+        self._places: Shares | None = None
+        # The tensors of which each process has rows.
+        self._in_parts: set[str] = set()
         self._unwritten: set[str] = set()
         self._complete, self._asleep = False, False
 
@@ -68,7 +70,9 @@ class ResidentEngine(ABC):
     def expect(self, sent: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
         check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
         if sent != self._sent:
-            self._places = self._find_places(sent)
+            shares = self._find_shares(sent)
+            self._places = [_fields(share) for share in shares]
+            self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
             self._sent = dict(sent)
         self._unwritten = {*sent}
 
@@ -77,34 +81,48 @@ class ResidentEngine(ABC):
             self._complete = False
             if self._asleep:
                 self._wake("weights")
-            self._ask_workers("begin", self._places)
+            self.ask_policies("begin", self._places)
             self._places = None
-        self._unwritten.difference_update(self._ask_workers("write", shared)[0])
+        self._unwritten.difference_update(self.ask_policy("write", shared))
 
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         assert not self._unwritten, f"{len(self._unwritten)} expected tensors are not written"
-        self._ask_workers("end", version)
+        self.ask_policies("end", version)
         if self._asleep:
             self._wake("kv_cache")
-            self._ask_workers("clear_cache")
+            self.ask_policies("clear_cache")
             self._asleep = False
         # Blocks of another policy, or of other scales, would be read as if they were this one's.
         if not self.drop_prefixes():
             raise EngineUpdateError(f"{self.product} kept its prefix cache: requests are still running")
         if self._has_fp8_cache():
-            self._ask_workers("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
+            self.ask_policies("set_scales", [[layer.q, layer.k, layer.v] for layer in scales.layers])
         self._complete = True
         return self._read_back(scales)
 
     def fingerprint(self) -> str:
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
-        return self._digest(self._ask_workers("read_back"))
+        return self._digest(self.ask_policies("read_back"))
 
     def sleep(self) -> None:
         """Where the options say sleep, give the memory of weights and cache back until the next update."""
         if self._sleeps and not self._asleep:
             self._fall_asleep()
             self._asleep, self._complete = True, False
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
+        used = self.ask_policies("memory")
+        return {"allocated": max(each["allocated"] for each in used), "free": min(each["free"] for each in used)}
+
+    def ask_policy(self, method: str, *arguments: Any) -> Any:
+        """As `ask_policies`; the result of the first."""
+        return self.ask_policies(method, *arguments)[0]
+
+    @abstractmethod
+    def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of the `HeldPolicy` in each process that shares the layers; numbers, strings, bytes, lists and dicts
+        both ways."""
 
     @abstractmethod
     def drop_prefixes(self) -> bool:
@@ -130,19 +148,24 @@ class ResidentEngine(ABC):
         return self._contract.rollout.kv_cache == "fp8"
 
     def _read_parameters(self) -> None:
-        found = self._ask_workers("parameters")[0]
+        found = self.ask_policy("parameters")
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
 
     def _read_back(self, scales: PolicyScales) -> SyncReport:
-        held = self._ask_workers("read_back")
+        held = self.ask_policies("read_back")
         version = self._agreed("versions", [each["version"] for each in held])
         # Without an FP8 cache the engine has no use for scales, and none are written.
         written = [written_scales(each["scales"]) if self._has_fp8_cache() else scales.layers for each in held]
         return SyncReport(version, self._digest(held), PolicyScales(scales.version, self._agreed("scales", written)))
 
     def _digest(self, held: Sequence[Mapping[str, Any]]) -> str:
-        found = self._fingerprints(held)
-        return digest_of({name: (self._sent[name].dtype, self._sent[name].shape, f) for name, f in found.items()})
+        found = {}
+        for name, spec in self._sent.items():
+            sums = [each["sums"][name] for each in held]
+            if name in self._in_parts:
+                sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
+            found[name] = spec.dtype, spec.shape, hex_digits(self._agreed(f"bytes of {name}", sums))
+        return digest_of(found)
 
     def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
         """The value that all workers hold. Raises EngineUpdateError: one of them holds another."""
@@ -151,16 +174,8 @@ class ResidentEngine(ABC):
         return held[0]
 
     @abstractmethod
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of the worker that holds the policy, from each that shares a layer: `write`, `read_back`, ..."""
-
-    @abstractmethod
-    def _find_places(self, sent: Mapping[str, TensorSpec]) -> Any:
+    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
         """Where the parameters hold what is sent; raises EngineUpdateError where it does not fit them."""
-
-    @abstractmethod
-    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """The fingerprint of each tensor as it was sent, from what the workers read back."""
 
     @abstractmethod
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
@@ -173,6 +188,10 @@ class ResidentEngine(ABC):
     @abstractmethod
     def _temperature_refusals(self, temperature: float) -> Iterable[str]:
         """The reasons why the engine cannot sample at a temperature."""
+
+
+def _fields(share: Share) -> dict[str, list[list[Any]]]:
+    return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
 
 
 def ending(code: int | None) -> str:

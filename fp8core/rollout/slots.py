@@ -38,8 +38,8 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 _FUSED_WITH = {part: fused for fused, parts in FUSED.items() for part in parts}
 _LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
-# The module that has the parameters of vLLM's experts.
-_WITHIN = ".routed_experts"
+WITHIN = ".routed_experts"
+"""The module that has the parameters of vLLM's experts, within SGLang's."""
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
@@ -150,8 +150,9 @@ def find_shares(
     shipped: Mapping[str, TensorSpec],
     filled: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, TensorSpec],
-    ranks: int,
-    last: Axis,
+    ranks: int = 1,
+    last: Axis = 1,
+    within: str = WITHIN,
 ) -> list[Share]:
     """The share of each of the GPUs that hold the layers together.
 
@@ -159,15 +160,16 @@ def find_shares(
         filled: shapes of what has zeros beside it (`filled_shapes`, `padded_shapes`).
         parameters: of one GPU.
         last: as the GPUs cut o_proj and down_proj.
+        within: the end of the name of the module that has the parameters of a layer's experts.
 
     Raises:
         EngineUpdateError: as `find_slots` and `check_fit` have it.
     """
-    check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
+    check_fit(shipped, find_slots(shipped, filled, within), whole_parameters(parameters, ranks, last))
     shares = []
     for rank in range(ranks):
         cuts = find_cuts(shipped, rank, ranks, last)
-        slots = find_slots(cut_specs(shipped, cuts), filled)
+        slots = find_slots(cut_specs(shipped, cuts), filled, within)
         shares.append({name: (slot, cuts.get(name)) for name, slot in slots.items()})
     return shares
 
@@ -205,22 +207,11 @@ def padded_shapes(arch: Architecture, contract: PrecisionContract) -> dict[str, 
     }
 
 
-def fitted_slots(shipped: Mapping[str, TensorSpec], parameters: Mapping[str, TensorSpec]) -> dict[str, Slot]:
-    """The place of every shipped tensor in SGLang, by name: nothing is cut and nothing filled up.
-    Raises EngineUpdateError: as `find_slots` and `check_fit` have it."""
-    slots = find_slots(shipped, {}, within="")
-    check_fit(shipped, slots, parameters)
-    return slots
-
-
 def find_slots(
-    shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]], within: str = _WITHIN
+    shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]], within: str = WITHIN
 ) -> dict[str, Slot]:
-    """The place of every shipped tensor, by name.
-
-    `filled`: as `find_shares` takes it. `within`: the end of the name of the module that has the parameters of a
-    layer's experts. Raises EngineUpdateError: a part of a fused parameter is missing.
-    """
+    """The place of every shipped tensor, by name; `filled` and `within` as `find_shares` takes them.
+    Raises EngineUpdateError: a part of a fused parameter is missing."""
     slots = {}
 
     def room(name: str) -> tuple[int, ...]:

@@ -190,9 +190,9 @@ def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: P
     # Longer than what is captured: torch's hooks see nothing of a graph.
     prompt, path = group(0, 2200, seed=9), tmp_path / "watched.safetensors"
     assert engine.drop_prefixes()
-    engine.call_worker("policy_watch")
+    engine.ask_policy("watch")
     collect(engine, [prompt], 1.0, tokens=1)
-    engine.call_worker("policy_watched", str(path))
+    engine.ask_policy("watched", str(path))
     engines = load_file(path)
     trained: dict[str, Tensor] = {}
 

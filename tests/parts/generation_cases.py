@@ -264,12 +264,12 @@ def sent_and_held_scales(
     return held
 
 
-def check_a_fault_shows(engine: Any, policy: Any, call: str, fault: str) -> None:
-    """The worker, told by its method `call`, commits the fault in an update; what is read back is not what was sent."""
-    engine.call_worker(call, fault)
+def check_a_fault_shows(engine: Any, policy: Any, fault: str) -> None:
+    """The policy commits the fault in an update; what is read back is not what was sent."""
+    engine.ask_policies("commit_fault", fault)
     try:
         report = engine.update(policy.tensors, policy.scales, policy.version)
         with pytest.raises(SyncError, match=rf"policy {policy.version}.*(was|were) sent"):
             check_report(report, policy_digest(policy.tensors), policy.scales, policy.version)
     finally:
-        engine.call_worker(call, "")
+        engine.ask_policies("commit_fault", "")

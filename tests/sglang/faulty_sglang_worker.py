@@ -1,89 +1,16 @@
-"""A worker that can be told to do its work wrong; SGLang imports it by name in its own process."""
+"""A worker whose policy can be told to do its work wrong; SGLang imports it by name in its own process."""
 
 from typing import Any
 
-import torch
+from faulty_policy import FaultyPolicy
 
-from fp8core.rollout.sglang import internals
-from fp8core.rollout.sglang.worker import PolicyWorker, reply
-from fp8core.rollout.shared_weights import SharedWeights
+from fp8core.rollout.sglang.worker import SglangPolicy, reply
 
 
-class FaultyWorker(PolicyWorker):
-    """Commits the model's `policy_fault` on every write; none at first."""
-
-    def commit_fault(self, fault: str) -> None:
-        """The fault of the writes from now on; an empty name for none."""
-        self._model.policy_fault = fault
-
-    def write(self, received: SharedWeights) -> list[str]:
-        """Write, then damage what a sender, a copy or a kernel could have damaged."""
-        parameters = dict(self._model.named_parameters())
-        before = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        written = super().write(received)
-        damage = getattr(self, f"_{self._fault()}", None)
-        if damage is not None:
-            damage({name: tensor.data for name, tensor in parameters.items()}, before)
-        return written
-
-    def end(self, version: int) -> None:
-        """Say another one."""
-        super().end(version - 1 if self._fault() == "wrong_version" else version)
-
-    def set_scales(self, scales: list[list[float]]) -> None:
-        """Set them, but not as they were sent."""
-        sent = [list(layer) for layer in scales]
-        if self._fault() == "wrong_scale":
-            sent[1][1] *= 2
-        if self._fault() == "unwritten_scale":
-            sent[1][1] = torch.nan
-        super().set_scales(sent)
-
-    def scales(self, scales: list[list[float]]) -> list[list[float]]:
-        """Set scales and read them back."""
-        before = internals.read_scales(self._model)
-        internals.write_scales(self._model, scales)
-        held = internals.read_scales(self._model)
-        internals.write_scales(self._model, before)
-        return held
-
-    def addresses(self) -> dict[str, int]:
-        """Where every parameter lies."""
-        return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
-
-    def _fault(self) -> str:
-        return str(getattr(self._model, "policy_fault", ""))
-
-    def _skipped_tensor(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        name = "model.layers.1.self_attn.q_norm.weight"
-        now[name].copy_(before[name])
-
-    def _stale_layer(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        for name in now:
-            if name.startswith("model.layers.1."):
-                now[name].copy_(before[name])
-
-    def _swapped_tiles(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        weight = now["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
-        left, right = weight[:64, :64].clone(), weight[:64, 64:128].clone()
-        weight[:64, :64], weight[:64, 64:128] = right, left
-
-    def _swapped_parts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        weight = now["model.layers.0.mlp.gate_up_proj.weight"].view(torch.uint8)
-        weight.copy_(torch.cat(weight.chunk(2)[::-1]).clone())
-
-    def _swapped_experts(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        for part in ("w13", "w2"):
-            weight = now[f"model.layers.0.mlp.experts.{part}_weight"].view(torch.uint8)
-            weight[:2] = weight[:2].flip(0)
-
-    def _doubled_tile(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        now["model.layers.1.mlp.experts.w2_weight_scale_inv"][5, 1, 0] *= 2
-
-    def _flipped_bit(self, now: dict[str, Any], before: dict[str, Any]) -> None:
-        now["lm_head.weight"].view(torch.int16)[3, 5] ^= 1
+class FaultySglangPolicy(FaultyPolicy, SglangPolicy):
+    experts = "model.layers.0.mlp.experts"
 
 
 def answer(model: Any, tensors: object) -> None:
     """As `fp8core.rollout.sglang.worker.answer`."""
-    reply(FaultyWorker(model))
+    reply(model, FaultySglangPolicy)

@@ -123,9 +123,9 @@ def test_a_policy_that_comes_in_parts_is_whole_at_the_end(engine, policies):
 
 
 def test_parameters_stay_where_they_are(engine, policies):
-    before = engine.call_worker("addresses")
+    before = engine.ask_policy("addresses")
     engine.update(policies[1].tensors, policies[1].scales, 1)
-    assert engine.call_worker("addresses") == before
+    assert engine.ask_policy("addresses") == before
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,21 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], "commit_fault", fault)
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 def test_a_wrong_scale_and_one_that_was_never_written_are_caught(engine, policies):
     policy = policies[1]
     try:
-        engine.call_worker("commit_fault", "wrong_scale")
+        engine.ask_policy("commit_fault", "wrong_scale")
         report = engine.update(policy.tensors, policy.scales, 1)
         with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
-        engine.call_worker("commit_fault", "unwritten_scale")
+        engine.ask_policy("commit_fault", "unwritten_scale")
         with pytest.raises(EngineUpdateError, match="layer 1: its scale of"):
             engine.update(policy.tensors, policy.scales, 1)
     finally:
-        engine.call_worker("commit_fault", "")
+        engine.ask_policy("commit_fault", "")
 
 
 def test_scales_of_another_policy_are_refused(engine, policies):
@@ -173,7 +173,7 @@ def test_scales_of_another_policy_are_refused(engine, policies):
 
 def test_this_sglang_has_the_scales_that_the_internals_set(engine):
     scales = [[1.0, 2.0, 3.0], [0.5, 0.25, 0.125]]
-    assert engine.call_worker("scales", scales) == scales
+    assert engine.ask_policy("rewritten_scales", scales) == scales
 
 
 def test_bf16_and_llama(sglang_build):

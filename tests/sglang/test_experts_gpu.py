@@ -150,14 +150,14 @@ def test_generation_follows_every_update(engine, policies):
 
 
 def test_parameters_stay_where_they_are(engine, policies):
-    before = engine.call_worker("addresses")
+    before = engine.ask_policy("addresses")
     engine.update(policies[1].tensors, policies[1].scales, 1)
-    assert engine.call_worker("addresses") == before
+    assert engine.ask_policy("addresses") == before
 
 
 @pytest.mark.parametrize("fault", ["swapped_experts", "doubled_tile"])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], "commit_fault", fault)
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 def test_every_position_has_its_experts(engine):

@@ -176,9 +176,9 @@ def update_in_parts(engine: Any, policy: Policy, parts: int) -> SyncReport:
 
 
 def check_parameters_stay_where_they_are(engine: Any, policy: Policy) -> None:
-    before = engine.call_worker("policy_addresses")
+    before = engine.ask_policy("addresses")
     engine.update(policy.tensors, policy.scales, policy.version)
-    assert engine.call_worker("policy_addresses") == before
+    assert engine.ask_policy("addresses") == before
 
 
 def wait_until_gone(processes: Sequence[psutil.Process]) -> None:

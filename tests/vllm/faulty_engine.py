@@ -20,4 +20,4 @@ ENGINE = replace(VLLM, name="faulty", build=_build)
 
 def commit_fault(part: Any, fault: str) -> None:
     """In the process of an engine: the fault of its writes from now on; an empty name for none."""
-    part._engine.call_worker("policy_commit_fault", fault)
+    part._engine.ask_policy("commit_fault", fault)

@@ -123,7 +123,7 @@ def test_parameters_stay_where_they_are(engine, policies):
 
 @pytest.mark.parametrize("fault", ["swapped_experts", *(["doubled_tile"] if ON_GPU else [])])
 def test_a_fault_among_experts_shows(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], "policy_commit_fault", fault)
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 @dataclass(frozen=True)

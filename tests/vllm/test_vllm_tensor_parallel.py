@@ -84,7 +84,7 @@ def test_it_scores_as_it_generates(pair, policies):
 def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
     policy = policies[1]
     pair.update(policies[0].tensors, policies[0].scales, 0)
-    pair.call_worker("policy_commit_fault", fault, share)
+    pair.ask_policy("commit_fault", fault, share)
 
     def sync() -> None:
         report = pair.update(policy.tensors, policy.scales, 1)
@@ -96,16 +96,16 @@ def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
         ):
             sync()
     finally:
-        pair.call_worker("policy_commit_fault", "")
+        pair.ask_policy("commit_fault", "")
 
 
 def test_a_share_of_another_version_is_caught(pair, policies):
-    pair.call_worker("policy_commit_fault", "wrong_version", 1)
+    pair.ask_policy("commit_fault", "wrong_version", 1)
     try:
         with pytest.raises(EngineUpdateError, match="2 workers hold different versions"):
             pair.update(policies[1].tensors, policies[1].scales, 1)
     finally:
-        pair.call_worker("policy_commit_fault", "")
+        pair.ask_policy("commit_fault", "")
 
 
 def test_tensors_that_do_not_fit_change_nothing(pair, policies):

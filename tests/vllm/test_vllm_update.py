@@ -84,29 +84,29 @@ def test_tensors_that_do_not_fit_change_nothing(engine, policies, change, compla
     "fault", ["skipped_tensor", "stale_layer", "swapped_tiles", "swapped_parts", "flipped_bit", "wrong_version"]
 )
 def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
-    check_a_fault_shows(engine, policies[1], "policy_commit_fault", fault)
+    check_a_fault_shows(engine, policies[1], fault)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
 def test_a_wrong_scale_is_caught(engine, policies):
     policy = policies[1]
-    engine.call_worker("policy_commit_fault", "wrong_scale")
+    engine.ask_policy("commit_fault", "wrong_scale")
     try:
         report = engine.update(policy.tensors, policy.scales, 1)
         with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
     finally:
-        engine.call_worker("policy_commit_fault", "")
+        engine.ask_policy("commit_fault", "")
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
 def test_a_scale_that_was_never_written_is_caught(engine, policies):
-    engine.call_worker("policy_commit_fault", "unwritten_scale")
+    engine.ask_policy("commit_fault", "unwritten_scale")
     try:
         with pytest.raises(EngineUpdateError, match="layer 1: its scale of k was never written"):
             engine.update(policies[1].tensors, policies[1].scales, 1)
     finally:
-        engine.call_worker("policy_commit_fault", "")
+        engine.ask_policy("commit_fault", "")
 
 
 def test_scales_of_another_policy_are_refused(engine, policies):
@@ -116,7 +116,7 @@ def test_scales_of_another_policy_are_refused(engine, policies):
 
 def test_this_vllm_has_the_scales_that_the_internals_set(engine):
     scales = [[1.0, 2.0, 3.0], [0.5, 0.25, 0.125]]
-    assert engine.call_worker("policy_scales", scales) == scales
+    assert engine.ask_policy("rewritten_scales", scales) == scales
 
 
 def test_scales_of_both_sources_reach_the_engine(engine, policies):

@@ -28,7 +28,6 @@ from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import hex_digits
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
@@ -46,7 +45,7 @@ from fp8core.rollout.sglang.settings import (
     required_environment,
 )
 from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import EngineUpdateError, fitted_slots
+from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 
 # For SGLang to end its processes; then they are killed with the one between.
 _SHUTDOWN_SECONDS = 70.0
@@ -104,7 +103,7 @@ class SglangEngine(ResidentEngine):
         # Before `multiprocessing` waits for its children, as it does when Python ends.
         atexit.register(self.close)
         self._host.answer()
-        missing = self.call_worker("probe")
+        missing = self.ask_policy("probe")
         if missing:
             self.close()
             raise UserError(f"rollout.engine=sglang: {build.described} lacks {', '.join(missing)}")
@@ -112,8 +111,8 @@ class SglangEngine(ResidentEngine):
         self._resolved: dict[str, Any] = self._host.call("resolved")
 
     def describe(self) -> dict[str, object]:
-        described = self.call_worker("describe")
-        held = self.call_worker("held_scales")
+        described = self.ask_policy("describe")
+        held = self.ask_policy("scales")
         return {
             "engine": "sglang",
             "version": self._build.described,
@@ -156,11 +155,6 @@ class SglangEngine(ResidentEngine):
             assert token == probes[place].target, "the log-prob is not that of the target"
         return [found]
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
-        used: dict[str, int] = self.call_worker("memory")
-        return used
-
     def close(self) -> None:
         """End SGLang's processes; a second call does nothing."""
         if self._closed:
@@ -182,23 +176,15 @@ class SglangEngine(ResidentEngine):
         self._process.join()
         return None if self._closed else f"SGLang's host {_ending(self._process.exitcode)}"
 
-    def call_worker(self, method: str, *arguments: Any) -> Any:
-        """A method of `PolicyWorker`, in the process that holds the model; plain values both ways."""
-        return self._host.call("ask_worker", method, arguments)
+    def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
+        return [self._host.call("ask_worker", method, arguments)]
 
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
         return bool(self._host.call("flush_cache"))
 
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        return [self.call_worker(method, *arguments)]
-
-    def _find_places(self, sent: Mapping[str, TensorSpec]) -> dict[str, tuple[Any, ...]]:
-        return {name: tuple(slot) for name, slot in fitted_slots(sent, self._parameters).items()}
-
-    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        (alone,) = held
-        return {name: hex_digits(sums) for name, sums in alone["sums"].items()}
+    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
+        return find_shares(sent, {}, self._parameters, within="")
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._host.call("resume", _WOKEN[part])

@@ -5,7 +5,7 @@ KV cache.
 no method is replaced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def give_scales(layer: nn.Module, device: Any, scaled: bool) -> None:
-    """Where the cache has scales, buffers for them, 1 while graphs are captured (`forget_scales`)."""
+    """Where the cache has scales, buffers for them, 1 while graphs are captured."""
     if scaled:
         setattr(layer, _SCALES, torch.ones(3, dtype=torch.float32, device=device))
         setattr(layer, _OF_SCORES, torch.ones(1, dtype=torch.float32, device=device))
@@ -65,7 +65,7 @@ def has_scales(model: nn.Module) -> bool:
     return all(hasattr(layer, _SCALES) for layer in attention_layers(model))
 
 
-def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
+def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
     """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
     for layer, values in zip(attention_layers(model), scales, strict=True):
         held: Tensor = getattr(layer, _SCALES)
@@ -84,12 +84,6 @@ def read_scales(model: nn.Module) -> list[list[float]]:
         found.append(torch.where((kernel == follows).all(), held, torch.nan))
     rows: list[list[float]] = torch.stack(found).tolist()
     return rows
-
-
-def forget_scales(model: nn.Module) -> None:
-    """NaN until they are set; nothing where the cache is BF16."""
-    if has_scales(model):
-        write_scales(model, [[torch.nan] * 3 for _ in attention_layers(model)])
 
 
 def probe(model: nn.Module) -> list[str]:

@@ -178,7 +178,7 @@ def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, 
     """`formats_in_words` of what the worker reports of itself (`worker`)."""
     linears = {name: _kind(linear) for name, linear in described["linears"].items()}
     attention = map(_attention_name, described["attention"])
-    return formats_in_words(linears, attention, described["head"], described["scale_rule"], contract, num_layers)
+    return formats_in_words(linears, attention, described["head"], described["activations"], contract, num_layers)
 
 
 def executed_points(described: Mapping[str, Any]) -> str:

@@ -6,18 +6,19 @@ The request and its answer are files of the engine's folder, which is the model'
 
 import pickle
 import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp8core.processes import end_with_parent
-from fp8core.rollout.held_weights import HeldWeights
+from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
-from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, open_shared
-from fp8core.rollout.slots import Share, Slot
+
+# The attribute of SGLang's model that has our policy.
+_HELD = "policy_held"
 
 
 def register() -> None:
@@ -118,75 +119,25 @@ class Mailbox:
 
 def answer(model: nn.Module, tensors: object) -> None:
     """A loader of weights, as SGLang calls it: the request in the engine's folder gets its answer."""
-    reply(PolicyWorker(model))
+    reply(model, SglangPolicy)
 
 
-def reply(worker: "PolicyWorker") -> None:
+def reply(model: nn.Module, policy_class: type["SglangPolicy"]) -> None:
     from sglang.srt.server_args import get_global_server_args
 
     mailbox = Mailbox(get_global_server_args().model_path)
     method, arguments = mailbox.asked()
     try:
-        with torch.inference_mode():
-            mailbox.put(getattr(worker, method)(*arguments), None)
+        # SGLang keeps nothing of ours but its model.
+        held = getattr(model, _HELD, None) or policy_class(model, next(model.parameters()).device)
+        setattr(model, _HELD, held)
+        mailbox.put(held.answer(method, *arguments), None)
     except Exception:  # noqa: BLE001 - of what is raised here SGLang would end, without a word to us
         mailbox.put(None, traceback.format_exc())
 
 
-class PolicyWorker:
-    """The engine's requests to the model; arguments and results are plain values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Any = model
-        self._device = next(model.parameters()).device
-
-    def probe(self) -> list[str]:
-        """The parts that this SGLang lacks; where it lacks nothing, scales are marked as never written."""
-        missing = internals.probe(self._model)
-        if not missing:
-            internals.forget_scales(self._model)
-        return missing
-
-    def parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        specs = {name: TensorSpec.of(tensor) for name, tensor in self._model.named_parameters()}
-        return {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
-
-    def begin(self, slots: dict[str, tuple[Any, ...]] | None) -> None:
-        """Hold no version and no scales until another policy is written; `slots` are new, or None as they were."""
-        self._model.policy_version = None
-        internals.forget_scales(self._model)
-        if slots is not None:
-            share: Share = {name: (Slot(*fields), None) for name, fields in slots.items()}
-            # SGLang keeps nothing of ours but its model.
-            self._model.policy_held = HeldWeights(self._parameters(), share)
-
-    def write(self, received: SharedWeights) -> list[str]:
-        """Copy every shared tensor into its rows, and return the names of the tensors."""
-        tensors = open_shared(received, self._device)
-        self._model.policy_held.write(self._parameters(), tensors)
-        torch.cuda.synchronize(self._device)
-        return list(tensors)
-
-    def end(self, version: int) -> None:
-        self._model.policy_version = version
-
-    def set_scales(self, scales: list[list[float]]) -> None:
-        """Scales of Q, K and V by layer: the last thing that is written."""
-        internals.write_scales(self._model, scales)
-
-    def read_back(self) -> dict[str, Any]:
-        """Version, lane sums of every tensor from the parameters themselves, and the scales in force."""
-        sums = self._model.policy_held.sums(self._parameters())
-        return {"version": self._model.policy_version, "sums": sums, "scales": self.held_scales()}
-
-    def held_scales(self) -> list[list[float]]:
-        """Scales of Q, K and V by layer, as they are in force; none where the cache needs none."""
-        return internals.read_scales(self._model) if internals.has_scales(self._model) else []
-
-    def clear_cache(self) -> None:
-        """Zero the KV cache: after sleep it holds whatever bytes were there, NaN among them."""
-        for cache in internals.cache_tensors(self._model):
-            cache.zero_()
+class SglangPolicy(HeldPolicy):
+    """The policy that SGLang's model holds."""
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -194,15 +145,20 @@ class PolicyWorker:
             "linears": internals.describe_linears(self._model),
             "attention": internals.describe_attention(self._model),
             "head": internals.describe_head(self._model),
-            "scale_rule": internals.describe_scale_rule(self._model),
+            "activations": internals.describe_scale_rule(self._model),
         }
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of the device in use by this process's tensors, and free on it."""
-        return {
-            "allocated": torch.cuda.memory_allocated(self._device),
-            "free": torch.cuda.mem_get_info(self._device)[0],
-        }
+    def _missing(self) -> list[str]:
+        return internals.probe(self._model)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters())
+    def _has_scales(self) -> bool:
+        return internals.has_scales(self._model)
+
+    def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
+        internals.write_scales(self._model, scales)
+
+    def _read_scales(self) -> list[list[float]]:
+        return internals.read_scales(self._model)
+
+    def _caches(self) -> Iterable[Tensor]:
+        return internals.cache_tensors(self._model)

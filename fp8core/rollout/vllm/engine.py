@@ -32,19 +32,12 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.fingerprint import hex_digits
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.routes import routes_of
 from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import (
-    Share,
-    Shares,
-    filled_shapes,
-    find_shares,
-    padded_shapes,
-)
+from fp8core.rollout.slots import Share, filled_shapes, find_shares, padded_shapes
 from fp8core.rollout.vllm.internals import end_calls, load_model_class, probe_client, register_aligned_models
 from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
 from fp8core.rollout.vllm.settings import (
@@ -134,20 +127,19 @@ class VllmEngine(ResidentEngine):
         self._closed = False
         threading.Thread(target=self._end_calls, daemon=True).start()
         # The worker follows its parent already, which is vLLM's core.
-        self.call_worker("policy_follow", os.getpid())
-        found = [probe_client(self._llm.engine_core), *self.call_workers("policy_probe")]
+        self.ask_policy("follow", os.getpid())
+        found = [probe_client(self._llm.engine_core), *self.ask_policies("probe")]
         missing = sorted({part for parts in found for part in parts})
         if missing:
             self.close()
             raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
         self._read_parameters()
-        self._in_parts: set[str] = set()
         self._requests = 0
 
     def describe(self) -> dict[str, object]:
-        described = self.call_worker("policy_describe")
+        described = self.ask_policy("describe")
         kernels = kernels_by_type(described["linears"])
-        held = self.call_worker("policy_held_scales") if self._has_fp8_cache() else []
+        held = self.ask_policy("scales")
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
@@ -190,14 +182,14 @@ class VllmEngine(ResidentEngine):
         Raises UserError: the temperature is lower than vLLM can sample at."""
         self._prepare(sampling)
         if self._aligned:
-            self.call_worker("policy_set_temperature", sampling.temperature or 1.0)
+            self.ask_policies("set_temperature", sampling.temperature or 1.0)
         return VllmSession(self, self._llm, sampling)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
         if self._aligned:
-            self.call_worker("policy_set_temperature", temperature)
+            self.ask_policies("set_temperature", temperature)
         found = [math.nan] * len(probes)
         names = {self._submit_probe(probe, temperature): i for i, probe in enumerate(probes)}
         while names:
@@ -209,11 +201,6 @@ class VllmEngine(ResidentEngine):
                 assert logprobs.token_ids[1] == probes[i].target, "the log-prob is not that of the target"
                 found[i] = logprobs.logprobs[1]
         return [found]
-
-    def memory(self) -> dict[str, int]:
-        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
-        used: list[dict[str, int]] = self.call_workers("policy_memory")
-        return {"allocated": max(each["allocated"] for each in used), "free": min(each["free"] for each in used)}
 
     def close(self) -> None:
         self._closed = True
@@ -236,14 +223,8 @@ class VllmEngine(ResidentEngine):
             end_calls(self._llm.engine_core, EngineDeadError())
             time.sleep(_NOTICE_SECONDS)
 
-    def call_worker(self, method: str, *arguments: Any) -> Any:
-        """As `call_workers`; the result of the first."""
-        return self.call_workers(method, *arguments)[0]
-
-    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of the workers, which share each layer, by its name; numbers, strings, bytes, lists and dicts both
-        ways."""
-        return self._ask(self._llm.collective_rpc, method, None, arguments)
+    def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ask(self._llm.collective_rpc, "policy_answer", None, (method, *arguments))
 
     def drop_prefixes(self) -> bool:
         """Forget all cached prompts; false while requests are running."""
@@ -259,23 +240,9 @@ class VllmEngine(ResidentEngine):
                 raise
             raise EngineLost("vLLM's engine core ended") from error
 
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        return self.call_workers(f"policy_{method}", *arguments)
-
-    def _find_places(self, sent: Mapping[str, TensorSpec]) -> Shares:
+    def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
         filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
-        shares = find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
-        self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
-        return [_fields(share) for share in shares]
-
-    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        found = {}
-        for name in self._sent:
-            sums = [each["sums"][name] for each in held]
-            if name in self._in_parts:
-                sums = [[sum(lane) for lane in zip(*sums, strict=True)]]
-            found[name] = hex_digits(self._agreed(f"bytes of {name}", sums))
-        return found
+        return find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._ask(self._llm.wake_up, [part])
@@ -390,7 +357,3 @@ def _check_environment(required: Mapping[str, str]) -> None:
 
 def _ending(code: int | None) -> str:
     return ending(code) + (", as where the host has no memory left" if code == -signal.SIGKILL else "")
-
-
-def _fields(share: Share) -> dict[str, list[list[Any]]]:
-    return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}

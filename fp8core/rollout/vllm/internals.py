@@ -4,7 +4,7 @@
 generating with scales nobody set. Attributes are read and tensors are filled; no method is replaced.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -93,7 +93,7 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def write_scales(model: nn.Module, scales: list[list[float]]) -> None:
+def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
     """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
     for (_, layer), values in zip(_attention_layers(model), scales, strict=True):
         for name, value in zip("qkv", values, strict=True):

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
-from fp8core.numerics.fingerprint import hex_digits, policy_digest
+from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of
-from fp8core.rollout.held_weights import HeldWeights
+from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.resident import ResidentEngine, ending
-from fp8core.rollout.shared_weights import open_shared, share_weights, specs_of
-from fp8core.rollout.slots import EngineUpdateError, Slot, fitted_slots
+from fp8core.rollout.shared_weights import share_weights, specs_of
+from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 
 ARCH = PUBLISHED["Qwen/Qwen3-30B-A3B"]
 PROJECTIONS = {"q": 256, "k": 128, "v": 128}
@@ -25,7 +25,7 @@ SAMPLING = Sampling(1.0, 4, frozenset({9}))
 
 
 class HereEngine(ResidentEngine):
-    """Two workers with all parameters each. `log` has what was asked of them and of the memory."""
+    """Two processes with all parameters each. `log` has what was asked of them and of the memory."""
 
     product = "Here"
     length_setting = "rollout.here.longest"
@@ -34,7 +34,7 @@ class HereEngine(ResidentEngine):
         super().__init__(ARCH, PrecisionContract(), longest=16, sleeps=sleeps, routes=False)
         self.log: list[str] = []
         self.kept_prefixes = False
-        self.workers = [Worker(), Worker()]
+        self.policies = [HerePolicy(), HerePolicy()]
         self._read_parameters()
 
     def drop_prefixes(self) -> bool:
@@ -44,16 +44,12 @@ class HereEngine(ResidentEngine):
         self._prepare(sampling)
         self._check_lengths(groups, sampling)
 
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
+    def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
         self.log.append(method)
-        return [getattr(worker, method)(*arguments) for worker in self.workers]
+        return [policy.answer(method, *arguments) for policy in self.policies]
 
-    def _find_places(self, sent: Mapping[str, Any]) -> dict[str, Slot]:
-        return fitted_slots(sent, self._parameters)
-
-    def _fingerprints(self, held: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        found = self._agreed("bytes", [each["sums"] for each in held])
-        return {name: hex_digits(sums) for name, sums in found.items()}
+    def _find_shares(self, sent: Mapping[str, Any]) -> list[Share]:
+        return 2 * find_shares(sent, {}, self._parameters)
 
     def _wake(self, part: str) -> None:
         self.log.append(f"wake {part}")
@@ -66,42 +62,42 @@ class HereEngine(ResidentEngine):
             yield "too cold"
 
 
-class Worker:
-    """Holds q, k and v of one layer as one parameter."""
+class Model(nn.Module):
+    """Q, K and V of one layer as one parameter."""
 
     def __init__(self) -> None:
-        self.parameter = torch.zeros(sum(PROJECTIONS.values()), 8)
-        self.version: int | None = None
-        self.scales: list[list[float]] = []
-        self.held: HeldWeights | None = None
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": nn.ModuleDict()})])})
+        rows = torch.zeros(sum(PROJECTIONS.values()), 8)
+        self.get_submodule(LAYER).add_module("qkv_proj", nn.ParameterDict({"weight": rows}))
 
-    def parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {f"{LAYER}.qkv_proj.weight": ("float32", tuple(self.parameter.shape))}
 
-    def begin(self, slots: dict[str, Slot] | None) -> None:
-        self.version, self.scales = None, [[torch.nan] * 3] * ARCH.num_layers
-        if slots is not None:
-            self.held = HeldWeights(self.own(), {name: (slot, None) for name, slot in slots.items()})
+class HerePolicy(HeldPolicy):
+    def __init__(self) -> None:
+        super().__init__(Model(), torch.device("cpu"))
+        self._in_force = [[1.0] * 3] * ARCH.num_layers
 
-    def own(self) -> dict[str, Tensor]:
-        return {f"{LAYER}.qkv_proj.weight": self.parameter}
+    def describe(self) -> dict[str, Any]:
+        return {}
 
-    def write(self, shared: dict[str, Any]) -> list[str]:
-        tensors = open_shared(shared, torch.device("cpu"))
-        self.held.write(self.own(), tensors)
-        return list(tensors)
+    def _missing(self) -> list[str]:
+        return []
 
-    def end(self, version: int) -> None:
-        self.version = version
+    def _has_scales(self) -> bool:
+        return True
 
-    def clear_cache(self) -> None:
-        pass
+    def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
+        self._in_force = [list(layer) for layer in scales]
 
-    def set_scales(self, scales: list[list[float]]) -> None:
-        self.scales = scales
+    def _read_scales(self) -> list[list[float]]:
+        return self._in_force
 
-    def read_back(self) -> dict[str, Any]:
-        return {"version": self.version, "sums": self.held.sums(self.own()), "scales": self.scales}
+    def _caches(self) -> Iterable[Tensor]:
+        return ()
+
+    def clear_weights(self) -> None:
+        for parameter in self._named().values():
+            parameter.zero_()
 
 
 def policy(seed: int) -> dict[str, Tensor]:
@@ -191,16 +187,18 @@ def test_an_engine_that_keeps_prefixes_of_another_policy_holds_none(monkeypatch:
         engine.prepare(SAMPLING)
 
 
-@pytest.mark.parametrize("what", ["version", "scales", "bytes"])
-def test_workers_that_hold_different_things_are_refused(what: str) -> None:
+@pytest.mark.parametrize(
+    ("difference", "words"),
+    [
+        (("end", 3), "versions"),
+        (("set_scales", [[1.0] * 3] * ARCH.num_layers), "scales"),
+        (("clear_weights",), r"bytes of model\.layers\.0\.self_attn\.q_proj\.weight"),
+    ],
+)
+def test_processes_that_hold_different_things_are_refused(difference: tuple[Any, ...], words: str) -> None:
     engine = HereEngine()
     engine.update(policy(0), scales(0), 0)
-    other: Any = {"version": 3, "scales": [[1.0] * 3] * ARCH.num_layers, "bytes": torch.zeros(512, 8)}[what]
-    if what == "bytes":
-        engine.workers[1].parameter.copy_(other)
-    else:
-        setattr(engine.workers[1], what, other)
-    words = {"version": "versions", "scales": "scales", "bytes": "bytes"}[what]
+    engine.policies[1].answer(*difference)
     with pytest.raises(EngineUpdateError, match=f"Here's 2 workers hold different {words}"):
         engine._read_back(scales(0))
 

@@ -42,7 +42,7 @@ from fp8core.rollout.sglang.settings import (
 )
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import EngineUpdateError, fitted_slots
+from fp8core.rollout.slots import EngineUpdateError, find_shares
 from fp8core.run.policy import SyncError, check_formats
 
 BUILD = SglangBuild("0.5.15")
@@ -249,7 +249,7 @@ def _described(**changes):
     linear = {"kernel": "BlockFp8Linear", "dtype": "float8_e4m3fn"}
     layer = {"implementation": "ScaledAttention", "version": 3, "cache": "float8_e4m3fn", "products": "fp8"}
     linears = {f"model.layers.{i}.mlp.down_proj": linear for i in range(2)}
-    return {"linears": linears, "attention": [layer, layer], "head": "float32", "scale_rule": "fp32"} | changes
+    return {"linears": linears, "attention": [layer, layer], "head": "float32", "activations": "fp32"} | changes
 
 
 def test_a_report_is_checked_against_the_contract():
@@ -257,7 +257,7 @@ def test_a_report_is_checked_against_the_contract():
     check_formats(executed_formats(_described(), FP8, 2) | points, FP8)
     stock = [_described()["attention"][0] | {"implementation": "FlashAttentionBackend"}] * 2
     for change, complaint in (
-        ({"scale_rule": "pow2"}, "scale_rule=pow2"),
+        ({"activations": "pow2"}, "scale_rule=pow2"),
         ({"head": "bfloat16"}, "head=bf16"),
         ({"attention": stock}, "attention=float8_e4m3fn by FlashAttentionBackend 3"),
         (
@@ -280,11 +280,11 @@ class _Reporting(SglangEngine):
     def __init__(self, *kernels):
         ResidentEngine.__init__(self, ARCH, FP8, longest=256, sleeps=False, routes=False)
         linears = {f"model.layers.{i}.mlp.down_proj": {"kernel": k, "dtype": "bfloat16"} for i, k in enumerate(kernels)}
-        self._answers = {"describe": _described(linears=linears, model="Qwen3ForCausalLM"), "held_scales": []}
+        self._answers = {"describe": _described(linears=linears, model="Qwen3ForCausalLM"), "scales": []}
         self._build, self._resolved = BUILD, {"graphs": False}
 
-    def call_worker(self, method, *arguments):
-        return self._answers[method]
+    def ask_policies(self, method, *arguments):
+        return [self._answers[method]]
 
 
 def test_every_kernel_of_a_type_of_linear_is_reported():
@@ -342,11 +342,12 @@ def test_tensors_lie_where_sglang_fuses_them():
         sent[f"l.self_attn.{part}_proj.weight_scale_inv"] = TensorSpec(scales, (rows // 128, 2))
     held["l.self_attn.qkv_proj.weight"] = TensorSpec(codes, (1024, 256))
     held["l.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec(scales, (8, 2))
-    slots = fitted_slots(sent, held)
-    assert [(slots[name].start, slots[name].stop) for name in sent if name.endswith("inv")] == [(0, 4), (4, 6), (6, 8)]
+    (share,) = find_shares(sent, {}, held, within="")
+    found = [slot for name, (slot, _) in share.items() if name.endswith("inv")]
+    assert [(slot.start, slot.stop) for slot in found] == [(0, 4), (4, 6), (6, 8)]
     held["l.self_attn.qkv_proj.weight"] = TensorSpec("bfloat16", (1024, 256))
     with pytest.raises(EngineUpdateError, match=r"float8_e4m3fn \[512, 256\] was sent"):
-        fitted_slots(sent, held)
+        find_shares(sent, {}, held, within="")
 
 
 def test_a_request_has_its_own_answer(tmp_path):

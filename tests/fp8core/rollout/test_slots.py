@@ -19,8 +19,8 @@ from fp8core.rollout.slots import (
     cut_specs,
     filled_shapes,
     find_cuts,
+    find_shares,
     find_slots,
-    fitted_slots,
     padded_shapes,
     whole_parameters,
     written_scales,
@@ -259,7 +259,8 @@ def test_experts_lie_one_after_another_gate_above_up(experts, held):
     check_fit(specs_of(experts), slots, specs_of(held))
     in_sglang = {name.replace(HELD, EXPERTS): spec for name, spec in specs_of(held).items()}
     moved = {name: slot._replace(parameter=slot.parameter.replace(HELD, EXPERTS)) for name, slot in slots.items()}
-    assert fitted_slots(specs_of(experts), in_sglang) == moved
+    (share,) = find_shares(specs_of(experts), {}, in_sglang, within="")
+    assert {name: slot for name, (slot, _) in share.items()} == moved
     for name, slot in slots.items():
         slot.of(held[slot.parameter]).copy_(experts[name])
     for e in range(4):
