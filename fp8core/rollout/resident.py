@@ -6,7 +6,7 @@ that what generates is proved to be what was sent (`tasks.sync`). An engine adds
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
+from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, SyncReport, check_lengths, check_scales
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
@@ -110,6 +111,16 @@ class ResidentEngine(ABC):
             self._fall_asleep()
             self._asleep, self._complete = True, False
 
+    def describe(self) -> dict[str, object]:
+        described = self.ask_policy("describe")
+        return {
+            **self._described(described),
+            "model": "aligned" if is_aligned(described) else "stock",
+            "backend": described["attention"][0],
+            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
+            "scales": [dict(zip("qkv", layer, strict=True)) for layer in self.ask_policy("scales")],
+        }
+
     def memory(self) -> dict[str, int]:
         """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
         used = self.ask_policies("memory")
@@ -174,6 +185,10 @@ class ResidentEngine(ABC):
         return held[0]
 
     @abstractmethod
+    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
+        """Engine and version, `executed_formats`, rounding points, kernels by type of linear, and what is its own."""
+
+    @abstractmethod
     def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
         """Where the parameters hold what is sent; raises EngineUpdateError where it does not fit them."""
 
@@ -218,28 +233,51 @@ def attention_refusals(contract: PrecisionContract, described: str) -> Iterator[
         )
 
 
-def formats_in_words(
-    linears: Mapping[str, str],
-    attention: Iterable[str],
-    head: str,
-    activations: str,
+def executed_formats(
+    described: Mapping[str, Any],
     contract: PrecisionContract,
     num_layers: int,
+    kernels: Mapping[str, Collection[str] | None],
+    backends: Collection[str],
 ) -> dict[str, object]:
-    """The formats that run, in the words of the contract, from those of linears by name and of attention by layer.
+    """The formats that run, in the words of the contract, from what a process reports of itself (`HeldPolicy`).
+
+    Args:
+        described: `linears`, `attention`, `head` and `activations`, the rule of their scales.
+        kernels: those that compute what the contract means, by type of the weights; None for any.
+        backends: implementations of attention over an FP8 cache that do, with FlashAttention's version 3.
 
     Returns:
         `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where activations
         have its rule, or no linear is in block FP8; a sync compares the bytes of weights). Where a part is
         not what any contract means, its name says what it is.
     """
+    linears = {name: _linear_format(linear, kernels) for name, linear in described["linears"].items()}
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
     by_layer = [dict.fromkeys(linears[name] for name in linears if name.startswith(prefix)) for prefix in prefixes]
     joined = ["+".join(kinds) for kinds in by_layer]
+    head, activations = described["head"], described["activations"]
     agreed = "fp8_block" not in joined or activations == contract.recipe.activations.rule
     return {
         "linear": joined,
-        "attention": "+".join(dict.fromkeys(attention)),
+        "attention": "+".join(dict.fromkeys(_attention_format(each, backends) for each in described["attention"])),
         "head": {"float32": "fp32", "bfloat16": "bf16"}.get(head, head),
         "scale_rule": contract.scale_rule if agreed else activations,
     }
+
+
+def _linear_format(linear: Mapping[str, str], kernels: Mapping[str, Collection[str] | None]) -> str:
+    dtype, kernel = linear["dtype"], linear["kernel"]
+    known = kernels.get(dtype, ())
+    if known is None or kernel in known:
+        return {"bfloat16": "bf16", "float8_e4m3fn": "fp8_block"}[dtype]
+    return f"{dtype} by {kernel}"
+
+
+def _attention_format(layer: Mapping[str, Any], backends: Collection[str]) -> str:
+    cache, implementation, version = layer["cache"], layer["implementation"], layer["version"]
+    if cache in ("auto", "bfloat16"):
+        return "bf16"
+    if cache in ("fp8", "fp8_e4m3", "float8_e4m3fn") and implementation in backends and version == 3:
+        return str(layer["products"])
+    return f"{cache} by {implementation} {version}"

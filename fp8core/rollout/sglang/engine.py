@@ -29,7 +29,6 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import refuse_others
-from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.routes import routes_of
@@ -38,8 +37,8 @@ from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusal
 from fp8core.rollout.sglang.settings import (
     WORKER,
     Launch,
+    described_formats,
     engine_arguments,
-    executed_formats,
     executed_points,
     model_config,
     required_environment,
@@ -110,21 +109,15 @@ class SglangEngine(ResidentEngine):
         self._read_parameters()
         self._resolved: dict[str, Any] = self._host.call("resolved")
 
-    def describe(self) -> dict[str, object]:
-        described = self.ask_policy("describe")
-        held = self.ask_policy("scales")
+    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         return {
             "engine": "sglang",
             "version": self._build.described,
-            **executed_formats(described, self._contract, self._arch.num_layers),
+            **described_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described),
-            "model": "aligned" if is_aligned(described) else "stock",
             "kernels": kernels_by_type(described["linears"]),
-            "backend": described["attention"][0],
             "graphs": self._resolved["graphs"],
             "settings": self._resolved,
-            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
-            "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
         }
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:

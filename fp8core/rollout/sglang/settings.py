@@ -33,7 +33,7 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import is_linear, rollout_formats
 from fp8core.resources.memory import cache_bytes_per_token
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
-from fp8core.rollout.resident import formats_in_words
+from fp8core.rollout.resident import executed_formats
 
 REGISTERED, ALIGNED = "fp8_grpo", "fp8_grpo_aligned"
 """Names in SGLang: of our quantisation method, attention backend and sampler; of attention and sampler as we train."""
@@ -42,12 +42,10 @@ WORKER = "fp8core.rollout.sglang.worker.answer"
 _BACKENDS = ("ScaledAttention", "AlignedAttention")
 _POINTS = "kernels of SGLang"
 _EXPERTS_KERNEL = "triton"
-# Weight type and method, with the kernel where SGLang chooses one -> format of the contract.
-_KINDS = {
-    ("bfloat16", "UnquantizedLinearMethod"): "bf16",
-    ("bfloat16", f"UnquantizedFusedMoEMethod by {_EXPERTS_KERNEL}"): "bf16",
-    ("float8_e4m3fn", "BlockFp8Linear"): "fp8_block",
-    ("float8_e4m3fn", "BlockFp8Experts"): "fp8_block",
+# Methods that compute what the contract means, by type of the weights, with the kernel where SGLang chooses one.
+_KERNELS = {
+    "bfloat16": ("UnquantizedLinearMethod", f"UnquantizedFusedMoEMethod by {_EXPERTS_KERNEL}"),
+    "float8_e4m3fn": ("BlockFp8Linear", "BlockFp8Experts"),
 }
 # SGLang ends a request of the full length this many tokens before its context does.
 BEYOND = 2
@@ -174,25 +172,11 @@ def _module(name: str) -> str:
     return f"{stem}.experts" if experts else name.removesuffix(".weight")
 
 
-def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """`formats_in_words` of what the worker reports of itself (`worker`)."""
-    linears = {name: _kind(linear) for name, linear in described["linears"].items()}
-    attention = map(_attention_name, described["attention"])
-    return formats_in_words(linears, attention, described["head"], described["activations"], contract, num_layers)
+def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
+    """`executed_formats` of what SGLang's process reports of itself (`worker.SglangPolicy`)."""
+    return executed_formats(described, contract, num_layers, _KERNELS, _BACKENDS)
 
 
 def executed_points(described: Mapping[str, Any]) -> str:
     """The contract's rounding points; or that norms, rotary positions and SwiGLU are SGLang's, as in no contract."""
     return POINTS if is_aligned(described) else _POINTS
-
-
-def _kind(linear: Mapping[str, str]) -> str:
-    found = linear["dtype"], linear["kernel"]
-    return _KINDS.get(found, " by ".join(found))
-
-
-def _attention_name(layer: Mapping[str, Any]) -> str:
-    known = {"bfloat16": "bf16", "float8_e4m3fn": layer["products"]}
-    if layer["implementation"] in _BACKENDS and layer["version"] == 3 and layer["cache"] in known:
-        return str(known[layer["cache"]])
-    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"

@@ -32,7 +32,6 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.routes import routes_of
@@ -45,8 +44,8 @@ from fp8core.rollout.vllm.settings import (
     WORKER,
     Launch,
     attention_backend,
+    described_formats,
     engine_arguments,
-    executed_formats,
     executed_points,
     experts_arguments,
     model_config,
@@ -136,25 +135,15 @@ class VllmEngine(ResidentEngine):
         self._read_parameters()
         self._requests = 0
 
-    def describe(self) -> dict[str, object]:
-        described = self.ask_policy("describe")
+    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         kernels = kernels_by_type(described["linears"])
-        held = self.ask_policy("scales")
         return {
             "engine": "vllm",
             "version": f"{self._build.distribution} {self._build.version}",
-            **executed_formats(described, self._contract, self._arch.num_layers),
+            **described_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described, self._build),
-            "model": "aligned" if is_aligned(described) else "stock",
-            "kernels": dict.fromkeys(kernels, ALIGNED_KERNEL) if is_aligned(described) else kernels,
-            "backend": described["attention"][0],
-            "passes": described["passes"],
-            "custom_ops": described["custom_ops"],
-            "compilation": described["compilation"],
-            "graphs": described["graphs"],
-            "runner": described["runner"],
-            "dtypes": {name: spec.dtype for name, spec in self._sent.items()},
-            "scales": [dict(zip("qkv", layer, strict=True)) for layer in held],
+            "kernels": dict.fromkeys(kernels, ALIGNED_KERNEL) if self._aligned else kernels,
+            **{name: described[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
         }
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:

@@ -34,13 +34,14 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
-from fp8core.rollout.resident import formats_in_words
+from fp8core.rollout.resident import executed_formats
 from fp8core.rollout.slots import padded_shapes
 from fp8core.rollout.vllm.requirements import VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
 FP8_KERNELS = (ALIGNED_KERNEL, "DeepGemmFp8BlockScaledMMKernel", "TritonOrDeepGemmExperts", "TritonExperts")
+_KERNELS_BY_TYPE = {"bfloat16": None, "float8_e4m3fn": FP8_KERNELS}
 
 
 def experts_arguments(
@@ -270,14 +271,16 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[s
     return ["lm_head", *kept, *kept_experts(arch, formats)]
 
 
-def executed_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """`formats_in_words` of what the worker reports of itself (`PolicyWorker`)."""
-    kernels, rule = described["linears"], _activation_rule(described)
+def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
+    """`executed_formats` of what a worker of vLLM reports of itself (`worker.VllmPolicy`)."""
     if is_aligned(described):
-        kernels = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in kernels.items()}
-    linears = {name: _kind(linear) for name, linear in kernels.items()}
-    attention = map(_attention_name, described["attention"])
-    return formats_in_words(linears, attention, described["head"], rule, contract, num_layers)
+        linears = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in described["linears"].items()}
+        described = {**described, "linears": linears}
+    else:
+        # What passes of the compiler fuse is quantised by another rule.
+        fused = (name for name in FUSIONS if described["passes"].get(name))
+        described = {**described, "activations": "+".join([described["activations"], *fused])}
+    return executed_formats(described, contract, num_layers, _KERNELS_BY_TYPE, _FP8_BACKENDS)
 
 
 def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
@@ -294,25 +297,3 @@ def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
     if compiled and not own and norms <= {"native"}:
         return "fused"
     return f"kernels of vLLM for {', '.join(sorted(own)) or 'nothing'}, norms by {', '.join(sorted(norms))}"
-
-
-def _kind(linear: Mapping[str, str]) -> str:
-    if linear["dtype"] == "bfloat16":
-        return "bf16"
-    if linear["dtype"] == "float8_e4m3fn" and linear["kernel"] in FP8_KERNELS:
-        return "fp8_block"
-    return f"{linear['dtype']} by {linear['kernel']}"
-
-
-def _attention_name(layer: Mapping[str, Any]) -> str:
-    if layer["cache"] in ("auto", "bfloat16"):
-        return "bf16"
-    if layer["cache"] in ("fp8", "fp8_e4m3") and layer["implementation"] in _FP8_BACKENDS and layer["version"] == 3:
-        return str(layer["products"])
-    return f"{layer['cache']} by {layer['implementation']} {layer['version']}"
-
-
-def _activation_rule(described: Mapping[str, Any]) -> str:
-    """Of the scales of activations, and passes of the compiler that would quantise by another."""
-    fused = () if is_aligned(described) else (name for name in FUSIONS if described["passes"].get(name))
-    return "+".join([described["activations"], *fused])

@@ -48,6 +48,9 @@ class HereEngine(ResidentEngine):
         self.log.append(method)
         return [policy.answer(method, *arguments) for policy in self.policies]
 
+    def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
+        return {}
+
     def _find_shares(self, sent: Mapping[str, Any]) -> list[Share]:
         return 2 * find_shares(sent, {}, self._parameters)
 

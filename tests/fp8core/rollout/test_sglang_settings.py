@@ -34,8 +34,8 @@ from fp8core.rollout.sglang.requirements import (
 from fp8core.rollout.sglang.settings import (
     Launch,
     cache_tokens,
+    described_formats,
     engine_arguments,
-    executed_formats,
     model_config,
     required_environment,
     suggested_environment,
@@ -254,7 +254,7 @@ def _described(**changes):
 
 def test_a_report_is_checked_against_the_contract():
     points = {"rounding_points": "kernels of SGLang"}
-    check_formats(executed_formats(_described(), FP8, 2) | points, FP8)
+    check_formats(described_formats(_described(), FP8, 2) | points, FP8)
     stock = [_described()["attention"][0] | {"implementation": "FlashAttentionBackend"}] * 2
     for change, complaint in (
         ({"activations": "pow2"}, "scale_rule=pow2"),
@@ -271,7 +271,7 @@ def test_a_report_is_checked_against_the_contract():
         ),
     ):
         with pytest.raises(SyncError, match=complaint):
-            check_formats(executed_formats(_described(**change), FP8, 2) | points, FP8)
+            check_formats(described_formats(_described(**change), FP8, 2) | points, FP8)
 
 
 class _Reporting(SglangEngine):
@@ -307,7 +307,7 @@ def test_every_kernel_of_a_type_of_linear_is_reported():
 def test_experts_count_among_the_linears_of_their_layer(experts, found):
     linears = _described()["linears"]
     described = _described(linears=linears | {"model.layers.1.mlp.experts": experts})
-    assert executed_formats(described, FP8, 2)["linear"] == ["fp8_block", found]
+    assert described_formats(described, FP8, 2)["linear"] == ["fp8_block", found]
 
 
 class _Method:

@@ -22,8 +22,8 @@ from fp8core.rollout.vllm.settings import (
     Launch,
     attention_backend,
     captured_sizes,
+    described_formats,
     engine_arguments,
-    executed_formats,
     executed_points,
     experts_arguments,
     model_config,
@@ -191,7 +191,7 @@ def test_rounding_points_are_read_from_what_vllm_resolved(build, compilation, op
 
 
 def test_other_rounding_points_than_agreed_are_refused():
-    executed = executed_formats(_described(), FP8, 2) | {"rounding_points": "fused"}
+    executed = described_formats(_described(), FP8, 2) | {"rounding_points": "fused"}
     check_formats(executed, FP8)
     check_formats(executed, _rounding(FP8, "fused"))
     with pytest.raises(SyncError, match="rounding_points=fused, the contract says kernels"):
@@ -217,7 +217,7 @@ def _described(**changes):
 
 
 def test_what_runs_as_agreed_passes():
-    check_formats(executed_formats(_described(), FP8, 2), FP8)
+    check_formats(described_formats(_described(), FP8, 2), FP8)
 
 
 def test_experts_are_linears_of_their_layer():
@@ -227,10 +227,10 @@ def test_experts_are_linears_of_their_layer():
             del described["linears"][f"model.layers.{layer}.mlp.{name}"]
         experts = {"kernel": kernel, "dtype": "float8_e4m3fn"}
         described["linears"][f"model.layers.{layer}.mlp.experts.routed_experts"] = experts
-    check_formats(executed_formats(described, FP8, 2), FP8)
+    check_formats(described_formats(described, FP8, 2), FP8)
     experts["kernel"] = "MarlinExperts"
     with pytest.raises(SyncError, match="float8_e4m3fn by MarlinExperts"):
-        check_formats(executed_formats(described, FP8, 2), FP8)
+        check_formats(described_formats(described, FP8, 2), FP8)
 
 
 def _linear(name, **changes):
@@ -259,7 +259,7 @@ def _linear(name, **changes):
 )
 def test_what_runs_otherwise_is_named(described, complaint):
     with pytest.raises(SyncError, match=complaint):
-        check_formats(executed_formats(described, FP8, 2), FP8)
+        check_formats(described_formats(described, FP8, 2), FP8)
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_what_it_computes_is_the_contracts():
     }
 
     def formats(described):
-        return executed_formats(described, KERNELS, 1) | {"rounding_points": executed_points(described, HOPPER)}
+        return described_formats(described, KERNELS, 1) | {"rounding_points": executed_points(described, HOPPER)}
 
     check_formats(formats(described), KERNELS)
     with pytest.raises(SyncError, match="scale_rule=pow2"):
