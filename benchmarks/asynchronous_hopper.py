@@ -131,40 +131,19 @@ def _variant_settings(options: argparse.Namespace, seed: int) -> list[str]:
 
 
 def mode_table(rows: Sequence[Row]) -> str:
-    """One line a mode."""
-    return table(
-        (
-            "model",
-            "precision",
-            "mode",
-            "seed",
-            "steps",
-            "s a step",
-            "tokens/s/GPU",
-            "verified",
-            "differ",
-            "staleness, mean",
-            "largest",
-            "held-out, last",
-        ),
-        (
-            (
-                row["model"],
-                PRECISIONS[row["precision"]],
-                row["mode"],
-                f"{row['seed']} of {row['side_by_side']}",
-                str(row["steps"]),
-                f"{row['seconds']['wall']:.2f}",
-                f"{row['tokens_per_s_per_gpu']:,.0f}",
-                f"{row['tokens_verified']:,}",
-                f"{row['tokens_differing']:,}",
-                f"{row['staleness_mean']:.2f}",
-                f"{row['staleness_max']:.0f}",
-                f"{row['heldout'][-1]:.3f}" if row["heldout"] else "",
-            )
-            for row in rows
-        ),
-    )
+    """One line a model, precision and mode: means over its seeds, and sums of tokens."""
+    same = dict[tuple[str, ...], list[Row]]()
+    for row in rows:
+        same.setdefault((row["model"], PRECISIONS[row["precision"]], row["mode"]), []).append(row)
+    lines = []
+    for case, seeds in same.items():
+        means = (fmean(row["seconds"]["wall"] for row in seeds), fmean(row["staleness_mean"] for row in seeds))
+        sums = (sum(row[f"tokens_{name}"] for row in seeds) for name in ("verified", "differing"))
+        heldout = fmean(row["heldout"][-1] for row in seeds)
+        cells = [str(len(seeds)), str(seeds[0]["steps"]), *(f"{mean:.2f}" for mean in means)]
+        lines.append([*case, *cells, *(f"{tokens:,}" for tokens in sums), f"{heldout:.3f}"])
+    header = ("model", "precision", "mode", "seeds", "steps", "s a step", "staleness", "verified", "differ", "held-out")
+    return table(header, lines)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

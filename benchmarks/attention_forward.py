@@ -81,13 +81,12 @@ def whole_attention_table(rows: Sequence[Row]) -> str:
     for pack in dict.fromkeys(row["pack"] for row in forward):
         by_form = {row["form"]: row for row in forward if row["pack"] == pack}
         cells = [f"{row['milliseconds']:.2f} ({row['teraflops']})" for row in by_form.values()]
-        predicted = ", ".join(f"{row['predicted']:.2f}" for row in by_form.values())
         back = [f"{row['milliseconds']:.2f}" for row in backward if row["pack"] == pack]
         differing = [f"{row['differing']}" for row in equal if row["pack"] == pack]
-        lines.append([pack, *cells, predicted, *back, ", ".join(differing)])
+        lines.append([pack, *cells, *back, ", ".join(differing)])
     names = [f"{name}, ms (TFLOP/s)" for name in dict.fromkeys(row["form"] for row in forward)]
     shown = [_BACKWARD[form] for form in dict.fromkeys(row["form"] for row in backward)]
-    return table(["sequences", *names, "predicted, ms", *shown, "values that differ"], lines)
+    return table(["sequences", *names, *shown, "values that differ"], lines)
 
 
 def forms(qkv: Tensor, pack: DevicePack) -> dict[str, Callable[[], object]]:

@@ -116,7 +116,7 @@ def _steps(folder: Path, settings: Mapping[str, Any]) -> Row:
 
 def step_table(rows: Sequence[Row]) -> str:
     """One line a case."""
-    header = ("case", "GPUs", *(f"{part}, s" for part in (*_PARTS, "tasks")), "error", "differ", "rollouts of step 1")
+    header = ("case", "GPUs", *(f"{part}, s" for part in (*_PARTS, "tasks")), "error", "rollouts of step 1")
     return table(
         header,
         (
@@ -125,8 +125,7 @@ def step_table(rows: Sequence[Row]) -> str:
                 str(row["gpus"]),
                 *(f"{row['seconds'][part]:.3f}" for part in (*_PARTS, "tasks")),
                 f"{row['error_max']:.6g}",
-                str(row["tokens_differing"]),
-                row["rollouts_of_step_1"][:12],
+                row["rollouts_of_step_1"][:8],
             )
             for row in rows
             if "error" not in row

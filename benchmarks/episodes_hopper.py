@@ -325,30 +325,21 @@ def steps_row(steps: Sequence[tuple[int, float]]) -> Row:
     return row
 
 
-def episode_tables(rows: Sequence[Row]) -> list[str]:
-    """Single turns, then ten, one line a measurement of speed; then the steps that were traced."""
-    lines, traced, worker = list[list[str]](), list[list[str]](), ""
+def episode_table(rows: Sequence[Row]) -> str:
+    """Single turns, then ten, one line a measurement."""
+    lines, worker = list[list[str]](), ""
     for row in rows:
         if "processors" in row:
             own = any(each["process"] == "VLLM::Worker" for each in row["processors"])
-            worker = "beside the core" if own else "inside the core"
-            worker = "SGLang's" if row.get("engine") == "sglang" else worker
-        if row["kind"] == "episodes_trace":
-            parts = dict(row["parts_ms"])
-            told = [row["step_ms"], row["idle_ms"], *(parts.pop(name) for name in ("linear", "attention"))]
-            traced.append(
-                [row["which"], worker, str(row["steps"]), *(f"{ms:.1f}" for ms in (*told, sum(parts.values())))]
-            )
-        speed = [f"{row['seconds']:.1f}", f"{row.get('tokens_per_s', 0.0):,.0f}"] if "seconds" in row else []
+            worker = "vLLM, worker " + ("beside the core" if own else "inside the core")
+            worker = "SGLang" if row.get("engine") == "sglang" else worker
+        speed = f"{row.get('tokens_per_s', 0.0):,.0f}"
         if row["kind"] == "single_turn":
-            lines.append([_gpu(row), worker, f"one, {row['prompt']} + {row['generated']} tokens", "", *speed, "", ""])
+            lines.append([_gpu(row), worker, f"one, {row['prompt']} + {row['generated']} tokens", speed, ""])
         elif row["kind"] == "episodes":
-            shares = [f"{row[name]:.2f}" for name in ("share_of_single_turn", "share_of_equal_work")]
-            late = f"up to {1000 * row['latest_answer_seconds']:.0f}"
-            lines.append([_gpu(row), worker, str(row["turns"]), late, *speed, *shares])
-    header = ("GPU", "worker", "turns", "answers, ms", "seconds", "tokens/s", "of rows as long", "of equal work")
-    of_steps = ("a step, ms", "worker", "steps", "all", "nothing runs", "linears", "decode attention", "the rest")
-    return [table(header, lines), *([table(of_steps, traced)] if traced else [])]
+            late = f"{row['turns']}, answers after up to {1000 * row['latest_answer_seconds']:.0f} ms"
+            lines.append([_gpu(row), worker, late, speed, f"{row['share_of_equal_work']:.2f}"])
+    return table(("GPU", "engine", "turns", "tokens/s", "of equal work"), lines)
 
 
 def _gpu(row: Row) -> str:

@@ -261,31 +261,20 @@ def _ahead(run: RunData, step: int) -> int:
 
 
 def step_table(rows: Sequence[Row]) -> str:
-    """One line a row: tokens a second and GPU beside the prediction, seconds by part, and what differs.
-
-    Older rows of runs that generate ahead do not say which share was `written`.
-    """
+    """One line a row: tokens a second and GPU, seconds by part, and the largest error."""
+    parts = [f"{part}, s" for part in PARTS]
     return table(
-        (
-            *("model", "precision", "GPUs", "of", "engines", "mode", "staleness", "old log-probs"),
-            *("tokens/s/GPU", "predicted"),
-            *(f"{part}, s" for part in PARTS),
-            *("written", "mean length", "error", "tokens verified", "differ"),
-        ),
+        ("model", "precision", "GPUs", "mode", "old log-probs", "tokens/s/GPU", *parts, "error"),
         (
             (
                 f"{MODELS.get(row['model'], row['model'])}, {row['layers']} layers",
                 row["precision"],
-                str(row["gpus"]),
-                row["hardware"].get("gpu", "CPU").removeprefix("NVIDIA ").split()[0],
-                *(str(row["engines"]), row["mode"], str(row["staleness"]), row["logprobs"]),
+                f"{row['gpus']} {row['hardware'].get('gpu', 'CPU').removeprefix('NVIDIA ').split()[0]}",
+                row["mode"] + (f", {row['staleness']}" if row["staleness"] else ""),
+                row["logprobs"],
                 f"{row['tokens_per_s_per_gpu']:,.0f}",
-                "" if row["predicted"] is None else f"{row['predicted']['tokens_per_s_per_gpu']:,.0f}",
                 *(f"{row['seconds'].get(part, 0.0):.1f}" for part in PARTS),
-                f"{row['written']:.2f}" if "written" in row else "",
-                f"{row['length_mean']:,.0f}",
                 f"{row['error_max']:.6g}",
-                *(f"{row['tokens_verified']:,}", f"{row['tokens_differing']:,}"),
             )
             for row in rows
         ),

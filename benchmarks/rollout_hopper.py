@@ -287,12 +287,10 @@ def prompt_table(rows: Sequence[Row]) -> str:
     """Prompt tokens per second; each row has one generated token a request."""
     lines = []
     for row in rows:
-        speeds = [row["prompt"] * speed for speed in row["all_tokens_per_s"]]
         name = PRECISIONS[row["precision"]] + (", aligned" if row["forward"] == "aligned" else "")
-        middle = f"{row['prompt'] * row['tokens_per_s']:,.0f}"
-        spread = ", ".join(f"{speed:,.0f}" for speed in speeds)
-        lines.append([f"{row['requests']} of {row['prompt']:,}", name, middle, spread])
-    return table(["prompts", "precision", "tokens/s", "of"], lines)
+        speed = f"{row['prompt'] * row['tokens_per_s']:,.0f}"
+        lines.append([f"{row['requests']} of {row['prompt']:,}", name, speed])
+    return table(["prompts", "precision", "tokens/s"], lines)
 
 
 def _median(nanoseconds: Sequence[int]) -> float:

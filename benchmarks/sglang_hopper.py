@@ -170,18 +170,15 @@ def timed_generation(engine: Any, requests: int, prompt: int, generated: int, se
 
 
 def sglang_table(rows: Sequence[Row]) -> str:
-    """SGLang by cell: the start of its engine, the first update and the last, and the rollouts."""
-    lines, begun, updates = [], "", list[str]()
+    """SGLang by cell: the last update before it, and its rollouts."""
+    lines, update = [], ""
     for row in rows:
-        if row["kind"] == "start":
-            begun, updates = f"{row['seconds']:.0f}", []
-        elif row["kind"] == "sync":
-            updates.append(f"{1000 * row['seconds']:.0f}")
-        else:
+        if row["kind"] == "sync":
+            update = f"{1000 * row['seconds']:.0f}"
+        elif row["kind"] == "rollout":
             cell = f"{row['requests']} x ({row['prompt']} + {row['generated']})"
-            speeds = ", ".join(f"{speed:,.0f}" for speed in row["all_tokens_per_s"])
-            lines.append([CASES[row["case"]], cell, begun, updates[0], updates[-1], speeds])
-    return table(["Qwen3-8B", "requests", "ready, s", "first update, ms", "next, ms", "tokens/s"], lines)
+            lines.append([CASES[row["case"]], cell, update, f"{row['tokens_per_s']:,.0f}"])
+    return table(["Qwen3-8B", "requests", "update, ms", "tokens/s"], lines)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python docs/generate_reference.py
 
-config.md and run.json come from the models of the configuration, and cli.md comes from the parser. The tables of
-manifest.md and the other schemas come from the models of a run's files. The measured
-steps of a plan come from rows of benchmarks. A test fails where one of them is out of date.
+config.md and run.json come from the models of the configuration, cli.md from the parser. The tables of manifest.md and
+the other schemas come from the models of a run's files, those of numerics.md from docstrings and presets.
+The measured steps of a plan come from rows of benchmarks. A test fails where one of them is out of date.
 Editors check a configuration file with the schema that its first line names, as those in configs/ do.
 
 A change of what a manifest holds needs a new schema version first. The schema file of a version that runs were made
@@ -13,8 +13,11 @@ with must stay as it is.
 
 import argparse
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -27,6 +30,9 @@ from fp8core.config.schema import file_schema
 from fp8core.models.hub import PUBLISHED
 from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
 from fp8core.resources.memory import GPUS
+from fp8core.rl import alignment_metrics, correction
+from fp8core.rl.correction import CorrectionRule, Filter
+from fp8core.rl.presets import PRESETS, Preset
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
@@ -36,15 +42,18 @@ from fp8core.store.run_directory import RunDescription
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
-MANIFEST = REFERENCE / "manifest.md"
+MANIFEST, NUMERICS = REFERENCE / "manifest.md", REFERENCE / "numerics.md"
 # All of its rows were measured on an H200, at the shape of Qwen3-8B.
 STEP_ROWS = ROOT / "benchmarks" / "results" / "large_ledger.json"
+# Larger upper bounds are in the schema alone: nobody comes near them.
+SHOWN_MAXIMUM = 16
 Schema = Mapping[str, Any]
 
 _CONFIG = """# Configuration
 
 A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
-by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json).
+by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json),
+which has all bounds.
 
 A text is its characters, in a file and after `--set key=`: `3.10`, `010`, `true`. `--set` keeps ` #` and `: ` in it and
 takes off quotes around the whole. A file is refused if a comment cuts a text; behind one word, write `  # comment`.
@@ -91,9 +100,10 @@ def pages() -> dict[Path, str]:
     """The pages and the schema of the configuration, and their text."""
     return {
         SCHEMAS / "run.json": json.dumps(file_schema(), indent=2) + "\n",
-        REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_tables(file_schema())),
-        REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_tables(build_parser())),
+        REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_sections(file_schema())),
+        REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
         MANIFEST: rewritten(MANIFEST.read_text(), {name: table(model) for name, model in _MANIFEST_MODELS.items()}),
+        NUMERICS: rewritten(NUMERICS.read_text(), numerics_tables()),
     }
 
 
@@ -131,7 +141,7 @@ def measured_steps() -> dict[Path, str]:
     return {MEASURED: json.dumps(found, indent=1) + "\n"}
 
 
-def config_tables(schema: Schema) -> str:
+def config_sections(schema: Schema) -> str:
     """A table for each section, in the order of the schema, and then for each type that these tables name."""
     sections = _sections(schema, schema["$defs"], "", ())
     parts = [_settings(f"## `{name}`" if name else "## Top level", section, schema) for name, section in sections]
@@ -141,15 +151,14 @@ def config_tables(schema: Schema) -> str:
 
 
 def _settings(title: str, section: Schema, schema: Schema) -> str:
-    """The table of a section without those inside it; empty where it has nothing else."""
+    """The list of a section without those inside it; empty where it has nothing else."""
     required = section.get("required", ())
-    rows = [
+    lines = [
         _setting(key, value, key in required)
         for key, value in section["properties"].items()
         if not _section_of(value, schema)
     ]
-    header = "| setting | value | default | meaning |\n| --- | --- | --- | --- |"
-    return "\n".join([title, "", header, *rows, ""]) if rows else ""
+    return "\n".join([title, "", *lines, ""]) if lines else ""
 
 
 def _sections(section: Schema, definitions: Schema, name: str, above: Sequence[str]) -> Iterator[tuple[str, Schema]]:
@@ -176,8 +185,8 @@ def _setting(key: str, value: Schema, required: bool) -> str:
     default = "required" if required else ""
     if "default" in value:
         default = f"`{json.dumps(value['default'], ensure_ascii=False)}`"
-    cells = (f"`{key}`", _values(value), default, value.get("description", ""))
-    return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
+    about = "; ".join(filter(None, [_values(value), default]))
+    return f"- `{key}` ({about}): {value.get('description', '').replace(chr(10), ' ')}"
 
 
 def _values(value: Schema) -> str:
@@ -193,22 +202,21 @@ def _values(value: Schema) -> str:
     bounds = [
         f"{sign} {value[name]:,}"
         for name, sign in {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}.items()
-        if name in value
+        if name in value and (not name.endswith("aximum") or value[name] <= SHOWN_MAXIMUM)
     ]
     kinds = {"object": "mapping", "string": "text", "boolean": "true or false", "null": "null"}
     kind = value.get("type", "any")
     return ", ".join([kinds.get(kind, kind), *bounds])
 
 
-def cli_tables(parser: argparse.ArgumentParser) -> str:
+def cli_sections(parser: argparse.ArgumentParser) -> str:
     """A section for each command: its description, its arguments."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     parts = []
     for name, command in commands.choices.items():
-        rows = [_argument(action) for action in command._actions if action.dest != "help"]
-        table = ["| argument | default | meaning |", "| --- | --- | --- |", *rows, ""] if rows else []
-        parts.append("\n".join([f"## `fp8-grpo {name}`", "", _sentence(summaries.get(name, "")), "", *table]))
+        lines = [_argument(action) for action in command._actions if action.dest != "help"]
+        parts.append("\n".join([f"## `fp8-grpo {name}`", "", _sentence(summaries.get(name, "")), "", *lines, ""]))
     return "\n".join(parts)
 
 
@@ -218,15 +226,73 @@ def _argument(action: argparse.Action) -> str:
     name = ", ".join(f"{option}{value}" for option in action.option_strings) or metavar
     shown = action.default not in (None, False, [], argparse.SUPPRESS)
     # A folder of this checkout by its name there: the page is the same on every machine.
-    default = f"`{str(action.default).removeprefix(f'{ROOT}/')}`" if shown else ""
+    default = f" (`{str(action.default).removeprefix(f'{ROOT}/')}`)" if shown else ""
     help_ = (action.help or "") % {"default": action.default, "prog": "fp8-grpo"}
     if action.choices is not None:
         help_ += f"; one of {', '.join(f'`{choice}`' for choice in action.choices)}"
-    return f"| `{name}` | {default} | {help_.replace('|', chr(92) + '|')} |"
+    return f"- `{name}`{default}: {help_}"
 
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def numerics_tables() -> dict[str, str]:
+    """The parts of numerics.md: tables of docstrings, and the presets."""
+    levels, actions, filters, denominators = docstring_tables(correction.__doc__)
+    (metrics,) = docstring_tables(alignment_metrics.__doc__)
+    return {
+        "metrics": metrics,
+        "levels": levels,
+        "actions": actions,
+        "filters": filters,
+        "denominators": denominators,
+        "presets": "\n".join(f"- `{name}`: {preset_text(preset)}" for name, preset in PRESETS.items()),
+    }
+
+
+def docstring_tables(text: str | None) -> list[str]:
+    """The fixed-width tables of a docstring as Markdown; the rule under the header sets where columns end."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text or "", re.MULTILINE):
+        lines = block.splitlines()
+        bars = [i for i, character in enumerate(lines[1]) if character == "|"]
+        cells = [[line[a + 1 : b].strip() for a, b in pairwise(bars)] for line in lines]
+        cells[1] = ["---"] * len(cells[0])
+        found.append("\n".join("| " + " | ".join(c.replace("|", r"\|") for c in line) + " |" for line in cells))
+    return found
+
+
+def preset_text(preset: Preset) -> str:
+    """Weight, rejection and mode of a preset in words."""
+    rule = preset.rule
+    mode = preset.mode + ("" if preset.loss == "clipped" else f", {preset.loss}")
+    return "; ".join(filter(None, [_weight(rule), _rejection(rule), mode]))
+
+
+def _weight(rule: CorrectionRule) -> str:
+    weighting = rule.weighting
+    if weighting.level == "none":
+        return ""
+    bounds = {"low": weighting.low if weighting.low > 0 else math.inf, "high": weighting.high}
+    shown = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
+    normalised = [] if rule.normalise == "none" else ["normalised"]
+    return ", ".join([f"{weighting.level} {weighting.action}", *shown, *normalised])
+
+
+def _rejection(rule: CorrectionRule) -> str:
+    tests = []
+    if rule.veto is not None:
+        upper = f" <= {rule.veto.high:g}" if math.isfinite(rule.veto.high) else ""
+        tests.append(f"every {rule.veto.low:g} <= rho{upper}")
+    tests += [_filter(test) for test in rule.filters]
+    return f"keeps {', '.join(tests)}" if tests else ""
+
+
+def _filter(test: Filter) -> str:
+    if test.bounds_ratio:
+        return f"{test.name}: {test.low:g} <= rho <= {test.high:g}"
+    return f"{test.name} <= {test.high:g}"
 
 
 def table(model: type[BaseModel]) -> str:
@@ -261,7 +327,7 @@ def rewritten(page: str, parts: Mapping[str, str]) -> str:
     for name, text in parts.items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:
-            raise ValueError(f"{MANIFEST.name}: the markers of {name} must occur once")
+            raise ValueError(f"the markers of {name} must occur once")
         before, after = page.partition(begin)[0], page.partition(end)[2]
         page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
     return page

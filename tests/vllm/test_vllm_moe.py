@@ -157,7 +157,7 @@ def test_greedy_tokens_are_nearly_the_references(choices, policies, record_prope
 
     How many are equal tells less in FP8: an engine that is the reference but for sums about as inexact as an H200's has
     86 to 89 % of them and BF16 81 to 83 %; it loses 0.032 to 0.040 nats and BF16 0.059 to 0.071
-    (docs/results/engine.md).
+    (docs/results/rollout.md).
     """
     record_property("whole", _share(choices.completions, choices.reference_completions))
     equal, plain_equal = _share(choices.vllm, choices.reference), _share(choices.plain, choices.reference)

@@ -1,0 +1,52 @@
+"""The README's commands parse, generated pages are those of the code, and links lead somewhere."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flows.cli.commands import build_parser
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("fp8-grpo ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_readme_parses(command: str) -> None:
+    build_parser().parse_args(shlex.split(command)[1:])
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    generator = script("generate_reference")
+    for path, text in {**generator.pages(), **generator.manifest_schemas(), **generator.measured_steps()}.items():
+        assert path.read_text() == text, "run python docs/generate_reference.py"
+
+
+def test_the_table_of_claims_is_that_of_the_stored_rows() -> None:
+    charts = script("charts")
+    page = charts.PAGE.read_text()
+    assert charts.rewritten(page, charts.claims()) == page, "run python docs/charts.py"
+
+
+def test_links_of_pages_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", ROOT / "mkdocs.yml", "-d", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
