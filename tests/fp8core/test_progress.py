@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from fp8core.progress import Part, clock, tell_progress
+from fp8core.progress import Part, tell_progress
 
 
 def eventually(lines: list[str], pattern: str) -> None:
@@ -27,13 +27,6 @@ def test_a_part_says_what_it_is_how_far_it_is_and_what_is_left() -> None:
     said = [*lines]
     time.sleep(0.05)
     assert lines == said, "nothing comes after its end"
-
-
-def test_a_quick_part_prints_nothing() -> None:
-    lines = list[str]()
-    with Part("checks", lines.append) as progress:
-        progress(1, 2)
-    assert lines == []
 
 
 def test_the_inner_part_speaks_in_place_of_the_outer_one() -> None:
@@ -68,11 +61,3 @@ def test_parts_of_other_threads_count_for_themselves() -> None:
     for thread in threads:
         thread.join()
     assert {line.partition(" after")[0] for line in lines if "/" in line} == {"a: 1/9", "bb: 2/9"}
-
-
-def test_a_count_without_a_part_is_heard_by_nobody() -> None:
-    tell_progress(1, 2)
-
-
-def test_clock() -> None:
-    assert [clock(seconds) for seconds in (0, 59.6, 3599.6)] == ["0:00", "1:00", "1:00:00"]

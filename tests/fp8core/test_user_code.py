@@ -81,21 +81,6 @@ def test_a_function_reaches_other_processes(written: Written, tmp_path: Path) ->
     assert child.stdout == b"18\n", child.stderr
 
 
-def test_what_failed_to_be_imported_is_imported_once_it_is_mended(written: Written) -> None:
-    with pytest.raises(UserError, match=r"mine\.py cannot be imported: ZeroDivisionError"):
-        load_code(written("mine.py", "1 / 0"), "function")
-    assert load_code(written("mine.py", "def score(): return 1"), "function").found() == 1
-
-
-def test_what_has_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_folder_of_mine").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"^a_folder_of_mine has no source file"):
-        load_code("a_folder_of_mine:score", "function")
-    with pytest.raises(UserError, match=r"^itertools has no source file"):
-        load_code("itertools:count", "function")
-
-
 def test_neighbours_are_found_where_they_were_asked_for_alone(written: Written) -> None:
     """They are in no digest, and another file there may answer the optional import of a library."""
     written("scale_of_mine.py", "SCALE = 2")
@@ -104,8 +89,3 @@ def test_neighbours_are_found_where_they_were_asked_for_alone(written: Written) 
         load_code(path, "function")
     find_neighbours(path)
     assert load_code(path, "function").found() == 2
-
-
-def test_a_name_that_is_too_long_is_one_line() -> None:
-    with pytest.raises(UserError, match="cannot be read: File name too long"):
-        load_code(f"{'x' * 300}.py:score", "function")

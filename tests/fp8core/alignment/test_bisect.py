@@ -88,14 +88,6 @@ def test_logprobs_are_those_of_the_trainer(case, trainer_of, contract):
     assert torch.equal(found, expected[torch.arange(expected.shape[1]) < written.sum(1, keepdim=True)])
 
 
-def test_more_rows_than_a_micro_batch_are_scored_alike(case, ragged_prompts):
-    prompts, completions = ragged_prompts(70, 40, seed=2), ragged_prompts(70, 40, seed=3, longest=4)
-    whole = logprobs(case.arch, case.fp8, replace(case.task, sequences=TokenBatch.of(prompts, completions)))
-    row = TokenBatch.of(prompts[66:67], completions[66:67])
-    alone = logprobs(case.arch, case.fp8, replace(case.task, sequences=row))
-    assert torch.equal(whole[66, : alone.shape[1]], alone[0])
-
-
 def test_a_unit_alone_is_a_decoder_with_that_format_in_that_place(case):
     """Against formats and weights that are put together by hand."""
     layers = list(case.bf16.formats.layers)
@@ -144,14 +136,6 @@ def test_a_damaged_layer_comes_first_among_the_roundings_of_all(case, granularit
     assert [unit.share for unit in result.units] == sorted((unit.share for unit in result.units), reverse=True)
     assert sum(unit.share > 0 for unit in result.units) > 1
     assert result.tokens == int(case.task.sequences.completion.sum())
-
-
-def test_a_cache_in_another_format_is_the_attentions(case):
-    contract = PrecisionContract(rollout=SidePrecision(kv_cache="bf16"))
-    suspect = Side.of(rollout_formats(contract, 2), case.masters)
-    result = bisect(case.arch, case.fp8, suspect, case.task, units_of(case.arch, "operation"))
-    assert result.units[0].unit == "all attention"
-    assert [unit.share for unit in result.units] == [1.0] + [0.0] * 7
 
 
 @pytest.mark.parametrize(("part", "change"), [("head", SidePrecision(head="bf16")), ("values", None)])

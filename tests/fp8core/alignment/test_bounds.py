@@ -10,7 +10,6 @@ from fp8core.alignment.bounds import (
     crossed,
     only_equal_bits,
     stop_bounds,
-    stored_bounds,
     unverifiable,
 )
 from fp8core.config.load import load_config
@@ -140,12 +139,6 @@ def test_a_setting_replaces_its_default_and_says_so() -> None:
     assert described["alignment.stop.patience"] == "4 (configuration)"
 
 
-def test_none_judges_nothing_and_says_so() -> None:
-    found = of(**{"alignment.stop.action": "none"})
-    assert not found.judges
-    assert found.summary == "nothing is bounded (alignment.stop, exact contract)"
-
-
 def test_the_line_says_on_which_side_of_a_bound_a_run_fails() -> None:
     exact = of().summary
     assert exact.startswith("exact contract, fails if tmpe > 1, tokens_differing > 0, |ratio_bias| > 0, ")
@@ -201,19 +194,8 @@ def test_a_lower_bound_is_crossed_from_above() -> None:
     assert found.reason == "alignment.stop.effective_sample_size=0.9: below it for 1 step (0.25)"
 
 
-def test_one_good_step_is_enough() -> None:
-    bounds = of(**{"alignment.stop.k3": 0.01})
-    bad, good = steps(k3=0.5), steps(k3=0.001)
-    assert crossed(bounds, bad + good + bad) is None
-    assert crossed(bounds, bad * 3) is not None
-
-
 def test_different_bounds_crossed_in_turn_are_not_one_crossed_for_long() -> None:
     assert crossed(of(**{"alignment.stop.k3": 0.01}), steps(k3=0.5) + steps(error=9.0)) is None
-
-
-def test_steps_of_older_code_that_did_not_measure_decide_nothing() -> None:
-    assert crossed(of(), [{"reward/mean": 1.0}, *steps(error=2.0)]) is None
 
 
 def test_a_bound_on_what_nobody_measures_is_refused() -> None:
@@ -225,11 +207,3 @@ def test_a_bound_on_what_nobody_measures_is_refused() -> None:
     del metrics["alignment/k3_kl"]
     with pytest.raises(UserError, match=expected):
         crossed(of(**{"alignment.stop.k3": 0.01}), [metrics])
-
-
-def test_a_run_that_is_only_read_has_unknown_bounds_where_they_are_up_to_an_engine_that_it_names() -> None:
-    own = {"rollout.engine": "nowhere:ENGINE"}
-    assert stored_bounds(load_config("tiny", own)) is None
-    differing = load_config("tiny", own | {"precision.training.linear": "bf16"})
-    assert stored_bounds(differing) == stop_bounds(differing)
-    assert stored_bounds(load_config("tiny")) == of()

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8core.kernels import attention_backward as module
-from fp8core.kernels.attention_backward import MOST_BYTES, Part, Shape, cudnn_gradients, describe, parts_of
+from fp8core.kernels.attention_backward import MOST_BYTES, Part, Shape, cudnn_gradients, parts_of
 from fp8core.numerics.fused import HeadLayout
 from fp8core.numerics.packed import PackedSequences
 
 QWEN3 = HeadLayout(32, 8, 128)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,3 @@ def test_gradients_of_all_parts_lie_where_their_tokens_do(monkeypatch, layout, d
         for mine, exact in zip(found, expected, strict=True):
             assert torch.equal(mine[start:end], exact.bfloat16())
     assert not any(x[real:].any() for x in found)
-
-
-def test_on_a_cpu_it_is_not_cudnn():
-    assert describe(128, CPU) == "FlashAttention 2 of torch"

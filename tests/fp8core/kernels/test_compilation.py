@@ -9,7 +9,7 @@ import torch
 
 from fp8core.errors import UserError
 from fp8core.kernels import cuda
-from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multiply, run_jobs
+from fp8core.kernels.compilation import Job, missing_jobs, multiply, run_jobs
 from fp8core.numerics import dispatch
 from fp8core.resources.kernels import Product, samples
 
@@ -71,17 +71,6 @@ def test_this_process_works_while_others_compile(tmp_path):
     assert (tmp_path / "done").exists()
 
 
-def test_kernels_are_counted_in_all_folders_whether_they_exist_or_not(tmp_path):
-    folders = KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / "own")
-    assert folders.count() == 0
-    # While DeepGEMM compiles, it writes beside the kernels.
-    others = ("deep_gemm/tmp/x", "triton/fp8-grpo")
-    for name in ("deep_gemm/cache/kernel.a", "deep_gemm/cache/kernel.b", "triton/A", "own", *others):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "own" / "decode.cubin").touch()
-    assert folders.count() == 4
-
-
 @pytest.mark.parametrize("operands", ["fp8_block", "bf16", "fp8_gradient"])
 def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
     """The operation that engine and trainer call gets the layouts that they give it."""
@@ -110,19 +99,6 @@ def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
     assert (x.shape, weight.shape, by_row.shape, by_tile.shape) == ((19, 384), (256, 384), (19, 3), (2, 3))
     assert (x.dtype, weight.dtype) == (torch.float8_e4m3fn,) * 2
     assert by_row.stride() == (1, 20)
-
-
-@pytest.mark.slow
-def test_a_folder_that_takes_no_files_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(cuda, "_compile", lambda *_: b"code")
-    monkeypatch.setattr(cuda, "nvrtc_version", lambda: "13.0")
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(UserError, match=f"^{file}/kernels: kernels cannot be kept there: "):
-        cuda.kept_image(file / "kernels", "decode_attention", [])
-    (job,) = jobs(tmp_path, (int, 0))
-    with pytest.raises(UserError, match=f"^{file}/fp8-grpo: kernels cannot be kept there: "):
-        run_jobs([job._replace(folder=file)], VERSIONS, lambda *_: None)
 
 
 def test_machine_code_is_kept_by_source_options_and_compiler(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8core.kernels.decode_attention import partition_of
 from fp8core.kernels.sequence_attention import Batch, Span, batches
 from fp8core.numerics.attention import (
     FP8_CACHE_FORMS,
@@ -218,14 +217,6 @@ def test_bf16_and_fp32_against_plain_softmax(form, bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_query_with_one_key_returns_its_value(form) -> None:
-    q, k, v = random_qkv(5, seed=6)
-    out = full_pass(form, (q, k, v), torch.eye(5, dtype=torch.bool)[None, None], POW2)
-    expected = to_bf16(stored(v, POW2.v)) if form.name in FP8_CACHE_FORMS else v
-    assert torch.equal(out, expected.repeat_interleave(2, dim=1))
-
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_grouped_queries_equal_repeated_heads(form, kv_heads: int) -> None:
     q, k, v = random_qkv(30, seed=8, kv_heads=kv_heads)
@@ -238,15 +229,6 @@ def test_grouped_queries_equal_repeated_heads(form, kv_heads: int) -> None:
     grads = [torch.autograd.grad(out, leaves, upstream) for out in (grouped_out, repeated_out)]
     for ours, theirs in zip(*grads, strict=True):
         assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("form", [FP8, FP16])
-def test_fp8_without_scales_is_refused(form) -> None:
-    q, k, v = random_qkv(3, seed=0)
-    with pytest.raises(AssertionError, match="calibrate first"):
-        form.store(k, v, None)
-    with pytest.raises(AssertionError, match="calibrate first"):
-        form.attend(q, k.double(), v.double(), causal(3), None)
 
 
 # Gradients, against the autograd of models that spell out what each rounding passes
@@ -389,19 +371,3 @@ def test_every_new_token_sees_each_key_before_it_once(partition: int, group: int
         for token in range(tokens):
             assert sorted(found.pop(row + token)) == list(range(keys - tokens + token + 1)), (row, token)
     assert not found
-
-
-def test_work_that_would_take_too_much_memory_is_cut_between_sequences() -> None:
-    spans = [Span(0, 10, 40_000), Span(10, 10, 30_000), Span(20, 10, 30_000)]
-    made = batches(spans, 4, 131_072, torch.device("cpu"))
-    assert [batch.pairs[:, 0].unique().tolist() for batch in made] == [[0], [1, 2]]
-    with pytest.raises(AssertionError, match="longest request"):
-        batches(spans, 4, 39_999, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("longest", [1, 4096, 4097, 12_288, 16_384, 16_385, 40_960, 131_072])
-def test_few_partitions_hold_all_keys(longest: int) -> None:
-    partition = partition_of(longest)
-    assert partition % 32 == 0
-    assert math.ceil(longest / partition) <= 4
-    assert partition >= 4096

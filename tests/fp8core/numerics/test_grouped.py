@@ -15,7 +15,6 @@ from fp8core.numerics.grouped import (
     gathered_codes,
     group_rows,
     grouped_experts,
-    grouped_gemm,
     most_rows,
     weighted_sum,
 )
@@ -48,16 +47,6 @@ def test_every_slot_has_its_row_and_no_block_has_two_experts(tokens, k, experts,
         owned = [expert for expert in block if expert != PADDING]
         assert len(set(owned)) <= 1
         assert block[: len(owned)] == owned, "padding ends a block"
-
-
-@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 1, 1), (1, 3, 8), (3, 2, 4), (129, 1, 4), (260, 2, 2)])
-def test_rows_of_the_worst_case_are_no_more_than_needed(tokens, k, experts):
-    """One slot in every expert but the last, which has the rest, is the most rows of so many slots."""
-    slots = tokens * k
-    counts = [1] * (min(slots, experts) - 1)
-    counts.append(slots - len(counts))
-    worst = sum(-(-count // TILE) * TILE for count in counts)
-    assert worst == most_rows(slots, experts)
 
 
 def test_nothing_waits_for_the_device():
@@ -138,13 +127,3 @@ def test_a_token_does_not_depend_on_others():
             grouped_experts(x[rows], chosen[rows], gates[rows], held, Quantisers(FP32_ACTIVATIONS.activations)),
             together[rows],
         )
-
-
-def test_padding_is_not_multiplied():
-    held, _ = weights(FP32_ACTIVATIONS)
-    codes = row_codes(normal(TILE, HIDDEN, seed=0).bfloat16(), POW2.activations)
-    owners = torch.full((TILE,), PADDING, dtype=torch.int32)
-    owners[:2] = 3
-    product = grouped_gemm(codes, held[0], owners)
-    assert (product[:2] != 0).any()
-    assert not product[2:].any()

@@ -112,22 +112,6 @@ def test_logprobs_and_entropies_are_those_of_the_plain_formula(temperature: floa
     assert torch.allclose(entropy.double(), expected[1], rtol=1e-6, atol=1e-5)
 
 
-def test_logprobs_are_those_an_engine_reports() -> None:
-    x, weight, targets = random_case(30, 70, 32, seed=6)
-    for form in (Fp32Head(), Bf16Head()):
-        head = load_head(weight)
-        sampled = log_softmax(form.logits(x, head), 0.8).gather(-1, targets[:, None])[:, 0].float()
-        assert torch.equal(token_logprobs(x, head, form, targets, 0.8)[0], sampled)
-
-
-def test_entropy_of_known_distributions() -> None:
-    head = load_head(torch.eye(8))
-    x = torch.zeros(2, 8)
-    x[1, 3] = 1e4
-    _, entropy = token_logprobs(x, head, Fp32Head(), torch.tensor([0, 3]), 1.0)
-    assert entropy.tolist() == [torch.tensor(math.log(8)).item(), 0.0]
-
-
 def gradients(
     x: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor, form: HeadFormat, temp: float
 ) -> tuple[Tensor, ...]:
@@ -174,13 +158,6 @@ def test_chunking_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int, 
         assert (chunked - whole).abs().max() <= 1e-6 * whole.abs().max()
 
 
-def test_no_tokens() -> None:
-    logp, entropy = token_logprobs(
-        torch.empty(0, 8), load_head(torch.eye(8)), Fp32Head(), torch.empty(0, dtype=torch.int64), 1.0
-    )
-    assert logp.shape == entropy.shape == (0,)
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("parts", [(0.0, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("elements", [1 << 24, 150])
@@ -201,15 +178,6 @@ def test_gradients_of_entropies_are_those_of_the_plain_formula(
     for grad, exact in zip(*gradients, strict=True):
         assert grad.dtype == torch.float32
         assert (grad - exact).abs().max() <= 1e-5 * exact.abs().max()
-
-
-def test_a_certain_token_has_an_entropy_without_slope() -> None:
-    x = torch.zeros(2, 8)
-    x[1, 3] = 1e4
-    x.requires_grad_()
-    _, entropy = token_logprobs(x, load_head(torch.eye(8)), Fp32Head(), torch.tensor([0, 3]), 1.0)
-    (gradient,) = torch.autograd.grad(entropy.sum(), x)
-    assert gradient.abs().max() < 1e-7
 
 
 def test_a_frozen_head_passes_the_gradient_on() -> None:

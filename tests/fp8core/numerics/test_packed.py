@@ -72,12 +72,6 @@ def test_a_sequence_attends_as_if_it_were_alone(name: str, lengths: list[int]) -
     assert not gradient[lengths[0] :].any()
 
 
-def test_fp8_attention_without_scales_is_refused() -> None:
-    pack = DevicePack.of(PackedSequences.of([3]), CPU)
-    with pytest.raises(AssertionError, match="calibrate first"):
-        FORMS["fp8"][0].forward(drawn(pack.sequences), LAYOUT, pack, None)
-
-
 @pytest.mark.parametrize("products", QUERY_TYPES)
 def test_what_the_kernel_is_told_is_the_pack(products: AttentionProducts) -> None:
     """The decode kernel's own reference, on the pages of a pack, finds what each sequence attends to."""
@@ -226,12 +220,6 @@ def test_a_pack_is_whole_pages_and_whole_groups(lengths: list[int]) -> None:
         assert not pack.positions[start + length : end].any()
         assert pack.valid[start:end].tolist() == [True] * length + [False] * (end - start - length)
         assert set(pack.owners[start:end].tolist()) == {index}
-
-
-@pytest.mark.parametrize("lengths", [[], [3, 0]])
-def test_nothing_is_not_packed(lengths: list[int]) -> None:
-    with pytest.raises(AssertionError):
-        PackedSequences.of(lengths)
 
 
 TOKENS, HIDDEN, VOCABULARY = 37, 24, 50

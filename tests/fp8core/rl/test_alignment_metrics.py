@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from fp8core.rl.alignment_metrics import (
     AlignmentAccumulator,
     alignment_metrics,
-    clamp_exponent,
     jensen_shannon,
-    jensen_shannon_k3,
     k1,
     k2,
     k3,
@@ -271,15 +269,6 @@ def test_huge_differences_stay_finite():
     assert result["token_mult_prob_error"] == pytest.approx(math.exp(20))
 
 
-def test_the_cap_moves_truncated_statistics_only():
-    training, rollout, mask = batch(6, spread=1.0)
-    loose, tight = (alignment_metrics(training, rollout, mask, cap) for cap in (10.0, 1.5))
-    changed = {name for name in loose if loose[name] != tight[name]}
-    assert changed <= {"ess", "fraction_high", "fraction_low"} | {f"rollout_is_{s}" for s in ("mean", "std", "max")}
-    assert tight["rollout_is_max"] == 1.5
-    assert tight["fraction_high"] > loose["fraction_high"]
-
-
 def test_bit_equality_counts_the_sign_of_zero():
     training, rollout = torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.0, -1.0]])
     assert alignment_metrics(training, rollout, torch.ones(1, 2, dtype=torch.bool))["tokens_differing"] == 1
@@ -294,22 +283,6 @@ def test_unmasked_junk_is_refused_with_its_place(side, value):
         alignment_metrics(training, rollout, mask)
 
 
-def test_misuse_is_refused():
-    training, rollout, mask = batch(9)
-    with pytest.raises(ValueError, match="no unmasked token"):
-        alignment_metrics(training, rollout, torch.zeros_like(mask))
-    with pytest.raises(ValueError, match="no unmasked token"):
-        AlignmentAccumulator().result()
-    with pytest.raises(ValueError, match="one shape"):
-        alignment_metrics(training, rollout[:, 1:], mask)
-    with pytest.raises(ValueError, match="must be bool"):
-        alignment_metrics(training, rollout, mask.float())
-    with pytest.raises(ValueError, match="rollout log-probs must be float32 or float64"):
-        alignment_metrics(training, rollout.bfloat16(), mask)
-    with pytest.raises(ValueError, match="cap"):
-        AlignmentAccumulator(cap=0.5)
-
-
 GOLDEN = torch.tensor([0.1, -1.5, 0.8, -10.0, 0.3], dtype=torch.float64)
 
 
@@ -319,25 +292,10 @@ def test_golden_k2_and_k3():
     assert k1(GOLDEN).tolist() == (-GOLDEN).tolist()
 
 
-@given(st.floats(1e-13, 20))
-def test_all_but_k1_are_never_negative(bound):
-    d = torch.linspace(-bound, bound, 2001, dtype=torch.float64)
-    assert all((divergence(d) >= 0).all() for divergence in (k2, k3, jensen_shannon, jensen_shannon_k3))
-
-
 def test_rounding_never_makes_jensen_shannon_negative():
     assert (jensen_shannon(torch.linspace(-2e-12, 2e-12, 100_001, dtype=torch.float64)) >= 0).all()
-
-
-@pytest.mark.parametrize("divergence", [k1, k2, k3, jensen_shannon, jensen_shannon_k3])
-def test_equal_probabilities_give_exactly_zero(divergence):
-    assert divergence(torch.zeros(3)).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_k3_keeps_the_digits_of_small_differences():
     d = torch.tensor([1e-6], dtype=torch.float64)
     assert k3(d).item() == pytest.approx(0.5e-12, rel=1e-6)
-
-
-def test_exponent_clamp_bounds_both_sides():
-    assert clamp_exponent(torch.tensor([-1e9, -20.0, 3.0, 1e9])).tolist() == [-20.0, -20.0, 3.0, 20.0]

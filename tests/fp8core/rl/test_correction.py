@@ -11,7 +11,6 @@ from fp8core.rl.correction import (
     ACTIONS,
     FILTERS,
     LEVELS,
-    NORMALISATIONS,
     CorrectionRule,
     Filter,
     Veto,
@@ -190,10 +189,6 @@ def test_agreement_passes_and_empty_rows_stay_empty(name):
     assert passing(test, [math.inf, -5.0], [False, False]) == [False, False]
 
 
-def test_golden_token_band():
-    assert passing(build("token_k1"), GOLDEN_D) == [True, False, False, False, True]
-
-
 def test_the_band_is_on_rho_and_not_on_its_inverse():
     """Band 0.6_1.4: rho = 1.5 is out and rho = 0.7 is in; on 1/rho, as verl's code has it, the reverse."""
     for name in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
@@ -229,11 +224,6 @@ def test_two_sided_veto_is_seq_max_k2(values):
     assert vetoed == (not all(passing(Filter(name="seq_max_k2", high=bound), values)))
 
 
-def test_the_largest_k2_is_that_of_the_clamped_exponent():
-    assert all(passing(Filter(name="seq_max_k2", high=200.0), [-1e6]))
-    assert not any(passing(Filter(name="seq_max_k2", high=199.9), [-1e6]))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -251,11 +241,6 @@ def test_the_largest_k2_is_that_of_the_clamped_exponent():
 def test_bad_filters_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         Filter(**arguments)
-
-
-def test_bad_vetoes_are_refused():
-    with pytest.raises(UserError, match="veto bounds low=0"):
-        Veto(low=0.0)
 
 
 TIS = Weighting(level="token", action="truncate", high=2.0)
@@ -345,13 +330,6 @@ def test_normalised_sequence_weights_average_one_over_kept_rows():
     assert result.weights.amax(dim=1)[kept].mean().item() == pytest.approx(1.0)
 
 
-def test_vanishing_weights_are_left_as_they_are():
-    rollout, mask = torch.zeros(1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
-    result = correct(RULES["tis normalised"], rollout - 19.0, rollout, mask)
-    assert result.metrics["batch_norm_factor"] == 1.0
-    assert result.weights.tolist()[0] == pytest.approx([math.exp(-19)] * 2)
-
-
 def test_tests_are_joined_by_and():
     training, rollout, mask = batch(4)
     narrow, flat = Filter(name="seq_mean_k1", low=0.9, high=1.1), Filter(name="token_k3", high=0.05)
@@ -434,20 +412,6 @@ def test_a_rejected_row_weighs_in_the_mean_what_it_would_weigh_if_it_were_kept()
     result = correct(rule, d, torch.zeros_like(d), mask)
     assert result.keep.tolist() == [False, True]
     assert result.metrics["batch_norm_factor"] == pytest.approx((math.exp(3.0) + math.exp(0.2)) / 2)
-
-
-def test_inputs_stay_untouched_and_dtype_follows_training():
-    training, rollout, mask = batch(7, dtype=torch.float32)
-    copies = training.clone(), rollout.clone(), mask.clone()
-    for rule in RULES.values():
-        assert correct(rule, training, rollout, mask).weights.dtype == torch.float32
-    assert all(a.equal(b) for a, b in zip((training, rollout, mask), copies, strict=True))
-
-
-def test_unknown_normalisation_is_refused():
-    assert set(NORMALISATIONS) == {"none", "token", "sequence"}
-    with pytest.raises(UserError, match="'batch' is not one of none, token, sequence"):
-        CorrectionRule(normalise="batch")
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,6 @@ def test_equal_policies_have_weight_and_ratio_one():
     assert (found["weight_mean"], found["ratio_mean"], found["clip_fraction"], found["reference_kl"]) == (1, 1, 0, 0)
 
 
-def test_the_penalty_needs_a_reference():
-    batch, current = random_batch(seed=6, reference=False)
-    assert objective("none", 0.0)(current, batch, counts(batch)).statistics()["reference_kl"] == 0.0
-    with pytest.raises(AssertionError, match="needs the reference step"):
-        objective("none", 0.3)(current, batch, counts(batch))
-
-
 def test_without_weight_the_penalty_is_reported_and_not_learnt():
     batch, current = random_batch(seed=7)
     terms = objective("none", 0.0)(current, batch, counts(batch))
@@ -396,13 +389,6 @@ def test_distillation_alone_is_off_policy_by_what_the_teacher_lowers(mode):
     assert 0 < found[0][1] < 1
 
 
-def test_distillation_needs_a_teacher():
-    batch, current = random_batch(seed=14, reference=False)
-    built = Objective(LossConfig(distillation={"teacher": "t", "weight": 1.0}), CorrectionConfig(method="none"))
-    with pytest.raises(AssertionError, match="needs the teacher step"):
-        built(current, built.corrected(batch)[0], counts(batch))
-
-
 def test_dr_grpo_divides_by_its_constant():
     batch, current = random_batch(seed=10, reference=False)
     halves = []
@@ -490,16 +476,6 @@ def test_a_preset_with_a_loss_of_its_own_goes_with_no_other():
         Objective(LossConfig(**rows), bypass)
     Objective(LossConfig(policy="reinforce"), bypass)
     Objective(LossConfig(**rows), CorrectionConfig(method="preset", preset="verl/token_is"))
-
-
-def test_unknown_names_are_the_user_s_mistake():
-    with pytest.raises(UserError, match="verl/nothing"):
-        Objective(LossConfig(), CorrectionConfig(method="preset", preset="verl/nothing"))
-    unknown = CorrectionConfig(method="custom", filters=[FilterConfig(name="seq_best_k9", high=1.0)])
-    with pytest.raises(UserError, match="seq_best_k9"):
-        Objective(LossConfig(), unknown)
-    with pytest.raises(ValueError, match="set correction"):
-        CorrectionConfig(method="preset")
 
 
 @pytest.mark.parametrize("name", PRESETS)

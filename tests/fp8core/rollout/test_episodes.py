@@ -1,6 +1,5 @@
 """Episodes of several turns: exact, the same in any order of replies, and ended by their budgets."""
 
-import math
 import random
 import re
 from dataclasses import replace
@@ -17,9 +16,8 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Experts
 from fp8core.models.tokenizer import character_tokenizer
 from fp8core.rl.batch import TokenBatch
-from fp8core.rollout.embedded import EmbeddedSession
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
-from fp8core.rollout.episode import Begun, TurnBudget
+from fp8core.rollout.episode import TurnBudget
 from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
 from fp8core.run.player import EpisodePlayer
 from fp8core.run.turns import RecordedPool, begun_of, turn_rows, turns_table
@@ -170,14 +168,6 @@ def test_an_environment_that_answers_otherwise_when_it_is_asked_again_has_crashe
     assert one.turns[-1].begin == one.turns[-2].observation_end
 
 
-def test_a_call_that_fails_leaves_no_environment_further_than_its_episode_is_stored(pair):
-    pool, tasks = ScriptedPool(talkative), build_tasks(2, 2)
-    playing = run_episodes(pair.engine, build_groups(tasks), SAMPLING, MultiTurn(pool, TALK, tasks, BUDGET, {}, 3))
-    stored = {(one.completion.group, one.completion.sample) for one in next(playing)}
-    playing.close()
-    assert stored | set(pool.ended) == set(tasks)
-
-
 @pytest.fixture(scope="module")
 def pool():
     """The pool of `in_turn`."""
@@ -192,22 +182,6 @@ def in_turn(pair, pool):
 
 def test_the_order_of_replies_changes_nothing(pair, in_turn):
     assert play(pair.engine, ScriptedPool(talkative, order=2), build_tasks(3, 4)) == in_turn
-
-
-class LatePool(ScriptedPool):
-    """The opening of the first sample comes with the answer to the first turn of the second."""
-
-    def replies(self, wait, most_seconds=math.inf):
-        late = [reply for reply in self._replies if reply[0] == (0, 0) and not self.acted[0, 1]]
-        self._replies = [reply for reply in self._replies if reply not in late]
-        found = super().replies(wait, most_seconds)
-        self._replies += late
-        return found
-
-
-def test_a_late_opening_changes_nothing_for_those_that_have_begun(pair, in_turn):
-    tasks = {key: task for key, task in build_tasks(3, 4).items() if key in ((0, 0), (0, 1))}
-    assert play(pair.engine, LatePool(talkative), tasks) == in_turn[:2]
 
 
 @pytest.mark.parametrize("max_batch", [1, 64])
@@ -333,13 +307,6 @@ def test_a_long_observation_ends_an_episode_before_it_is_put_into_tokens(pair, o
         assert turns_table(again, TOKENIZER).equals(table)
 
 
-def test_first_messages_that_are_far_too_long_are_not_put_into_tokens(pair):
-    pool = ScriptedPool(chatty, opening=Turn((Said("user", "1" * 4000),)))
-    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
-    assert (episode.completion.finish, episode.outcome) == ("observation", "unparsed")
-    assert episode.detail == "a text of at least 799 tokens, 30 fit"
-
-
 def test_an_environment_that_goes_on_after_the_last_token(pair):
     """The turn that uses up the row is still answered, and its reward counts."""
     pool = ScriptedPool(lambda episode, turn, action: Turn((Said("tool", "1"),), reward=2.0))
@@ -370,13 +337,6 @@ def test_episodes_that_never_begin(pair, opening, finish, outcome, detail):
     assert (episode.prompt, done.tokens, done.logprobs, done.written) == ((9,), [TOKENIZER.end_id], [0.0], [False])
 
 
-@pytest.mark.parametrize(("length", "begins"), [(30, True), (31, False)])
-def test_first_messages_may_be_as_long_as_a_prompt(pair, length, begins):
-    pool = ScriptedPool(lambda *_: Outcome("right"), opening=Turn((Said("user", "1" * length),)))
-    (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)}, TurnBudget(9, prompt_tokens=30))
-    assert (episode.outcome, len(episode.turns)) == (("right", 1) if begins else ("unparsed", 0))
-
-
 def test_what_an_environment_gives_for_its_opening_is_a_part_of_the_reward(pair):
     pool = ScriptedPool(talkative, opening=Turn((Said("user", "1="),), reward=0.125))
     (episode,) = play(pair.engine, pool, {(0, 0): Task("1=", "", 0)})
@@ -405,19 +365,6 @@ def test_a_failure_releases_every_episode(pair):
         play(pair.engine, pool, build_tasks(2, 2))
     assert sorted(pool.ended) == sorted(pool.acted)
     assert pair.generate(build_groups(build_tasks(1, 1)), replace(SAMPLING, max_new_tokens=2))
-
-
-def test_an_episode_that_cannot_be_taken_in_leaves_no_session_open(pair, monkeypatch):
-    """One that was stored, and whose first messages are longer than its prompt may be now."""
-    closed = []
-    monkeypatch.setattr(EmbeddedSession, "close", lambda session: closed.append(session))
-    tasks, pool = build_tasks(1, 2), ScriptedPool(talkative)
-    begun = {(0, 1): Begun([9], [0.0], [Turn((Said("user", "1" * 40),))], [])}
-    multi_turn = MultiTurn(pool, TALK, tasks, replace(BUDGET, prompt_tokens=30), begun)
-    with pytest.raises(AssertionError, match="it was not over"):
-        list(run_episodes(pair.engine, build_groups(tasks), SAMPLING, multi_turn))
-    assert len(closed) == 1
-    assert pool.ended == [(0, 0)]
 
 
 def test_episodes_come_as_they_finish(pair):

@@ -9,10 +9,8 @@ from torch import Tensor
 from fp8core.numerics.fingerprint import Slice, combined, slice_sums
 from fp8core.rollout import held_weights
 from fp8core.rollout.held_weights import HeldWeights
-from fp8core.rollout.shared_weights import SharedTensors, TensorSpec, open_shared, share_weights
+from fp8core.rollout.shared_weights import SharedTensors, TensorSpec
 from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
-
-CPU = torch.device("cpu")
 
 
 class Sent(SharedTensors):
@@ -116,15 +114,6 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
     assert [combined(each) for each in sums] == len(sums) * [combined([slice_sums([Slice.whole(whole)])])]
 
 
-@pytest.mark.parametrize("slot", [Slot("p", 0, 3, 3, 5, 6), Slot("p", 0, 2, 3, 6, 6)])
-def test_zeros_may_lie_beside_columns_alone_or_below_rows_alone(slot: Slot) -> None:
-    parameters, sent = {"p": torch.full((3, 6), 9.0)}, torch.ones(slot.stop, slot.columns)
-    held = HeldWeights(parameters, {"p": (slot, None)})
-    held.clear_filling()
-    held.write(parameters, Sent({"p": sent}))
-    assert parameters["p"].sum() == sent.sum()
-
-
 def test_sums_are_of_what_the_parameters_hold_now() -> None:
     parameters = model()
     held = HeldWeights(parameters, SHARE)
@@ -154,20 +143,3 @@ def test_a_tensor_of_another_shape_or_type_is_not_written(name: str, wrong: Tens
     with pytest.raises(AssertionError, match=name):
         held.write(parameters, Sent({name: wrong}))
     assert all(torch.equal(now, then) for now, then in zip(parameters.values(), model().values(), strict=True))
-
-
-def test_a_file_is_written_in_portions(monkeypatch) -> None:
-    """A policy in a file is not held in memory beside the engine's."""
-    monkeypatch.setattr(held_weights, "_TOGETHER_BYTES", 64)
-    parameters, portions = model(), list[int]()
-    held, copied = HeldWeights(parameters, SHARE), torch._foreach_copy_
-
-    def noted(targets: list[Tensor], sources: list[Tensor]) -> None:
-        portions.append(sum(source.nbytes for source in sources))
-        copied(targets, sources)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", noted)
-    with share_weights(policy(3)) as sent:
-        held.write(parameters, open_shared(sent, CPU))
-    assert max(portions) <= 64 + max(tensor.nbytes for tensor in policy(3).values())
-    assert torch.cat([policy(3)["q"], policy(3)["k"]]).equal(parameters["qk"])

@@ -8,7 +8,7 @@ import torch
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.models.weights import SCALE_SUFFIX, is_linear, rollout_formats, training_formats
+from fp8core.models.weights import is_linear, rollout_formats, training_formats
 from fp8core.numerics.linear import Fp8BlockLinear
 from fp8core.numerics.recipe import FP32_ACTIVATIONS, GRADIENT_FLOOR, Grouping, Recipe
 from fp8core.rl.objective import Objective
@@ -66,14 +66,6 @@ def test_another_recipe_needs_no_code_of_its_own(pair, trainer_of, masters, ragg
     again = moved.generate(groups, sampling)
     assert [each.logprobs for each in again] != [each.logprobs for each in found]
     assert not moved.log_ratios(groups, again, 1.0).any()
-
-
-def test_shipped_scales_are_those_of_its_tiles(pair):
-    shipped = pair.trainer.export()
-    for name, codes in shipped.items():
-        if is_linear(name):
-            out, columns = codes.shape
-            assert shipped[name + SCALE_SUFFIX].shape == (out, -(-columns // 32)), name
 
 
 def test_a_stored_contract_of_powers_of_two_keeps_what_it_was():

@@ -3,28 +3,22 @@
 import io
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
-from fp8core.config import capability
 from fp8core.config.capability import Node, this_node
 from fp8core.config.load import load_config
-from fp8core.config.run import RolloutConfig
-from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import plan_run
 from fp8core.report.console import Console
 from fp8core.resources.memory import Machine
-from fp8core.rollout.registry import continuation_of, find_entry, longest_row
+from fp8core.rollout.registry import find_entry, longest_row
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_engine
 from fp8core.run.checks.settings import graph_of, pipeline_of
 from fp8core.run.loop import train
-from fp8core.run.machine import members_node
 from fp8core.run.open import open_directory, open_run
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
@@ -154,64 +148,12 @@ def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
         check_engine(load_config("tiny", {"rollout.engine": name}), this_node(find_entry(name).packages))
 
 
-@pytest.mark.parametrize(("entry", "given"), [("YES", "True"), ("NO", "False")])
-def test_how_an_engine_goes_on_is_one_of_three_words(toy, entry, given):
-    """An entry of a time when it was yes or no."""
-    name = f"toy_engine:{entry}"
-    line = f"rollout.engine={name}: its entry's `continues` gives {given}; it must give equal, anew or none"
-    config = load_config("tiny", {"rollout.engine": name, "pipeline.mode": "asynchronous"})
-    for read in (continuation_of, pipeline_of):
-        with pytest.raises(UserError) as refused:
-            read(config)
-        assert str(refused.value) == line
-    assert continuation_of(load_config("tiny", toy)) == "none"
-
-
 @pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
 def test_an_environment_is_refused_where_a_second_turn_would_be_answered_without_the_first(toy, mode):
     environment = {"environment": {"name": "guess", "max_turns": 2}, "pipeline.mode": mode}
     with pytest.raises(UserError, match=r"^environment\.name=guess: rollout\.engine=toy_engine:ENGINE does not go on"):
         graph_of(load_config("tiny", toy | environment))
     graph_of(load_config("tiny", environment))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_registered_engine_has_the_section_of_its_name(name):
-    assert find_entry(name).name == name
-    section = RolloutConfig.model_fields.get(name)
-    assert section is None or section.annotation.__module__ == "fp8core.config.engines"
-
-
-class _AskedNode(Node):
-    """A GPU machine with nothing installed, which notes what it is asked for."""
-
-    asked: ClassVar[list[str]] = []
-
-    def version(self, distribution):
-        self.asked.append(distribution)
-        return super().version(distribution)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_machine_knows_the_versions_that_an_engine_asks_for(name, monkeypatch):
-    entry = find_entry(name)
-    monkeypatch.setattr(_AskedNode, "asked", [])
-    with suppress(UserError):
-        [*entry.check(load_config("tiny", {"rollout.engine": name}), _AskedNode("sm_90", 1))]
-    assert sorted(_AskedNode.asked) == sorted(entry.packages)
-    monkeypatch.setattr(capability, "installed_version", lambda distribution: f"1.0 of {distribution}")
-    assert {distribution: f"1.0 of {distribution}" for distribution in entry.packages}.items() <= (
-        this_node(entry.packages).packages.items()
-    )
-
-
-def test_a_machine_is_asked_for_the_packages_of_an_engine_from_outside(toy, tmp_path):
-    module = tmp_path / "toy_engine.py"
-    module.write_text(module.read_text().replace("check=check)", 'check=check, packages=("pytest", "no-such"))'))
-    config = load_config("tiny", toy)
-    assert members_node(config).version("pytest") == pytest.__version__
-    assert "no-such" not in members_node(config).packages
-    assert "pytest" not in this_node().packages
 
 
 def test_reading_a_configuration_imports_neither_torch_nor_an_engine():

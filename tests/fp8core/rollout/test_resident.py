@@ -14,7 +14,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of
 from fp8core.rollout.held_policy import HeldPolicy
-from fp8core.rollout.resident import ResidentEngine, ending
+from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 
@@ -174,13 +174,6 @@ def test_an_engine_that_sleeps_holds_nothing_until_an_update_wakes_it() -> None:
     assert engine.log == ["begin", "write", "end", "set_scales", "read_back"]
 
 
-def test_an_engine_that_shares_no_device_stays_awake() -> None:
-    engine = HereEngine()
-    engine.update(policy(0), scales(0), 0)
-    engine.sleep()
-    assert engine.fingerprint() == policy_digest(policy(0))
-
-
 def test_an_engine_that_keeps_prefixes_of_another_policy_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HereEngine()
     engine.kept_prefixes = True
@@ -232,11 +225,3 @@ def test_room_is_what_is_left_and_no_more_than_was_given() -> None:
     assert [fresh.room_of(i, 4) for i in (0, 1)] == [4, 4]
     assert [begun.room_of(i, 4) for i in (0, 1)] == [2, 1]
     assert [fresh.context(1), begun.context(1)] == [(1, 2), (1, 2, 3, 4, 5)]
-
-
-def test_the_end_of_a_process_in_words() -> None:
-    assert [ending(code) for code in (None, 3, -9)] == [
-        "ended with code None",
-        "ended with code 3",
-        "was ended by SIGKILL",
-    ]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from fp8core.models.architecture import Experts
 from fp8core.models.hub import PUBLISHED
 from fp8core.rollout.engine import PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
-from fp8core.rollout.sglang.host import _RESOLVED, CLOSE, FINISHED, RESULT, STOP, Host
+from fp8core.rollout.sglang.host import CLOSE, FINISHED, RESULT, STOP, Host
 
 # Together more than the buffer of any pipe.
 GROUPS, TOKENS = 64, 20_000
@@ -298,22 +297,3 @@ def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor
     with pytest.raises(EngineLost, match="SGLang's host ended"):
         session.step()
     session.close()
-
-
-class Measuring(Answering):
-    """Has settings, and room for as many tokens as its GPU had memory for when it started."""
-
-    def __init__(self, asked: int | None, found: int) -> None:
-        super().__init__(endless=False)
-        self.server_args = SimpleNamespace(**dict.fromkeys(_RESOLVED, 64), cuda_graph_config="none")
-        self.server_args.max_total_tokens, self._found = asked, found
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"max_total_num_tokens": self._found}
-
-
-@pytest.mark.parametrize("asked", [None, 4096])
-def test_engines_that_found_other_free_memory_describe_the_same_settings(asked: int | None) -> None:
-    one, other = (Host(Pipe()[0], Measuring(asked, found), SETTINGS).resolved() for found in (635_648, 635_584))
-    assert one == other
-    assert one["max_total_tokens"] == asked

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from flows.environment import kernel_folders
 from fp8core.alignment.bounds import contract_of
 from fp8core.config.engines import SglangConfig
 from fp8core.config.load import load_config
@@ -19,9 +18,7 @@ from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.grouped import Quantisers
 from fp8core.numerics.recipe import RECIPES
-from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.rollout.aligned import decoder_of
-from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.sglang import internals
 from fp8core.rollout.sglang.engine import SglangEngine
@@ -38,11 +35,8 @@ from fp8core.rollout.sglang.settings import (
     engine_arguments,
     model_config,
     required_environment,
-    suggested_environment,
 )
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
-from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import EngineUpdateError, find_shares
 from fp8core.run.policy import SyncError, check_formats
 
 BUILD = SglangBuild("0.5.15")
@@ -106,17 +100,6 @@ def test_every_other_version_and_machine_is_refused(platform, version, complaint
         find_build(platform, _installed(version))
 
 
-def test_its_processes_find_the_kernels_that_are_compiled_before_a_run(monkeypatch):
-    """SGLang sets DeepGEMM's folder anew, to this one."""
-    for name, value in suggested_environment().items():
-        monkeypatch.setenv(name, value)
-    assert str(kernel_folders().deep_gemm) == suggested_environment()["SGLANG_DG_CACHE_DIR"]
-
-
-def test_the_supported_version_is_found():
-    assert find_build("sm_90", _installed("0.5.15")) == BUILD
-
-
 def test_contracts_it_cannot_run_are_refused():
     assert not list(contract_refusals(FP8, STOCK, BUILD))
     assert not list(contract_refusals(FP8.model_copy(update={"scale_rule": "fp32"}), STOCK, BUILD))
@@ -158,10 +141,6 @@ def test_models_with_experts_that_sglang_does_not_make_are_refused(arch, complai
     _refused(model_refusals(arch, BF16, STOCK), complaint)
 
 
-def test_the_aligned_model_refuses_experts():
-    _refused(model_refusals(SPARSE, POINTS, ALIGNED), "rollout.sglang.model=aligned: the model has experts")
-
-
 def test_experts_have_one_kernel_and_their_choice_is_recorded_where_it_is_asked_for():
     recorded = {"enable_return_routed_experts", "disable_overlap_schedule"}
     arguments = engine_arguments(SPARSE, BF16, STOCK, LAUNCH)
@@ -170,12 +149,6 @@ def test_experts_have_one_kernel_and_their_choice_is_recorded_where_it_is_asked_
     replayed = engine_arguments(SPARSE, BF16, STOCK, replace(LAUNCH, routes=True))
     assert {name: replayed[name] for name in replayed.keys() - arguments.keys()} == dict.fromkeys(recorded, True)
     assert not {"moe_runner_backend", *recorded} & engine_arguments(ARCH, BF16, STOCK, LAUNCH).keys()
-
-
-def test_experts_of_a_layer_are_kept_in_bf16_as_one():
-    section = model_config(SPARSE, FP8.model_copy(update={"bf16_first_layers": 1}), STOCK)["quantization_config"]
-    experts = [name for name in section["modules_to_not_convert"] if "mlp" in name]
-    assert experts == ["model.layers.0.mlp.experts"]
 
 
 def test_an_engine_is_started_as_the_contract_says():
@@ -334,22 +307,6 @@ def test_the_rule_of_experts_is_found_from_what_both_their_inputs_became(names, 
     assert internals.describe_linears(model) == {"experts": {"kernel": "_Method", "dtype": "float8_e4m3fn"}}
 
 
-def test_tensors_lie_where_sglang_fuses_them():
-    codes, scales = "float8_e4m3fn", "float32"
-    sent, held = {}, {}
-    for part, rows in (("q", 512), ("k", 256), ("v", 256)):
-        sent[f"l.self_attn.{part}_proj.weight"] = TensorSpec(codes, (rows, 256))
-        sent[f"l.self_attn.{part}_proj.weight_scale_inv"] = TensorSpec(scales, (rows // 128, 2))
-    held["l.self_attn.qkv_proj.weight"] = TensorSpec(codes, (1024, 256))
-    held["l.self_attn.qkv_proj.weight_scale_inv"] = TensorSpec(scales, (8, 2))
-    (share,) = find_shares(sent, {}, held, within="")
-    found = [slot for name, (slot, _) in share.items() if name.endswith("inv")]
-    assert [(slot.start, slot.stop) for slot in found] == [(0, 4), (4, 6), (6, 8)]
-    held["l.self_attn.qkv_proj.weight"] = TensorSpec("bfloat16", (1024, 256))
-    with pytest.raises(EngineUpdateError, match=r"float8_e4m3fn \[512, 256\] was sent"):
-        find_shares(sent, {}, held, within="")
-
-
 def test_a_request_has_its_own_answer(tmp_path):
     engine, worker = Mailbox(str(tmp_path)), Mailbox(str(tmp_path))
     engine.ask("write", (3, {"a": b"bytes"}))
@@ -364,37 +321,9 @@ def test_a_request_has_its_own_answer(tmp_path):
         engine.answered()
 
 
-def test_the_registry_knows_what_callers_ask_of_it():
-    config = load_config("tiny", {"rollout.engine": "sglang", "rollout.sglang": {"sleep": True, "context_length": 64}})
-    entry = engine_entry(config)
-    assert entry.sleeps(config)
-    assert entry.longest(config, ARCH) == 64
-    assert entry.gpus(config) == 1
-    assert not engine_entry(load_config("tiny", {"rollout.engine": "vllm", "rollout.sglang": {"sleep": True}})).sleeps(
-        config
-    )
-
-
-def test_an_environment_that_was_not_prepared_is_refused(monkeypatch):
-    (name, value), *_ = required_environment().items()
-    monkeypatch.setenv(name, "1" if value == "0" else "0")
-    with pytest.raises(UserError, match=f"{name} must be {value}"):
-        SglangEngine(ARCH, FP8, SglangConfig(), 16, BUILD)
-
-
 def test_a_host_that_cannot_start_is_lost_and_leaves_nothing(monkeypatch):
     """Here no SGLang is installed: its host ends when it imports it."""
     for name, value in required_environment().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(EngineLost, match="SGLang's host ended"):
         SglangEngine(ARCH, FP8, SglangConfig(), 16, BUILD)
-
-
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_every_variant_of_a_parity_run_with_an_aligned_model_is_taken(variant):
-    """BF16 has no aligned model, and SGLang's own rounds where no points of a contract do."""
-    aligned = {"rollout.engine": "sglang", "rollout.sglang": {"model": "aligned", "page_size": 64}}
-    settings = variant_settings(variant, load_config("h200-small", aligned), seed=0)
-    config = load_config("h200-small", {**aligned, **settings})
-    assert not list(contract_refusals(config.precision, config.rollout.sglang, BUILD))
-    assert (config.rollout.sglang.model == "aligned") == (variant.rollout == "fp8+kv")

@@ -87,12 +87,6 @@ def test_scales_are_laid_out_as_their_codes(shipped):
     assert slots[f"{LAYER}.self_attn.k_proj.weight_scale_inv"] == Slot(scales, 4, 6, 6, 2, 2)
 
 
-def test_everything_else_keeps_its_name(shipped):
-    for name in ("model.norm.weight", f"{LAYER}.self_attn.q_norm.weight", f"{LAYER}.mlp.down_proj.weight_scale_inv"):
-        rows, *columns = shipped[name].shape
-        assert find_slots(shipped, {})[name] == Slot(name, 0, rows, rows, *2 * (columns or [0]))
-
-
 HEADS, LINEARS = "heads and columns of the aligned model", "vLLM's linears, one by one"
 # Shapes of parameters whose parts are no whole tiles, by what is padded.
 FILLED = {
@@ -159,21 +153,6 @@ def _refused(shipped, parameters, complaint):
 def test_a_missing_tensor_is_named(shipped, parameters, missing, complaint):
     del shipped[missing]
     _refused(shipped, parameters, complaint)
-
-
-def test_another_type_is_refused(shipped, parameters):
-    shipped["model.norm.weight"] = TensorSpec("float32", (256,))
-    _refused(shipped, parameters, r"model.norm.weight: float32 \[256\] was sent for rows from 0")
-
-
-def test_another_width_is_refused(shipped, parameters):
-    shipped[f"{LAYER}.self_attn.o_proj.weight"] = TensorSpec("float8_e4m3fn", (256, 256))
-    _refused(shipped, parameters, r"o_proj.weight: float8_e4m3fn \[256, 256\] was sent")
-
-
-def test_more_rows_than_there_are_are_refused(shipped, parameters):
-    shipped[f"{LAYER}.self_attn.v_proj.weight"] = TensorSpec("float8_e4m3fn", (384, 256))
-    _refused(shipped, parameters, r"v_proj.weight: .*rows from 768 of .*qkv_proj.weight")
 
 
 def test_a_tensor_that_vllm_does_not_know_is_refused(shipped, parameters):
@@ -285,22 +264,6 @@ def test_a_missing_part_of_an_expert_is_named(experts, held, missing, complaint)
     _refused(specs_of(experts), specs_of(held), complaint)
 
 
-def test_an_expert_too_many_is_refused(experts, held):
-    experts[f"{EXPERTS}.4.down_proj.weight"] = experts[f"{EXPERTS}.0.down_proj.weight"]
-    _refused(specs_of(experts), specs_of(held), r"experts.4.down_proj.weight: .* rows from 1024 of .*w2_weight")
-
-
-def test_parts_of_unlike_height_do_not_overlap(experts, held):
-    for name, rows in ((f"{EXPERTS}.0.gate_proj.weight", 640), (f"{EXPERTS}.0.up_proj.weight", 128)):
-        experts[name] = torch.zeros(rows, 256, dtype=torch.uint8)
-    _refused(specs_of(experts), specs_of(held), r"w13_weight: rows from 128 to 640 are sent twice")
-
-
-def test_a_router_keeps_its_name():
-    name = f"{LAYER}.mlp.gate.weight"
-    assert find_slots({name: TensorSpec("bfloat16", (4, 256))}, {}) == {name: Slot(name, 0, 4, 4, 256, 256)}
-
-
 def test_a_file_brings_every_bit_and_goes():
     tensors = {
         "codes": torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn).view(8, 8),
@@ -315,15 +278,6 @@ def test_a_file_brings_every_bit_and_goes():
     for name, tensor in tensors.items():
         assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
         assert received[name].contiguous().view(torch.uint8).equal(tensor.detach().contiguous().view(torch.uint8))
-
-
-def test_a_file_is_read_tensor_by_tensor():
-    """An engine that is given a policy holds one tensor of it beside its own."""
-    with share_weights({"codes": torch.ones(4, 4), "norm": torch.ones(3)}) as sent:
-        received = open_shared(sent, torch.device("cpu"))
-        first, second = received["codes"], received["codes"]
-    assert (len(received), set(received)) == (2, {"codes", "norm"})
-    assert first is not second
 
 
 @pytest.mark.parametrize(

@@ -185,10 +185,6 @@ def test_a_chunk_is_recorded_as_it_was_given_and_one_without_a_limit_by_its_tick
         assert run_ahead(Stream([], Pace(2, 0, None), 0), 0, chunks, generate, enter) == written
 
 
-def test_the_last_chunk_has_what_is_left() -> None:
-    assert [*chunks_of(10, 4)] == [4, 4, 2]
-
-
 def test_a_prompt_that_enters_next_is_yet_to_begin() -> None:
     stream = Stream([], Pace(2, 0, 1), 0)
     stream.admit(0, enter)
@@ -199,13 +195,6 @@ def test_a_prompt_that_enters_next_is_yet_to_begin() -> None:
     assert stream.has_unbegun(next_)
     assert stream.has_unbegun(later)
     assert stream.has_unbegun([*begun, *next_])
-
-
-def test_a_prompt_is_complete_with_the_last_of_its_completions() -> None:
-    rows = [*enter(1, 0), *enter(1, 1)]
-    for row, ended in zip(rows, (1, 9, 5, 5), strict=True):
-        row.finish, row.ended = "stop", ended
-    assert DroppingStream(rows, Pace(2, 0, None), 0).complete() == [(1, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("kind", [Stream, DroppingStream])
@@ -305,25 +294,6 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
     assert found[0] == [(1, 0), (1, 2), (2, 2)]
     assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
     assert not any(group == 1 for places in found for _, group in places)
-
-
-def test_with_drop_a_prompt_that_ends_in_a_later_chunk_comes_later() -> None:
-    """Each is shorter than the one before it, and enters when that has ended."""
-    beside, alone = (DroppingStream([], Pace(3, 3, 1), 0) for _ in range(2))
-    run_ahead(beside, 0, repeat(4, 3), of_lengths(3, 2, 1), enter)
-    for _ in range(3):
-        alone.admit(0, enter)
-        alone.advance(1, 4, of_lengths(3, 2, 1))
-    assert beside.complete() == alone.complete() == [(1, 0), (1, 1), (1, 2)]
-
-
-def test_with_drop_a_prompt_that_ends_after_a_stream_was_stored_comes_later() -> None:
-    ended = enter(1, 0)
-    for row in ended:
-        row.finish, row.ended = "stop", 9
-    stream = DroppingStream([*ended, *enter(1, 1)], Pace(2, 3, 2), 0)
-    stream.advance(1, 4, of_lengths(9, 3))
-    assert stream.complete() == [(1, 0), (1, 1)]
 
 
 @given(size=st.integers(1, 4), chunk=st.integers(1, 5), most=st.none() | st.integers(1, 6))

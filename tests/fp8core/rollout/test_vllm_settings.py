@@ -28,7 +28,6 @@ from fp8core.rollout.vllm.settings import (
     experts_arguments,
     model_config,
     required_environment,
-    suggested_environment,
 )
 from fp8core.run.policy import SyncError, check_formats
 
@@ -77,12 +76,6 @@ def test_our_kernel_decodes_where_the_heads_fit(architecture, shape, contract, o
     assert engine_arguments(contract, VllmConfig(), HOPPER, launch)["attention_config"]["backend"] == backend
 
 
-def test_bf16_on_hopper_asks_for_no_fp8_kernel():
-    arguments = _arguments(BF16, HOPPER)
-    assert "linear_backend" not in arguments
-    assert arguments["kv_cache_dtype"] == "auto"
-
-
 @pytest.mark.parametrize("build", [HOPPER, CPU])
 def test_logprobs_are_tempered_and_prompts_shared(build):
     arguments = _arguments(BF16, build)
@@ -92,33 +85,10 @@ def test_logprobs_are_tempered_and_prompts_shared(build):
     assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (3000, 64)
 
 
-def test_the_head_follows_the_contract():
-    assert _arguments(FP8, HOPPER)["hf_overrides"] == {"head_dtype": "float32"}
-    plain = FP8.model_copy(update={"rollout": SidePrecision(head="bf16")})
-    assert "hf_overrides" not in _arguments(plain, HOPPER)
-
-
-def test_a_cpu_takes_prompts_whole():
-    arguments = _arguments(BF16, CPU)
-    assert arguments["enable_chunked_prefill"] is False
-    assert arguments["max_num_batched_tokens"] >= 3000
-
-
 @pytest.mark.parametrize(("rule", "value"), [("pow2", "1"), ("fp32", "0"), ("fp32_activations", "0")])
 def test_the_scale_rule_reaches_deepgemm(rule, value):
     contract = FP8.model_copy(update={"scale_rule": rule})
     assert required_environment(contract, VllmConfig(), HOPPER)["VLLM_USE_DEEP_GEMM_E8M0"] == value
-
-
-def test_batch_invariance_is_set_and_unset():
-    for chosen, value in ((True, "1"), (False, "0")):
-        environment = required_environment(FP8, VllmConfig(batch_invariant=chosen), HOPPER)
-        assert environment["VLLM_BATCH_INVARIANT"] == value
-
-
-def test_a_users_thread_binding_stays():
-    assert "VLLM_CPU_OMP_THREADS_BIND" in suggested_environment(1, CPU)
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in required_environment(BF16, VllmConfig(), CPU)
 
 
 def test_config_json_says_which_modules_stay_in_bf16(architecture):
@@ -279,12 +249,6 @@ def test_a_kernel_is_asked_for_by_name_where_every_layer_has_it(sparse, architec
     assert backend(architecture(), BF16) is None
 
 
-def test_routes_are_asked_for_when_needed(sparse, architecture):
-    arguments = experts_arguments(sparse(), FP8, VllmConfig(), HOPPER, True)
-    assert arguments["enable_return_routed_experts"] is True
-    assert "enable_return_routed_experts" not in experts_arguments(sparse(), FP8, VllmConfig(), HOPPER, False)
-
-
 KERNELS = _rounding(FP8, "kernels")
 ALIGNED = VllmConfig(model="aligned")
 SHAPE = {"vocab_size": 64, **TRUE_TILES}
@@ -332,13 +296,6 @@ def test_nothing_is_compiled_and_steps_are_captured(architecture, graphs, tokens
     assert breaks == str(int(captured == "FULL_AND_PIECEWISE")), "without it vLLM captures no step with prompts"
     sizes = compilation.get("cudagraph_capture_sizes", [0])
     assert max(sizes) == (2048 if captured == "FULL_AND_PIECEWISE" else 0)
-
-
-def test_stock_models_are_not_captured_in_parts():
-    captured = VllmConfig(captured_tokens=2048)
-    assert required_environment(KERNELS, captured, HOPPER)["VLLM_USE_BREAKABLE_CUDAGRAPH"] == "0"
-    before = replace(HOPPER, version="0.24.0")
-    assert "VLLM_USE_BREAKABLE_CUDAGRAPH" not in required_environment(KERNELS, captured, before)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,6 @@ def test_a_pack_holds_rows_without_padding_between_them():
     assert found.tokens[found.written].tolist() == [7, 8, 9, 10, 11, 12]
 
 
-def test_a_pack_that_is_full_has_no_padding():
-    assert packed(multiple=12)[0].sequences.starts == (0, 5, 7, 12)
-
-
 @pytest.mark.parametrize(
     ("micro_batch_tokens", "rows"),
     [(7, [slice(0, 2), slice(2, 3)]), (4, [slice(0, 1), slice(1, 2), slice(2, 3)]), (12, [slice(0, 3)])],
@@ -68,11 +64,6 @@ def test_no_rank_computes_a_whole_pass_more_than_others():
     assert len(plain) == 21, "one of four ranks would compute 6 x 1,200 tokens, the others 5 x 1,200"
     assert {rows.stop - rows.start for rows in even[:-1]} == {11}
     assert len(even) == 23
-
-
-def test_every_rank_has_a_group_where_a_smaller_size_gives_it_one():
-    assert list(row_groups([100] * 7, 300)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert even_groups([100] * 7, 300, 2) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
 
 
 def test_routes_lie_beside_their_tokens_and_padding_has_none():

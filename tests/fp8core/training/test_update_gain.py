@@ -10,7 +10,6 @@ from fp8core.models.weights import is_linear, rollout_formats, training_formats
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.recipe import POW2
 from fp8core.rl.objective import Objective
-from fp8core.training import update_gain
 from fp8core.training.exact import ExactTrainer
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
@@ -91,10 +90,6 @@ def test_fp32_loses_nothing(masters_of, architecture, trainer_of, rollout_batch,
     assert trainer.step(rollout_batch(trainer, first_scales(trainer, FP32), rows=4), 1.0, ()).update_gain == 1.0
 
 
-def test_nothing_is_measured_before_a_change(make, architecture) -> None:
-    assert make(FP8, architecture())._gain.measured() is None
-
-
 def test_a_restored_trainer_measures_the_same(make, architecture, batch_of, tmp_path) -> None:
     """Whatever threads there are."""
     arch = architecture()
@@ -110,12 +105,3 @@ def test_a_restored_trainer_measures_the_same(make, architecture, batch_of, tmp_
         assert restored._gain.measured() == found
     finally:
         torch.set_num_threads(before)
-
-
-def test_tiles_of_a_large_model_are_an_even_sample() -> None:
-    shapes = {f"layer {i}": (1024, 4096) for i in range(36)} | {"last": (130, 129)}
-    tiles = update_gain.sampled_tiles(shapes)
-    assert update_gain.MOST_TILES / 2 < len(tiles) <= update_gain.MOST_TILES
-    assert {tile.name for tile in tiles} >= {f"layer {i}" for i in range(36)}
-    assert len({(tile.row, tile.column) for tile in tiles}) == 8 * 32
-    assert update_gain.sampled_tiles({"small": (130, 129)}) == [("small", r, c) for r in (0, 128) for c in (0, 128)]

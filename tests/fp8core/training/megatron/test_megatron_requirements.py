@@ -14,7 +14,7 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.run.machine import engine_environment
 from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.requirements import grid_refusals, needs_padding, token_multiple
+from fp8core.training.megatron.requirements import grid_refusals, needs_padding
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}", "precision.scale_rule=pow2"]
@@ -64,19 +64,6 @@ def test_what_megatron_does_passes():
     refuse(requirements.machine_refusals(config(*BF16_CACHE), node("sm_90", 1)))
     staged = config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2")
     refuse(requirements.machine_refusals(staged, node("sm_90", 2)))
-
-
-def test_more_gpus_than_there_are_are_refused_by_number():
-    eight = config(*BF16_CACHE, "cluster.ranks=8")
-    with pytest.raises(UserError, match=r"^cluster\.ranks=8: this machine has 1 GPUs$"):
-        refuse(requirements.machine_refusals(eight, node("sm_90", 1)))
-    refuse(requirements.machine_refusals(eight, node("sm_90", 8)))
-
-
-def test_a_missing_package_is_named():
-    partial = Node("sm_90", 1, packages={"megatron-core": "0.16.1"})
-    with pytest.raises(UserError, match="transformer-engine is not installed"):
-        refuse(requirements.machine_refusals(config(*BF16_CACHE), partial))
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
@@ -158,11 +145,6 @@ def test_linears_of_partial_tiles_are_padded_and_experts_refused():
         refuse(grid_refusals(sparse, MegatronConfig(), FP8, 2048))
 
 
-def test_tokens_are_padded_so_that_each_gpu_of_a_sequence_group_has_whole_tiles():
-    assert token_multiple(MegatronConfig(tensor_parallel=4)) == 128
-    assert token_multiple(MegatronConfig(tensor_parallel=4, sequence_parallel=True)) == 512
-
-
 def test_layers_kept_in_bf16_at_both_ends():
     contract = FP8.model_copy(update={"bf16_first_layers": 2, "bf16_last_layers": 3})
     found = transformer_arguments(
@@ -185,19 +167,3 @@ def test_qwen3_moe_with_its_experts_spread():
     assert found["moe_grouped_gemm"]
     assert (found["expert_model_parallel_size"], found["expert_tensor_parallel_size"]) == (8, 1)
     assert found["sequence_parallel"]
-
-
-@pytest.mark.parametrize(("stages", "varies"), [(1, False), (4, True)])
-def test_stages_tell_each_other_how_long_a_pack_is(stages, varies):
-    megatron = MegatronConfig(pipeline_parallel=stages)
-    found = transformer_arguments(PUBLISHED["Qwen/Qwen3-8B-Base"], FP8, megatron, "cuda", deterministic=True)
-    assert (found["pipeline_model_parallel_size"], found["variable_seq_lengths"]) == (stages, varies)
-    assert found["pipeline_dtype"] == torch.bfloat16
-    assert found["moe_token_dispatcher_type"] == "alltoall", "Megatron takes no other with lengths that vary"
-
-
-@pytest.mark.parametrize(("recompute", "granularity"), [("none", None), ("selective", "selective"), ("full", "full")])
-def test_what_is_computed_again(recompute, granularity):
-    llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
-    found = transformer_arguments(llama, FP8, MegatronConfig(recompute=recompute), "cuda", deterministic=True)
-    assert found.get("recompute_granularity") == granularity

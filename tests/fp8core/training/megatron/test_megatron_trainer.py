@@ -96,13 +96,6 @@ def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragg
     assert counts == [int(ragged_batch.sequences.valid.sum()) * family.num_kv_heads * family.head_dim] * 2
 
 
-def test_no_token_counts_of_a_pack_that_another_process_counts(ragged_batch):
-    (packed,) = packs(ragged_batch.sequences.part(slice(0, 6)), 1 << 20, 128)
-    counted, other = (policy.CountedPack(packed, counts).to(torch.device("cpu")).valid for counts in (True, False))
-    assert counted.tolist() == [packed.sequences.valid.tolist()]
-    assert other.tolist() == [[False] * counted.shape[1]]
-
-
 def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
     masters = masters_of(family)
     ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
@@ -216,14 +209,6 @@ def test_a_loaded_trainer_goes_on_bit_for_bit(name, architecture, masters_of, ra
     assert other.digest() == trainer.digest() != digest
 
 
-def test_a_checkpoint_before_the_first_update_loads(architecture, masters_of, ragged_batch, optimise, tmp_path):
-    trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
-    trainer.save(tmp_path)
-    expected = trainer.step(ragged_batch, TEMPERATURE, ())
-    trainer.load(tmp_path)
-    assert trainer.step(ragged_batch, TEMPERATURE, ()) == expected
-
-
 def test_an_update_that_is_not_finite_is_not_applied(architecture, masters_of, ragged_batch, optimise):
     trainer = megatron_trainer(architecture(), masters_of(architecture()), optimise)
     digest, broken = trainer.digest(), replace(ragged_batch, advantages=torch.full((24,), torch.inf))
@@ -323,11 +308,3 @@ def test_weights_in_bf16_have_masters_in_fp32(shared, architecture, masters_of, 
         assert other.digest() == digest
         # The gain is since the weights that a trainer was built from.
         assert replace(other.step(ragged_batch, TEMPERATURE, ()), update_gain=after.update_gain) == after
-
-
-def test_it_says_what_runs(architecture, masters_of):
-    arch = architecture(**FAMILIES["moe"])
-    found = megatron_trainer(arch, masters_of(arch)).describe()
-    assert found["linear"] == ["fp32", "fp32"]
-    assert (found["attention"], found["layers"], found["deterministic"]) == ("fp32", "local", False)
-    assert found["versions"]["megatron-core"].startswith("0.16")

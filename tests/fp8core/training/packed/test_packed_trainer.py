@@ -280,20 +280,6 @@ def test_a_gradient_that_is_not_finite_is_not_applied(
     assert trainer.step(batch, 1.0, ()) == twin.step(batch, 1.0, ())
 
 
-def test_sft_learns_what_it_is_shown(packed_of, architecture) -> None:
-    trainer = packed_of(BF16, architecture(), TrainingConfig(tokens_per_pass=128))
-    shown = TokenBatch.of([[2 + i, 5] for i in range(12)], [[3 + i, 7] for i in range(12)])
-    losses = [trainer.sft_step(shown, 1e-2) for _ in range(12)]
-    assert losses[0] > 3
-    assert losses[-1] < 0.3 * losses[0]
-    assert trainer.version == 0
-
-
-def test_tensors_of_another_model_are_refused(architecture, masters_of) -> None:
-    with pytest.raises(AssertionError, match="another model"):
-        packed(masters_of(architecture(num_layers=1)), FP8, architecture())
-
-
 def test_weights_are_made_ready_once_an_update(learnt) -> None:
     trainer, learn = learnt()
 
@@ -306,27 +292,6 @@ def test_weights_are_made_ready_once_an_update(learnt) -> None:
     assert all(now is then for now, then in zip(held(), before, strict=True))
     learn(trainer)
     assert not any(held())
-
-
-def test_nothing_that_passes_multiply_with_lies_beside_an_export(packed_of, arch) -> None:
-    trainer = packed_of(FP8, arch)
-    trainer._inference_weights()
-    trainer.export()
-    assert not any(layer._weights for layer in trainer._decoder.packed_layers())
-
-
-def test_bypass_mode_weighs_by_the_policy_of_each_update(
-    packed_of, trainer_of, architecture, first_scales, rollout_batch, weight_of_two_updates
-):
-    arch = architecture()
-    scales = first_scales(trainer_of(FP8, arch), FP8)
-    found, expected, frozen = weight_of_two_updates(
-        lambda training, objective: packed_of(FP8, arch, training, objective),
-        rollout_batch(trainer_of(FP8, arch), scales),
-        scales.layers,
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert abs(frozen - expected) > 1e-3
 
 
 RANKS = 3
