@@ -86,11 +86,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import vllm_hopper_cases as cases
+from benchmarks import engine_cases as cases
 from benchmarks.harness import Row, RowFile, table
 from benchmarks.rollout_hopper import WORKER, median_step, traced_steps
 from benchmarks.sglang_hopper import ALIGNED, prepared, timed_generation
-from benchmarks.vllm_hopper import prepare
 from fp8core.config.capability import this_platform
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract
@@ -270,7 +269,7 @@ def _start_vllm(arch: Architecture, contract: PrecisionContract, rows: RowFile, 
     settings = cases.options(
         model="aligned", gpu_memory_utilization=0.88, max_model_len=PROMPT + ROW, captured_tokens=captured
     )
-    prepare(contract, settings)
+    cases.prepare(contract, settings)
     cases.compile_products(arch, contract, settings.batched_tokens)
     return cases.start(arch, contract, settings, REQUESTS, rows, WORKER), {"captured_tokens": captured}
 
@@ -352,7 +351,7 @@ def measure_exactness(rows: RowFile, options: argparse.Namespace) -> None:
     settings = cases.options(
         model="aligned", max_model_len=2048, gpu_memory_utilization=0.3, captured_tokens=options.captured_tokens
     )
-    prepare(contract, settings)
+    cases.prepare(contract, settings)
     policy = cases.small_policy(contract, 0)
     engine = cases.start(policy.arch, contract, settings, EXACT_REQUESTS // 2, rows)
     try:

@@ -35,9 +35,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import vllm_hopper_cases as cases
+from benchmarks import engine_cases as cases
 from benchmarks.harness import PRECISIONS, Row, RowFile, ended, part_of, start, table
-from benchmarks.vllm_hopper import prepare
 from fp8core.config.engines import VllmConfig
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.recipe import RecipeName
@@ -177,7 +176,7 @@ def measure(engine_of: Engine, out: Path) -> None:
     if engine_of.forward == "aligned":
         contract = cases.aligned(contract, engine_of.rule)
     settings = _settings(engine_of)
-    prepare(contract, settings)
+    cases.prepare(contract, settings)
     rows = RowFile(out)
     largest = max(cell.requests for cell in engine_of.cells)
     cases.compile_products(arch, contract, max(settings.batched_tokens, largest))

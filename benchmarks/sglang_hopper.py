@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import vllm_hopper_cases as cases
+from benchmarks import engine_cases as cases
 from benchmarks.harness import PRECISIONS, Row, RowFile, ended, start, table
 from benchmarks.rollout_hopper import HEADLINE
 from fp8core.config.capability import this_platform

@@ -93,7 +93,7 @@ def record(
     played = None if turns is None else store.get_table(turns)
     cap = named_correction(run.config.correction).rule.cap
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
-    # second for 200,000 tokens instead of 0.1 (benchmarks/host_costs.py).
+    # second for 200,000 tokens instead of 0.1.
     with torch_threads(1):
         metrics = {
             **reward_metrics(rewarded, run.config, played if turn_advantages_asked(run.config) else None),

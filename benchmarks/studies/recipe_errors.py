@@ -33,9 +33,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.harness import RESULTS, provenance, stored, table, write_rows
-from benchmarks.quantisation_errors import quantise_tensor
 from benchmarks.real_checkpoint import score
-from fp8core.numerics.e4m3 import quantise_columns, quantise_rows, quantise_tiles
+from fp8core.numerics.e4m3 import quantise_columns, quantise_rows, quantise_tiles, round_to_e4m3, scale_from_amax
 from fp8core.numerics.linear import dequantise_rows
 from fp8core.numerics.recipe import FP32_ACTIVATIONS, GRADIENT_FLOOR, TILE, Grouping, ScaleRule
 
@@ -92,6 +91,12 @@ def by_tiles(weight: Tensor) -> Tensor:
 def through(x: Tensor, other: Tensor) -> Tensor:
     """`other`, with the gradient of x."""
     return x + (other - x).detach()
+
+
+def quantise_tensor(x: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """Values on the E4M3 grid, FP32 of x's shape, and one FP32 scale [] for all."""
+    scale = scale_from_amax(x.abs().amax(), rule)
+    return round_to_e4m3(x / scale), scale
 
 
 def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:

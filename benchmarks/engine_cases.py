@@ -1,20 +1,17 @@
-"""The shapes, policies and requests that `vllm_hopper` measures."""
+"""Shapes, policies and requests of the engine that benchmarks of rollouts measure."""
 
 import gc
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flows.environment import kernel_folders
@@ -23,24 +20,21 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.data.chain import ALPHABET, EOS
 from fp8core.kernels.compilation import missing_jobs, run_jobs
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes
-from fp8core.models.checkpoint import initial_weights, save_checkpoint
-from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
-from fp8core.models.tokenizer import character_tokenizer
+from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import SCALE_SUFFIX, layer_of, rollout_formats, training_formats
-from fp8core.numerics.e4m3 import FiniteFlag, tile_codes
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
-from fp8core.numerics.recipe import FP32_ACTIVATIONS, RecipeName
+from fp8core.numerics.recipe import RecipeName
+from fp8core.processes.variables import set_variables
 from fp8core.resources.kernels import Product, layer_products, samples
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
 from fp8core.rollout.vllm.requirements import VllmBuild, find_build
-from fp8core.rollout.vllm.settings import WORKER
+from fp8core.rollout.vllm.settings import WORKER, required_environment, suggested_environment
 from fp8core.run.compilation import product_job
 from fp8core.run.policy import check_report
 from fp8core.training.exact import ExactTrainer
@@ -83,6 +77,12 @@ class Policy:
 def build() -> VllmBuild:
     """The vLLM of this machine."""
     return find_build(this_platform())
+
+
+def prepare(agreed: PrecisionContract, settings: VllmConfig) -> None:
+    """Environment of the engine."""
+    found = build()
+    set_variables(required_environment(agreed, settings, found), suggested_environment(1, found))
 
 
 def contract(precision: str) -> PrecisionContract:
@@ -157,15 +157,6 @@ def small_policy(agreed: PrecisionContract, version: int) -> Policy:
     return Policy(arch, tensors, PolicyScales(version, layers), trainer, masters)
 
 
-def random_masters(arch: Architecture, spread: float) -> dict[str, Tensor]:
-    """Random weights of `spread` times the ordinary spread, and norms that are not all 1."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: w * spread if w.dim() == 2 else w + 0.1 * torch.randn(w.shape, generator=generator)
-        for name, w in initial_weights(arch, seed=0).items()
-    }
-
-
 def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int) -> Policy:
     """Random bytes of the right types, made on the GPU: codes of spread 100 with scales of 2^-13.
 
@@ -192,31 +183,6 @@ def random_policy(arch: Architecture, agreed: PrecisionContract, own_layers: int
     return Policy(arch, tensors, PolicyScales(0, layers))
 
 
-def quantise_seconds(policy: Policy) -> float:
-    """Time to quantise BF16 weights of all its FP8 matrices, one after the other."""
-    shapes = [tensor.shape for tensor in policy.tensors.values() if tensor.dtype == torch.float8_e4m3fn]
-    weights = {shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes}
-    flag = FiniteFlag(torch.device("cuda"))
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for shape in shapes:
-        tile_codes(weights[shape], FP32_ACTIVATIONS.weights, flag)
-    torch.cuda.synchronize()
-    return round(time.perf_counter() - began, 4)
-
-
-def checkpoint_equals(policy: Policy) -> bool:
-    """True if `fp8-grpo quantise` of the saved policy gives the bytes that the trainer ships."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain, quantised = Path(folder) / "bf16", Path(folder) / "fp8"
-        vocabulary = policy.arch.vocab_size
-        save_checkpoint(plain, policy.arch, policy.masters, character_tokenizer(ALPHABET, vocabulary, EOS))
-        write_checkpoint(
-            plan_quantisation(plain, KeptInBf16(), FP32_ACTIVATIONS.weights), quantised, lambda tensors, size: None
-        )
-        return policy_digest(load_file(quantised / "model.safetensors")) == policy_digest(policy.tensors)
-
-
 def synchronise(engine: Any, policy: Policy) -> dict[str, Any]:
     """Update and prove it (`check_report`): bytes, seconds of both together and of the read-back alone."""
     torch.cuda.synchronize()
@@ -240,40 +206,17 @@ def summary(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def logprob_error(engine: Any, policy: Policy) -> dict[str, Any]:
-    """vLLM's log-probs against the exact reference on the same bytes and scales, in nats, at temperature 0.8."""
-    assert policy.trainer is not None, "only small policies have a reference"
-    groups = prompt_groups(8, 2, 48, seed=1)
-    found = collect(engine, groups, Sampling(0.8, 24, _NOTHING_STOPS))
-    prompts = {group.group: list(group.prompt) for group in groups}
-    batch = TokenBatch.of([prompts[done.group] for done in found], [done.tokens for done in found])
-    expected = policy.trainer.logprobs(batch, 0.8, policy.scales.layers).logprobs
-    error = (torch.tensor([done.logprobs for done in found]) - expected).abs()
-    plain = small_policy(contract("bf16"), policy.scales.version).trainer
-    assert plain is not None, "only small policies have a reference"
-    apart = (plain.logprobs(batch, 0.8, policy.scales.layers).logprobs - expected).abs()
-    return {
-        "tokens": error.numel(),
-        "mean": float(error.mean()),
-        "max": float(error.max()),
-        "reference_to_bf16_mean": float(apart.mean()),
-        "reference_to_bf16_max": float(apart.max()),
-    }
-
-
 def exactness_rows(
     start_engine: Callable[[int], Any],
     policy: Policy,
     batch_invariant: bool,
-    describe: Callable[[Any], Iterable[dict[str, Any]]] = lambda engine: (),
 ) -> Iterator[dict[str, Any]]:
-    """The probe in other surroundings against the probe alone, after what `describe` tells of the larger engine.
+    """The probe in other surroundings against the probe alone.
 
     `start_engine` makes an engine of so many sequences: one of many, then one of two.
     """
     with closing(start_engine(256)) as engine:
         synchronise(engine, policy)
-        yield from describe(engine)
         alone = _probe(engine, [])
         for found, surroundings in _probes(engine, policy):
             yield compared(alone, found, surroundings, batch_invariant)
@@ -340,30 +283,6 @@ def compared(alone: Completion, found: Completion, surroundings: str, batch_inva
         "equal_tokens": equal,
         "equal_logprobs": sum(difference == 0 for difference in differences),
         "largest_difference": max(differences, default=None),
-    }
-
-
-def generate_little(engine: Any) -> None:
-    """A few tokens, so that caches and graphs are in use between updates."""
-    collect(engine, prompt_groups(8, 4, 64, seed=7), Sampling(1.0, 8, _NOTHING_STOPS))
-
-
-def sleep_cycle(engine: Any, policy: Policy) -> dict[str, Any]:
-    """Generate, sleep, wake by an update that is proved, generate the same again."""
-    groups, sampling = prompt_groups(8, 2, 64, seed=8), Sampling(1.0, 16, _NOTHING_STOPS)
-    synchronise(engine, policy)
-    before, awake = collect(engine, groups, sampling), engine.memory()
-    began = time.perf_counter()
-    engine.sleep()
-    asleep, slept = engine.memory(), time.perf_counter()
-    synchronised = synchronise(engine, policy)
-    after = collect(engine, groups, sampling)
-    return {
-        "freed_bytes": asleep["free"] - awake["free"],
-        "sleep_seconds": round(slept - began, 3),
-        "wake_and_update_seconds": synchronised["seconds"],
-        "equal_completions": sum(a == b for a, b in zip(before, after, strict=True)),
-        "completions": len(before),
     }
 
 
