@@ -36,7 +36,7 @@ from fp8core.rl.presets import PRESETS, Preset
 from fp8core.store.artifacts import Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.manifest import Content, Signature, StepManifest, StepObservations, StepRecord
+from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
 
 DOCS = Path(__file__).resolve().parent
@@ -83,8 +83,6 @@ _MANIFEST_MODELS: dict[str, type[BaseModel]] = {
     "redo": RedoEntry,
     "bound": BoundEntry,
     "ref": Ref,
-    "deletion": Deletion,
-    "signature": Signature,
     "run": RunDescription,
 }
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
@@ -102,7 +100,7 @@ def pages() -> dict[Path, str]:
         SCHEMAS / "run.json": json.dumps(file_schema(), indent=2) + "\n",
         REFERENCE / "config.md": _CONFIG + _BLOCK.format("settings", config_sections(file_schema())),
         REFERENCE / "cli.md": _CLI + _BLOCK.format("commands", cli_sections(build_parser())),
-        MANIFEST: rewritten(MANIFEST.read_text(), {name: table(model) for name, model in _MANIFEST_MODELS.items()}),
+        MANIFEST: rewritten(MANIFEST.read_text(), {name: fields(model) for name, model in _MANIFEST_MODELS.items()}),
         NUMERICS: rewritten(NUMERICS.read_text(), numerics_tables()),
     }
 
@@ -295,15 +293,16 @@ def _filter(test: Filter) -> str:
     return f"{test.name} <= {test.high:g}"
 
 
-def table(model: type[BaseModel]) -> str:
-    """A row for each field. Raises ValueError when a field does not say what it means."""
-    rows = ["| field | type | meaning |", "| --- | --- | --- |"]
+def fields(model: type[BaseModel]) -> str:
+    """A line for each field but the ledger's `event` and `step`. Raises ValueError when one has no description."""
+    lines = []
     for name, field in model.model_fields.items():
-        meaning = field.description or ("What kind of line this is." if name == "event" else None)
-        if meaning is None:
+        if name == "event" or (name == "step" and "event" in model.model_fields):
+            continue
+        if field.description is None:
             raise ValueError(f"{model.__name__}.{name} has no description")
-        rows.append(f"| `{name}` | {type_name(field.annotation)} | {meaning} |")
-    return "\n".join(rows)
+        lines.append(f"- `{name}` ({type_name(field.annotation)}): {field.description}")
+    return "\n".join(lines)
 
 
 def type_name(annotation: Any) -> str:

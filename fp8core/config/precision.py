@@ -102,7 +102,7 @@ _Unbounded = Literal["none"]
 
 
 class StopConfig(Section):
-    """Bounds that a training must keep (docs/guides/bounds.md): null takes the default of the run's contract, none
+    """Bounds that a training must keep (docs/guides/operate.md): null takes the default of the run's contract, none
     bounds nothing."""
 
     error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
