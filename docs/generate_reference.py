@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -45,8 +46,8 @@ REFERENCE, SCHEMAS = DOCS / "reference", DOCS / "schemas"
 MANIFEST, NUMERICS = REFERENCE / "manifest.md", REFERENCE / "numerics.md"
 # All of its rows were measured on an H200, at the shape of Qwen3-8B.
 STEP_ROWS = ROOT / "benchmarks" / "results" / "large_ledger.json"
-# Larger upper bounds are in the schema alone: nobody comes near them.
-SHOWN_MAXIMUM = 16
+# Commands that have an option in the same words, for which it is described once.
+COMMON = 3
 Schema = Mapping[str, Any]
 
 _CONFIG = """# Configuration
@@ -180,10 +181,15 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
 
 
 def _setting(key: str, value: Schema, required: bool) -> str:
-    default = "required" if required else ""
-    if "default" in value:
-        default = f"`{json.dumps(value['default'], ensure_ascii=False)}`"
-    about = "; ".join(filter(None, [_values(value), default]))
+    """A default that shows its type stands for it; bounds are in the schema."""
+    default, words = value.get("default"), _values(value)
+    if required:
+        about = f"{words}; required"
+    elif "default" not in value:
+        about = words
+    else:
+        shown = f"`{json.dumps(default, ensure_ascii=False)}`"
+        about = shown if isinstance(default, int | float | str) and "enum" not in value else f"{words}; {shown}"
     return f"- `{key}` ({about}): {value.get('description', '').replace(chr(10), ' ')}"
 
 
@@ -197,24 +203,29 @@ def _values(value: Schema) -> str:
         return f"`{value['$ref'].rpartition('/')[2]}`"
     if value.get("type") == "array":
         return f"list of {_values(value.get('items', {}))}"
-    bounds = [
-        f"{sign} {value[name]:,}"
-        for name, sign in {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}.items()
-        if name in value and (not name.endswith("aximum") or value[name] <= SHOWN_MAXIMUM)
-    ]
     kinds = {"object": "mapping", "string": "text", "boolean": "true or false", "null": "null"}
     kind = value.get("type", "any")
-    return ", ".join([kinds.get(kind, kind), *bounds])
+    return kinds.get(kind, kind)
 
 
 def cli_sections(parser: argparse.ArgumentParser) -> str:
-    """A section for each command: its description, its arguments."""
+    """Options that several commands share, and a section for each command: its description, its other arguments."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     summaries = {choice.dest: choice.help or "" for choice in commands._choices_actions}
-    parts = []
-    for name, command in commands.choices.items():
-        lines = [_argument(action) for action in command._actions if action.dest != "help"]
-        parts.append("\n".join([f"## `fp8-grpo {name}`", "", _sentence(summaries.get(name, "")), "", *lines, ""]))
+    lines = {
+        name: [_argument(action) for action in command._actions if action.dest != "help"]
+        for name, command in commands.choices.items()
+    }
+    counts = Counter(line for own in lines.values() for line in own)
+    common = [line for line, count in counts.items() if count >= COMMON and line.startswith("- `--")]
+    parts = ["\n".join(["## Options of several commands", "", *common, ""])]
+    for name, own in lines.items():
+        shared = [line.split("`")[1].split()[0] for line in own if line in common]
+        also = [f"- also {', '.join(f'`{option}`' for option in shared)}"] if shared else []
+        others = [line for line in own if line not in common]
+        parts.append(
+            "\n".join([f"## `fp8-grpo {name}`", "", _sentence(summaries.get(name, "")), "", *others, *also, ""])
+        )
     return "\n".join(parts)
 
 
@@ -237,10 +248,10 @@ def _sentence(text: str) -> str:
 
 def numerics_tables() -> dict[str, str]:
     """The parts of numerics.md: tables of docstrings, and the presets."""
-    levels, actions, filters, denominators = docstring_tables(correction.__doc__)
-    (metrics,) = docstring_tables(alignment_metrics.__doc__)
+    levels, actions, filters, denominators = map(_table, docstring_rows(correction.__doc__))
+    (metrics,) = docstring_rows(alignment_metrics.__doc__)
     return {
-        "metrics": metrics,
+        "metrics": "\n".join(_metric(*cells) for cells in metrics[1:]),
         "levels": levels,
         "actions": actions,
         "filters": filters,
@@ -249,16 +260,24 @@ def numerics_tables() -> dict[str, str]:
     }
 
 
-def docstring_tables(text: str | None) -> list[str]:
-    """The fixed-width tables of a docstring as Markdown; the rule under the header sets where columns end."""
+def docstring_rows(text: str | None) -> list[list[list[str]]]:
+    """The fixed-width tables of a docstring as rows of cells; the rule under the header sets where columns end."""
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", text or "", re.MULTILINE):
-        lines = block.splitlines()
-        bars = [i for i, character in enumerate(lines[1]) if character == "|"]
-        cells = [[line[a + 1 : b].strip() for a, b in pairwise(bars)] for line in lines]
-        cells[1] = ["---"] * len(cells[0])
-        found.append("\n".join("| " + " | ".join(c.replace("|", r"\|") for c in line) + " |" for line in cells))
+        header, rule, *lines = block.splitlines()
+        bars = [i for i, character in enumerate(rule) if character == "|"]
+        found.append([[line[a + 1 : b].strip() for a, b in pairwise(bars)] for line in (header, *lines)])
     return found
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _metric(name: str, formula: str, ideal: str, estimates: str, systems: str) -> str:
+    notes = [f"ideal {ideal}" if ideal else "", estimates, f"as {systems}" if systems else ""]
+    return f"- `{name}`: `{formula}`" + "".join(f"; {note}" for note in notes if note)
 
 
 def preset_text(preset: Preset) -> str:
