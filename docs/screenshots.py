@@ -100,6 +100,7 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
         keep(page.screenshot(), out / "mlflow-completions.png")
         page.set_viewport_size(REPORT)
         page.goto(report.as_uri())
+        page.wait_for_timeout(SETTLE_MS)
         keep(page.screenshot(), out / "report.png")
 
 

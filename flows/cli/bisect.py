@@ -18,10 +18,9 @@ from flows.termination import ExitCode
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError
-from fp8core.store.outputs import PICTURE, json_output
+from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
-    from fp8core.alignment.bisect import Bisection
     from fp8core.run.bisection import Subject
 
 
@@ -42,7 +41,6 @@ def add_command(commands: Any) -> None:
         "--by", choices=("layer", "operation", "both"), default="layer", help="what to flip at a time (default layer)"
     )
     parser.add_argument("--prompts", type=at_least(1), default=16, metavar="N", help="how many prompts (default 16)")
-    add_output(parser, "--png", PICTURE, "draw the ranking")
     add_output(parser, "--json", json_output("compared", "tokens"), "write the ranking as JSON")
     add_force(parser)
     parser.set_defaults(command=bisect_target)
@@ -58,17 +56,9 @@ def bisect_target(options: argparse.Namespace) -> int:
     with long_part(f"passes by {options.by}"):
         bisection = subject.bisected(options.against, options.by)
     say(bisection_text(bisection))
-    _write(bisection, options, title)
-    return ExitCode.DONE
-
-
-def _write(bisection: "Bisection", options: argparse.Namespace, title: str) -> None:
-    from fp8core.report.drawing import draw_bisection
-
     if options.json is not None:
         options.json.write_json({"compared": title, **asdict(bisection)})
-    if options.png is not None and bisection.units:
-        draw_bisection(bisection, options.png.target, title)
+    return ExitCode.DONE
 
 
 def _subject(options: argparse.Namespace) -> "Subject":

@@ -10,21 +10,20 @@ from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import StoredFileError
-from fp8core.store.outputs import PAGE, PICTURE
+from fp8core.store.outputs import PAGE
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are overlaid")
     add_output(parser, "--out", PAGE, f"the page to write (default {PAGE.kept_as})", PAGE.kept_as)
-    add_output(parser, "--png", PICTURE, "the most important charts as a picture")
     add_force(parser)
     parser.set_defaults(command=report_runs)
 
 
 def report_runs(options: argparse.Namespace) -> int:
-    """Read, draw and write; returns the exit code, 1 when a file is damaged; raises UserError."""
-    from fp8core.report.pages import key_charts, report_html
+    """Read and write; returns the exit code, 1 when a file is damaged; raises UserError."""
+    from fp8core.report.pages import report_html
     from fp8core.report.run_data import read_runs, refuse_duplicates
 
     folders = [find_run(run) for run in options.runs]
@@ -32,11 +31,6 @@ def report_runs(options: argparse.Namespace) -> int:
     runs = read_runs(folders, error_of=_error)
     options.out.write(report_html(runs).encode())
     say(options.out.target)
-    if options.png is not None:
-        from fp8core.report.drawing import draw_png
-
-        draw_png(key_charts(runs), options.png.target, ", ".join(run.label for run in runs))
-        say(options.png.target)
     damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]
     if damaged:
         more = f" (and {len(damaged) - 1} more, which the page lists)" if len(damaged) > 1 else ""

@@ -1,29 +1,23 @@
-"""The content of charts, apart from how they are drawn (`drawing`).
+"""The content of charts, apart from how they are drawn: `figures` for a page, `drawing` for a picture.
 
 A style is a number. It stands for a colour of Okabe and Ito's palette, which colour-blind readers can tell apart
-(jfly.uni-koeln.de/color). It stands for a dash, a marker and a hatch too, so that no two of the first 28 look alike in
-grey.
+(jfly.uni-koeln.de/color). It stands for a dash and a marker too, so that lines differ in grey.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
-
-Scale = Literal["linear", "log"]
-Mark = Literal["line", "dots", "outline"]
 
 # Without yellow, which is too light for lines on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
 GREY = "#767676"
 REFERENCE = -1
-"""The style of what is no measurement: a bound, a diagonal."""
+"""The style of a line that is no measurement, such as a diagonal."""
 
 POINTS_OF_A_SERIES = 400
-
-BARS = 120
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     style: int
-    mark: Mark = "line"
+    mark: Literal["line", "dots", "outline"] = "line"
 
     def finite(self) -> list[tuple[float, float]]:
         return [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
@@ -56,8 +50,8 @@ class Bound:
 class Chart:
     """Series over common axes.
 
-    On a log scale, values that are zero or less are drawn in a lane of their own below the axis, labelled 0. `include`
-    are values of y that are on the axis in any case. `note` is printed below the chart.
+    On a log scale, values that are zero or less are drawn in a lane of their own below the others, labelled 0.
+    `include` are values of y that are on the axis in any case. `note` is printed below the chart.
     """
 
     title: str
@@ -65,72 +59,13 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     bounds: Sequence[Bound] = ()
-    y_scale: Scale = "linear"
+    y_scale: Literal["linear", "log"] = "linear"
     include: Sequence[float] = ()
     note: str = ""
 
-
-@dataclass(frozen=True)
-class Stack:
-    """Layers on top of one another: `layers` maps a name to a height at each x, `styles` to its style.
-
-    The axes reach to `last_x` and `tallest` at least, so that stacks beside one another have equal axes.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Sequence[float]
-    layers: Mapping[str, Sequence[float]]
-    note: str = ""
-    styles: Mapping[str, int] = field(default_factory=dict)
-    last_x: float = 0.0
-    tallest: float = 0.0
-
-
-@dataclass(frozen=True)
-class Heatmap:
-    """Positive values by row and x, coloured by their logarithm; NaN is left blank. `panels` maps a name to rows.
-
-    The axis reaches to `last_x` at least, and the scale of colours includes the values of `also`: heat maps beside one
-    another have equal axes. `value_label` is the name of the values.
-    """
-
-    title: str
-    x_label: str
-    y_label: str
-    x: Sequence[float]
-    panels: Mapping[str, Sequence[Sequence[float]]]
-    note: str = ""
-    last_x: float = 0.0
-    also: Sequence[float] = ()
-    value_label: str = ""
-
-    def positive(self) -> list[float]:
-        values = (value for panel in self.panels.values() for row in panel for value in row)
-        return [value for value in values if math.isfinite(value) and value > 0]
-
-
-@dataclass(frozen=True)
-class Node:
-    """A box of a graph: its column, its lines of text, what is shown when pointed at, and a weight from 0 to 1."""
-
-    name: str
-    column: int
-    lines: Sequence[str]
-    hint: str
-    weight: float
-
-
-@dataclass(frozen=True)
-class Graph:
-    title: str
-    nodes: Sequence[Node]
-    edges: Sequence[tuple[str, str, str]]
-    note: str = ""
-
-
-Drawing = Chart | Stack | Heatmap | Graph
+    @property
+    def values(self) -> list[float]:
+        return [y for series in self.series for _, y in series.finite()]
 
 
 def short(value: float) -> str:
@@ -162,23 +97,19 @@ def thinned(series: Series) -> Series:
     if len(finite) <= POINTS_OF_A_SERIES or series.mark != "line":
         return series
     size = math.ceil(len(finite) / (POINTS_OF_A_SERIES // 4))
-    kept: list[tuple[float, float]] = []
+    points: list[tuple[float, float]] = []
     for start in range(0, len(finite), size):
         part = range(start, min(start + size, len(finite)))
         chosen = {part[0], part[-1], min(part, key=lambda i: finite[i][1]), max(part, key=lambda i: finite[i][1])}
-        kept += [finite[i] for i in sorted(chosen)]
-    return replace(series, x=[x for x, _ in kept], y=[y for _, y in kept])
+        points += [finite[i] for i in sorted(chosen)]
+    return replace(series, x=[x for x, _ in points], y=[y for _, y in points])
 
 
 def bucket_means(values: Sequence[float], buckets: int) -> list[float]:
     """Means of `buckets` stretches of nearly equal length, without what is not finite; NaN where nothing is."""
     edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
-    return [_mean(values[a:b]) for a, b in pairwise(edges)]
-
-
-def _mean(values: Iterable[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
+    finite = [[value for value in values[a:b] if math.isfinite(value)] for a, b in pairwise(edges)]
+    return [math.fsum(part) / len(part) if part else math.nan for part in finite]
 
 
 def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
@@ -186,7 +117,8 @@ def collapsed(charts: Iterable[Chart]) -> tuple[list[Chart], list[str]]:
 
     A chart whose points all have one value is told by that value, a chart without a point is not measured.
     """
-    drawn, told = [], defaultdict[str, list[str]](list)
+    drawn = list[Chart]()
+    told = defaultdict[str, list[str]](list)
     for chart in charts:
         values = {y for series in chart.series if series.style != REFERENCE for _, y in series.finite()}
         match len(values):

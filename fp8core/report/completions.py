@@ -3,6 +3,8 @@
 Held-out prompts are the same ones at every evaluation, which keeps a few texts. Of training prompts the same ones are
 shown where the searched steps have a prompt in common. Texts of these come from the tokens, through the
 tokenizer of the newest checkpoint. Without one a completion is a single piece of text.
+
+Functions that take `missing` append a line to it for each file that cannot be read and that gc did not remove.
 """
 
 import json
@@ -10,15 +12,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby, repeat, zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
-from fp8core.durable import refuse_link
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.chart import counted
-from fp8core.report.tokens import Unread, was_removed
+from fp8core.report.tokens import unread, was_removed
 from fp8core.rewards.scorer import Key
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.layout import POLICY
@@ -51,30 +51,28 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A part of an episode: who speaks, numbers in words, and the text."""
+    """A part of an episode, with who speaks and numbers as its heading; without an environment all of a completion."""
 
-    speaker: str
-    note: str
+    heading: str
     pieces: Sequence[Piece]
 
 
 @dataclass(frozen=True)
 class ShownCompletion:
-    """A text of the policy with its reward; `left_out` tokens are not shown. An episode is shown by its `turns`.
+    """A text of the policy with its reward; `left_out` tokens are not shown.
 
     `unverified`: it is none of the share whose log-probs were computed again. `advantage`: of the update.
     """
 
     reward: float | None
-    pieces: Sequence[Piece]
-    left_out: int
-    turns: Sequence[ShownTurn] = ()
+    turns: Sequence[ShownTurn]
+    left_out: int = 0
     unverified: bool = False
     advantage: float | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptExamples:
     step: int
     prompt: str
     completions: Sequence[ShownCompletion]
@@ -84,31 +82,30 @@ class Asked:
 class Examples:
     """Prompts early and late; `same` where those are the same ones."""
 
-    early: Sequence[Asked]
-    late: Sequence[Asked]
+    early: Sequence[PromptExamples]
+    late: Sequence[PromptExamples]
     same: bool
 
     @property
     def differing(self) -> bool:
-        return any(piece.level for piece in self._pieces())
+        return any(self._levels())
 
     @property
     def compared(self) -> bool:
-        return any(piece.level is not None for piece in self._pieces())
+        return any(level is not None for level in self._levels())
 
     @property
     def unverified(self) -> bool:
         """True if the log-probs of no completion that is shown were computed again."""
-        return all(completion.unverified for completion in self._completions())
+        return all(completion.unverified for one in (*self.early, *self.late) for completion in one.completions)
 
-    def in_order(self) -> list[Asked]:
-        return [asked for pair in zip_longest(self.early, self.late) for asked in pair if asked is not None]
+    def in_order(self) -> list[PromptExamples]:
+        return [one for pair in zip_longest(self.early, self.late) for one in pair if one is not None]
 
-    def _completions(self) -> Iterator[ShownCompletion]:
-        return (completion for one in (*self.early, *self.late) for completion in one.completions)
-
-    def _pieces(self) -> Iterator[Piece]:
-        return (piece for completion in self._completions() for piece in completion.pieces)
+    def _levels(self) -> Iterator[int | None]:
+        for one in (*self.early, *self.late):
+            for completion in one.completions:
+                yield from (piece.level for turn in completion.turns for piece in turn.pieces)
 
 
 def level_of(difference: float) -> int:
@@ -131,27 +128,24 @@ class Picked:
 def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
     """Rows of the completions of a few prompts, with the log-probs of both policies and the reward; None without any.
 
-    `names` are of the artifacts with rollouts and with log-probs; `missing` takes a line for what cannot be read and
-    was not removed by gc.
+    `names` are of the artifacts with rollouts and with log-probs.
     """
     commits = sorted(view.commits, key=lambda commit: commit.step)
-    whole = [commit for commit in commits if commit.step > START and _kept(view, commit, names)]
+    whole = [commit for commit in commits if commit.step > START and _is_there(view, commit, names)]
     half = (len(whole) + 1) // 2
-    unread = Unread("completions")
-    first, last = dict[str, list[Row]](), dict[str, list[Row]]()
-    for some, found in (
-        (whole[: min(half, SEARCHED)], first),
-        (whole[: max(half, len(whole) - SEARCHED) - 1 : -1], last),
-    ):
-        for commit in some:
-            for name, rows in _read(view, commit, names, unread).items():
-                found.setdefault(name, rows)
-    missing += unread.lines()
+    early = whole[: min(half, SEARCHED)]
+    late = whole[max(half, len(whole) - SEARCHED) :][::-1]
+    first = dict[str, list[Row]]()
+    last = dict[str, list[Row]]()
+    for searched, by_prompt in ((early, first), (late, last)):
+        for commit in searched:
+            for name, rows in _read(view, commit, names, missing).items():
+                by_prompt.setdefault(name, rows)
     if not first and not last:
         return None
 
     def uncompared(name: str) -> int:
-        return sum(row["trained"] is None for found in (first, last) for row in found.get(name, ()))
+        return sum(row["trained"] is None for by_prompt in (first, last) for row in by_prompt.get(name, ()))
 
     # A run that generates ahead compares a share of its completions.
     shared = sorted((name for name in first if name in last), key=uncompared)[:PROMPTS]
@@ -170,7 +164,7 @@ def read_examples(view: RunView, names: tuple[str, str], missing: list[str]) -> 
     if picked is None:
         return None
     decode = _decoder(view, missing)
-    early, late = ([_asked(rows, decode) for rows in some] for some in (picked.early, picked.late))
+    early, late = ([_shown(rows, decode) for rows in some] for some in (picked.early, picked.late))
     return Examples(early, late, picked.same)
 
 
@@ -184,14 +178,9 @@ class HeldoutPair:
 
 
 def heldout_pairs(view: RunView, missing: list[str]) -> list[HeldoutPair]:
-    """The texts that evaluations keep of held-out prompts; none before there are two evaluations with texts.
-
-    `missing` takes a line for what cannot be read and was not removed by gc.
-    """
+    """The texts that evaluations keep of held-out prompts; none before there are two evaluations with texts."""
     commits = sorted(view.commits, key=lambda commit: commit.step)
-    unread = Unread("held-out completions")
-    first, last = (_first_evaluation(view, order, unread) for order in (commits, commits[::-1]))
-    missing += unread.lines()
+    first, last = (_first_evaluation(view, order, missing) for order in (commits, commits[::-1]))
     if first is None or last is None or first[0] == last[0]:
         return []
     (start, before), (end, after) = first, last
@@ -201,22 +190,22 @@ def heldout_pairs(view: RunView, missing: list[str]) -> list[HeldoutPair]:
 def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
     if not pairs:
         return None
-    early, late = (
-        [
-            Asked(pair.steps[end], sample.prompt, [ShownCompletion(sample.score, [Piece(sample.text, None)], 0)])
-            for pair in pairs[:HELDOUT_PROMPTS]
-            for sample in [(pair.first, pair.last)[end]]
-        ]
-        for end in (0, 1)
-    )
-    return Examples(early, late, True)
+
+    def shown(step: int, sample: HeldoutSample) -> PromptExamples:
+        whole = ShownTurn("", [Piece(sample.text, None)])
+        return PromptExamples(step, sample.prompt, [ShownCompletion(sample.score, [whole])])
+
+    some = pairs[:HELDOUT_PROMPTS]
+    early = [shown(pair.steps[0], pair.first) for pair in some]
+    return Examples(early, [shown(pair.steps[1], pair.last) for pair in some], True)
 
 
 def _first_evaluation(
-    view: RunView, commits: Sequence[Commit], unread: Unread
+    view: RunView, commits: Sequence[Commit], missing: list[str]
 ) -> tuple[int, dict[str, HeldoutSample]] | None:
     """Step and samples, by prompt_id, of the first of these commits that evaluated, if it kept any."""
-    store, known_empty = ArtifactStore(view.folder), set[str]()
+    store = ArtifactStore(view.folder)
+    known_empty = set[str]()
     for commit in commits:
         for ref in commit.artifacts.values():
             if ref.kind != "evaluation" or ref.digest in known_empty or was_removed(view, ref):
@@ -224,11 +213,11 @@ def _first_evaluation(
             try:
                 content = store.get_json(ref)
             except ArtifactError as error:
-                unread.add(commit.step, error, view.folder)
+                missing.append(unread("held-out completions", commit.step, error, view.folder))
                 continue
             if content:
-                found = [HeldoutSample.model_validate(sample) for sample in content.get("samples") or ()]
-                return commit.step, {sample.prompt_id: sample for sample in found}
+                samples = [HeldoutSample.model_validate(sample) for sample in content.get("samples") or ()]
+                return commit.step, {sample.prompt_id: sample for sample in samples}
             known_empty.add(ref.digest)
     return None
 
@@ -241,63 +230,59 @@ def largest_difference(row: Row) -> float | None:
     return max((abs(p - g) for p, g, written in pairs if written), default=None)
 
 
-def _kept(view: RunView, commit: Commit, names: tuple[str, str]) -> bool:
+def _is_there(view: RunView, commit: Commit, names: tuple[str, str]) -> bool:
     refs = [commit.artifacts.get(name) for name in names]
     return all(ref is not None and not was_removed(view, ref) for ref in refs)
 
 
-def _read(view: RunView, commit: Commit, names: tuple[str, str], unread: Unread) -> dict[str, list[Row]]:
+def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[str]) -> dict[str, list[Row]]:
     """By prompt a row for each completion of a step: log-probs under both policies, reward, outcome and advantage.
 
-    `trained` is None where they were not compared, `advantage` in steps of earlier versions.
+    `trained` is None where they were not compared.
     """
     store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
-        turns = played_turns(store, commit, rollouts)
+        turns = _played_turns(store, commit, rollouts)
         judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
         for ref in commit.artifacts.values():
             if (columns := [name for name, kind in _JUDGED.items() if kind == ref.kind]) and not was_removed(view, ref):
                 for row in store.get_table(ref, [*COMPLETION_KEY, *columns]).to_pylist():
                     judged[key_of(row)] |= row
-        trained: list[Sequence[float] | None] = table["logprobs"].to_pylist()
-        if scored.kind == "behaviour":
-            by_key = dict(zip(keys_of(table), trained, strict=True))
-            trained = [by_key.get(key_of(row)) for row in rows]
-        lengths = [None if values is None else len(values) for values in trained]
-        if len(lengths) != len(rows) or any(
-            length not in (None, len(row["logprobs"])) for row, length in zip(rows, lengths, strict=True)
-        ):
-            raise ArtifactError(f"{store.path(scored)}: logprobs: not as many items in every row as the rollouts have")
     except ArtifactError as error:
-        unread.add(commit.step, error, view.folder)
+        missing.append(unread("completions", commit.step, error, view.folder))
         return {}
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row, values in zip(rows, trained, strict=True):
+    trained = dict(zip(keys_of(table), table["logprobs"].to_pylist(), strict=True))
+    by_prompt: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
         key = key_of(row)
+        values = trained.get(key)
+        if values is not None and len(values) != len(row["logprobs"]):
+            missing.append(f"completions of step {commit.step}: not as many log-probs as the rollouts have")
+            return {}
         more = {"step": commit.step, "trained": values, "turns": turns.get(key, [])}
-        found[row["prompt_id"]].append({**row, **judged[key], **more})
-    return found
+        by_prompt[row["prompt_id"]].append({**row, **judged[key], **more})
+    return by_prompt
 
 
-def played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Key, list[Row]]:
+def _played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Key, list[Row]]:
     """The turns of each episode of a step; none without an environment, or where gc was.
 
     Raises ArtifactError: they cannot be read.
     """
-    found: dict[Key, list[Row]] = defaultdict(list)
+    turns: dict[Key, list[Row]] = defaultdict(list)
     for task in commit.tasks.values():
         refs = [ref for ref in task.outputs.values() if ref.kind == "turns" and rollouts in task.outputs.values()]
         for ref in refs:
             if store.path(ref).exists():
                 for row in store.get_table(ref).to_pylist():
-                    found[key_of(row)].append(row)
-    return found
+                    turns[key_of(row)].append(row)
+    return turns
 
 
-def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
+def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
     first = rows[0]
     tokens = first["prompt_tokens"]
     prompt = first["prompt_id"] if decode is None else decode(tokens[-MOST_PROMPT_TOKENS:])
@@ -305,43 +290,41 @@ def _asked(rows: Sequence[Row], decode: Decode | None) -> Asked:
         prompt = f"\u2026{prompt[-MOST_PROMPT_CHARACTERS:]}"
     # A run that generates ahead compares few: those come first.
     shown = sorted(rows, key=lambda row: row["trained"] is None)[:SAMPLES]
-    return Asked(first["step"], prompt, [_completion(row, decode) for row in shown])
+    return PromptExamples(first["step"], prompt, [_completion(row, decode) for row in shown])
 
 
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
-    shown, unverified = row["tokens"][:MOST_TOKENS], row["trained"] is None
-    complete = partial(ShownCompletion, reward=row["reward"], advantage=row["advantage"], unverified=unverified)
     if decode is None:
         # The tokens of a part of the text are not known.
-        return complete(pieces=[Piece(row["text"][:MOST_CHARACTERS], None)], left_out=0, turns=_told(row))
-    trained = repeat(None) if unverified else row["trained"]
+        turns = list(_turns_of_texts(row)) or [ShownTurn("", [Piece(row["text"][:MOST_CHARACTERS], None)])]
+        return ShownCompletion(row["reward"], turns, 0, row["trained"] is None, row["advantage"])
+    shown = row["tokens"][:MOST_TOKENS]
+    trained = row["trained"] or [None] * len(shown)
     pieces = [
         Piece(text, level_of(p - g) if written and p is not None else None)
         for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
-    left_out, turns = len(row["tokens"]) - len(shown), list(_shown_turns(row, pieces))
-    return complete(pieces=list(_joined(pieces)), left_out=left_out, turns=turns)
+    turns = list(_turns_of_tokens(row, pieces)) or [ShownTurn("", list(_joined(pieces)))]
+    left_out = len(row["tokens"]) - len(shown)
+    return ShownCompletion(row["reward"], turns, left_out, row["trained"] is None, row["advantage"])
 
 
-def _shown_turns(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
+def _turns_of_tokens(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
     """Policy and environment in turn, as far as there are pieces, one for each token."""
     for turn in row["turns"]:
         begin, end, after = turn["begin"], turn["end"], turn["observation_end"]
         if turn["turn"] and begin < len(pieces):
-            yield ShownTurn(f"policy, turn {turn['turn']}", _note(row, turn), list(_joined(pieces[begin:end])))
+            yield ShownTurn(_heading(row, turn), list(_joined(pieces[begin:end])))
         if end < min(after, len(pieces)):
-            yield ShownTurn("environment", "", list(_joined(pieces[end:after])))
+            yield ShownTurn("environment", list(_joined(pieces[end:after])))
 
 
-def _told(row: Row) -> list[ShownTurn]:
-    shown = []
+def _turns_of_texts(row: Row) -> Iterator[ShownTurn]:
     for turn in row["turns"]:
         if turn["turn"]:
-            text = Piece(turn["text"][:MOST_CHARACTERS], None)
-            shown.append(ShownTurn(f"policy, turn {turn['turn']}", _note(row, turn), [text]))
+            yield ShownTurn(_heading(row, turn), [Piece(turn["text"][:MOST_CHARACTERS], None)])
             if turn["said"]:
-                shown.append(ShownTurn("environment", "", [Piece(said_text(turn)[:MOST_CHARACTERS], None)]))
-    return shown
+                yield ShownTurn("environment", [Piece(said_text(turn)[:MOST_CHARACTERS], None)])
 
 
 def said_text(turn: Row) -> str:
@@ -359,17 +342,17 @@ def turn_mismatch(row: Row, turn: Row) -> tuple[float, int] | None:
     return max(apart, default=0.0), sum(value != 0 for value in apart)
 
 
-def _note(row: Row, turn: Row) -> str:
-    found = turn_mismatch(row, turn)
+def _heading(row: Row, turn: Row) -> str:
+    mismatch = turn_mismatch(row, turn)
     calls = len(json.loads(turn["calls"] or "[]"))
     words = [
         counted(calls, "call") + (f", {turn['failed']} failed" if turn["failed"] else ""),
-        "not compared" if found is None else f"largest difference {found[0]:.3g}, {found[1]} tokens differ",
+        "not compared" if mismatch is None else f"largest difference {mismatch[0]:.3g}, {mismatch[1]} tokens differ",
         *([f"reward {turn['reward']:g}"] if turn["reward"] else []),
         *([f"malformed: {turn['malformed']}"] if turn["malformed"] else []),
         *([f"{turn['outcome']}: {turn['detail']}".rstrip(": ")] if turn["outcome"] else []),
     ]
-    return "; ".join(words)
+    return f"policy, turn {turn['turn']} ({'; '.join(words)})"
 
 
 def _texts(tokens: Sequence[int], decode: Decode) -> Iterator[str]:
@@ -385,27 +368,20 @@ def _texts(tokens: Sequence[int], decode: Decode) -> Iterator[str]:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Pieces of which neighbours without a colour are one."""
-    for (level, number), some in groupby(
-        enumerate(pieces), lambda found: (found[1].level, 0 if not found[1].level else 1 + found[0])
-    ):
-        text = "".join(piece.text for _, piece in some)[:MOST_CHARACTERS]
-        if text or number:
-            yield Piece(text, level)
+    """Pieces of which neighbours without a colour are one; each coloured one stays alone."""
+    for (level, _), some in groupby(enumerate(pieces), lambda one: (one[1].level, one[1].level and one[0])):
+        yield Piece("".join(piece.text for _, piece in some), level)
 
 
 def _decoder(view: RunView, missing: list[str]) -> Decode | None:
     """The tokenizer of the newest checkpoint that is in the run's folder; None without one that can be read."""
     entries = [entry for _, entry in view.entries if isinstance(entry, CheckpointEntry)]
     folders = [view.folder / entry.uri / POLICY for entry in reversed(entries)]
-    path = next((folder / "tokenizer.json" for folder in folders if folder.is_dir()), None)
-    if path is None:
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
         return None
     try:
-        for place in (*path.parents[:3], *path.parent.iterdir()):
-            refuse_link(place)
-        tokenizer = Tokenizer.load(path.parent)
+        return Tokenizer.load(folder).decode
     except UserError as error:
         missing.append(str(error).removeprefix(f"{view.folder}/"))
         return None
-    return tokenizer.decode

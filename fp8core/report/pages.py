@@ -1,27 +1,27 @@
-"""Reports as HTML pages without network or script: the parts of a page, and the report of one or more trainings.
+"""Reports as HTML pages that need no network: the parts of a page, and the report of one or more trainings.
 
 It is made from the folders of the trainings alone. `parity.page` makes that of a parity run from the same parts.
 """
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.load import NON_NUMERIC_KEYS, leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import printable_lines
-from fp8core.report.chart import Chart, Drawing, Series, collapsed, counted, short
+from fp8core.report.chart import COLOURS, Chart, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.console import format_tmpe
 from fp8core.report.diagnosis import mean_shares
-from fp8core.report.drawing import figure_html
+from fp8core.report.figures import Figure, chart_figure, iteration_figure, scale_figures, time_figures
 from fp8core.report.head import head, mismatch, three
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
 from fp8core.report.run_verdict import rollout_speed, token_mean
@@ -34,14 +34,10 @@ from fp8core.report.training_charts import (
     SIGNALS,
     WORST_TOKEN,
     Bounds,
-    Curve,
+    ahead_charts,
     configured_bounds,
     curve_chart,
     histories,
-    pipeline_graph,
-    scale_heatmaps,
-    time_shares,
-    time_stacks,
     token_charts,
 )
 from fp8core.store.diff import with_equal_steps
@@ -58,53 +54,19 @@ from fp8core.store.metrics import (
     K3,
     LAG_ESS,
     LENGTH,
-    OUTSIDE_CLIP,
     REWARD,
     SIGNAL,
     STALENESS,
     STALEST,
-    STEP,
     TMPE,
     TOKENS,
     TOKENS_DIFFERING,
-    History,
     series,
 )
 from fp8core.store.outputs import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 EXAMPLE_RUNS = 2
-# Charts of runs that generate ahead: staleness, what an update hides, and by the age of a token its lag.
-_HIDDEN = "rollout/tokens_beside_update"
-_AHEAD = (
-    Curve("Staleness of tokens", "versions, mean of the step", STALENESS, include=(0.0, 1.0)),
-    Curve(
-        "Generation beside the update",
-        "tokens of the step's own",
-        _HIDDEN,
-        lambda row: row[_HIDDEN] / (row.get(TOKENS) or math.nan),
-        include=(0.0, 1.0),
-        note="Tokens that were written beside the update, over those that it learned from. 1: nothing waits.",
-    ),
-)
-_BY_AGE = (
-    Curve(
-        "Effective sample size by age",
-        "ESS / tokens",
-        LAG_ESS,
-        include=(0.0, 1.0),
-        note="Of the policy before the update against that which wrote a token; weights truncated at 2. 1: they are "
-        "equal.",
-    ),
-    Curve(
-        "Clip fraction by age",
-        "share of tokens",
-        OUTSIDE_CLIP,
-        include=(0.0,),
-        note="Tokens whose ratio of these two policies is beyond loss.clip_low or loss.clip_high.",
-    ),
-)
-"""The metric of each has a suffix for the age."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +81,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with words, figures (HTML text), completions by run, and tables; `anchor` is its name in links."""
+    """A heading with words, figures, completions by run, and tables; `anchor` is its name in links."""
 
     anchor: str
     title: str
     text: Sequence[str] = ()
-    figures: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
     tables: Sequence[Table] = field(default_factory=tuple)
     heldout: Mapping[str, Examples] = field(default_factory=dict)
     examples: Mapping[str, Examples] = field(default_factory=dict)
 
 
 def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Sequence[Section]) -> str:
-    """The page as HTML text, the answers on top; everything but the figures is escaped."""
+    """The page as HTML text, the answers on top; all text is escaped."""
     environment = Environment(
         loader=PackageLoader("fp8core.report", "."),
         autoescape=True,
@@ -147,7 +109,8 @@ def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Seq
         subtitle=subtitle,
         answers=answers,
         sections=sections,
-        figure=Markup,
+        script=Markup(get_plotlyjs()),
+        colours=COLOURS,
         legend=LEGEND,
         short=short,
     )
@@ -155,7 +118,7 @@ def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Seq
 
 def _shown(value: Any) -> Any:
     """A value as the page shows it: names and texts of others may hold characters that turn or hide what follows."""
-    return type(value)(printable_lines(value)) if isinstance(value, str) else value
+    return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 _DIGITS = 12
@@ -256,6 +219,18 @@ def _time_of_all(run: RunData) -> str:
     return f"{sum(processes):,.1f} s, {counted(len(processes), 'process')}"
 
 
+def task_time_table(runs: Sequence[RunData]) -> Table:
+    def cell(run: RunData, name: str) -> str:
+        if name not in run.seconds:
+            return MISSING
+        whole = sum(sum(values.values()) for values in run.seconds.values())
+        return f"{fmean(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
+
+    names = dict.fromkeys(name for run in runs for name in run.seconds)
+    rows = [(name, *(cell(run, name) for run in runs)) for name in names]
+    return Table("Mean seconds of a step, and share of all task time", ["task", *(run.label for run in runs)], rows)
+
+
 def whole_time_table(runs: Sequence[RunData]) -> Table:
     """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole."""
     spent = [time_spent(run.view) for run in runs]
@@ -339,14 +314,9 @@ def report_html(runs: Sequence[RunData]) -> str:
 def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
     lines = histories(runs)
     samples = [(run.label, run.tokens) for run in runs]
-    scales = [figure_html(heatmap) for heatmap in scale_heatmaps(runs)]
+    scales = scale_figures(runs)
     scaled, constant = collapsed(curve_chart(curve, lines) for curve in KV_CURVES if scales)
     alignment = (curve_chart(curve, lines, bounds.get(curve.metric, ())) for curve in (*ALIGNMENT, WORST_TOKEN))
-    shares = Table(
-        "Mean seconds of a step, and share of all task time",
-        ["task", *(run.label for run in runs)],
-        time_shares(runs),
-    )
     ahead = ahead_charts(lines)
     return [
         charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in (*LEARNING, *SIGNALS))),
@@ -358,10 +328,10 @@ def run_sections(runs: Sequence[RunData], bounds: Bounds) -> list[Section]:
             "scales",
             "Scales of the KV cache",
             constant if scales else ["No run has scales: its KV cache is not in FP8."],
-            [*_figures(scaled), *scales],
+            [*map(chart_figure, scaled), *scales],
         ),
-        Section("time", "Time", figures=_figures(time_stacks(runs)), tables=[shares, whole_time_table(runs)]),
-        Section("graph", "Iteration", figures=[figure_html(pipeline_graph(run)) for run in runs]),
+        Section("time", "Time", figures=time_figures(runs), tables=[task_time_table(runs), whole_time_table(runs)]),
+        Section("graph", "Iteration", figures=[iteration_figure(run) for run in runs]),
         Section("numbers", "Numbers", tables=[numbers_table(runs), *map(steps_table, runs)]),
         _configuration(runs),
         Section("provenance", "Provenance", tables=[provenance_table(run) for run in runs]),
@@ -374,32 +344,9 @@ def _mismatches(runs: Sequence[RunData]) -> list[str]:
     return [words if len(runs) == 1 else f"{label}: {words}" for label, words in found]
 
 
-def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
-    """Staleness, what an update hides, and by age sample size and clip; none where no run generates ahead."""
-    ahead = [(label, history) for label, history in runs if any(STALENESS in row for row in history)]
-    if not ahead:
-        return []
-    return [*(curve_chart(curve, runs) for curve in _AHEAD), *(_by_age(curve, ahead) for curve in _BY_AGE)]
-
-
-def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
-    series, prefix = list[Series](), f"{curve.metric}_age_"
-    for label, history in runs:
-        for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
-            rows = [row for row in history if name in row]
-            age = f"age {name.removeprefix(prefix).replace('_', ' to ')}"
-            shown = age if len(runs) == 1 else f"{label}, {age}"
-            series.append(Series(shown, [row[STEP] for row in rows], [row[name] for row in rows], len(series)))
-    return Chart(curve.title, "step", curve.y_label, series, include=curve.include, note=curve.note)
-
-
-def _first_age(name: str) -> int:
-    return int(name.partition("_age_")[2].partition("_")[0])
-
-
 def charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], words: Sequence[str] = ()) -> Section:
     drawn, told = charts
-    return Section(anchor, title, [*words, *told], _figures(drawn))
+    return Section(anchor, title, [*words, *told], [*map(chart_figure, drawn)])
 
 
 def _completions(runs: Sequence[RunData]) -> Section:
@@ -410,16 +357,6 @@ def _completions(runs: Sequence[RunData]) -> Section:
     if any(STALENESS in row for run in shown for row in run.history):
         words.append("Where a run generates ahead, the mismatch of a token includes its age.")
     return Section("completions", "Completions", words, heldout=heldout, examples=examples)
-
-
-def key_charts(runs: Sequence[RunData]) -> list[Chart]:
-    bounds = configured_bounds(runs)
-    chosen = (*LEARNING[:4], *ALIGNMENT[:2])
-    return [curve_chart(curve, histories(runs), bounds.get(curve.metric, ())) for curve in chosen]
-
-
-def _figures(drawings: Iterable[Drawing]) -> list[str]:
-    return [figure_html(drawing) for drawing in drawings]
 
 
 def _missing(runs: Sequence[RunData]) -> Section:

@@ -14,7 +14,7 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.report.chart import counted
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import union_seconds
-from fp8core.report.tokens import TokenSample, Unread, newest_tokens
+from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.deletion_log import Deletion
 from fp8core.store.layout import LEDGER
@@ -187,16 +187,14 @@ def pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineSte
 
 def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> History:
     rows: list[dict[str, float]] = []
-    unread = Unread("metrics")
     for commit in commits:
         row: dict[str, float] = {STEP: commit.step}
         for ref in commit.artifacts.values():
             try:
                 row |= _metrics(view.folder, ref, commit.step)
             except ArtifactError as error:
-                unread.add(commit.step, error, view.folder)
+                missing.append(unread("metrics", commit.step, error, view.folder))
         rows.append(row)
-    missing += unread.lines()
     return rows
 
 

@@ -1,6 +1,5 @@
 """The tokens that a run's policy wrote, with their log-probs under both policies, as far as they can be read."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
-from fp8core.store.run_view import RunView, spans
+from fp8core.store.run_view import RunView
 from fp8core.store.tables import COMPLETION_KEY, keys_of
 
 ENOUGH_TOKENS = 20_000
@@ -41,34 +40,27 @@ class TokenSample:
 def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
     """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps; None when no step has tokens.
 
-    `names` are of the artifacts with rollouts and with log-probs; `missing` takes a line for what cannot be read and
-    was not removed by gc.
+    `names` are of the artifacts with rollouts and with log-probs. `missing` takes a line for each step that cannot be
+    read and that gc did not remove.
     """
-    found: list[TokenSample] = []
-    unread = Unread("tokens")
+    parts: list[TokenSample] = []
     for commit in sorted(view.commits, key=lambda commit: -commit.step):
-        if len(found) == MOST_STEPS or sum(len(part.position) for part in found) >= ENOUGH_TOKENS:
+        if len(parts) == MOST_STEPS or sum(len(part.position) for part in parts) >= ENOUGH_TOKENS:
             break
         refs = [commit.artifacts[name] for name in names if name in commit.artifacts]
         if len(refs) < len(names) or any(was_removed(view, ref) for ref in refs):
             continue
         try:
-            rollouts, scored = (_table(view, ref) for ref in refs)
-            if refs[1].kind == "behaviour":
-                rollouts = _scored_rows(rollouts, scored)
-            sample = _tokens(commit.step, rollouts, scored, view.folder / refs[1].uri)
+            parts.append(_tokens(commit.step, refs[0], refs[1], view.folder))
         except ArtifactError as error:
-            unread.add(commit.step, error, view.folder)
-        else:
-            found.append(sample)
-    missing += unread.lines()
-    if not sum(len(part.position) for part in found):
+            missing.append(unread("tokens", commit.step, error, view.folder))
+    if not sum(len(part.position) for part in parts):
         return None
     return TokenSample(
-        tuple(sorted(step for part in found for step in part.steps)),
-        np.concatenate([part.rollout for part in found]),
-        np.concatenate([part.training for part in found]),
-        np.concatenate([part.position for part in found]),
+        tuple(sorted(step for part in parts for step in part.steps)),
+        np.concatenate([part.rollout for part in parts]),
+        np.concatenate([part.training for part in parts]),
+        np.concatenate([part.position for part in parts]),
     )
 
 
@@ -76,46 +68,30 @@ def was_removed(view: RunView, ref: Ref) -> bool:
     return ref.digest in view.deletions and not (view.folder / ref.uri).exists()
 
 
-class Unread:
-    """The files that could not be read of a run's steps: one line for each reason, with the first file that has it."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._found: dict[str, list[tuple[int, str]]] = defaultdict(list)
-
-    def add(self, step: int, error: ArtifactError, folder: Path) -> None:
-        place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
-        self._found[reason].append((step, place))
-
-    def lines(self) -> list[str]:
-        return [
-            f"{self._what} of step {spans(step for step, _ in places)}: {reason} ({places[0][1]})"
-            for reason, places in self._found.items()
-        ]
+def unread(what: str, step: int, error: ArtifactError, folder: Path) -> str:
+    """A line about a file of a step that cannot be read, with its place in the run's folder."""
+    place, _, reason = str(error).removeprefix(f"{folder}/").partition(": ")
+    return f"{what} of step {step}: {reason} ({place})"
 
 
-def _table(view: RunView, ref: Ref) -> pa.Table:
-    columns = [*COMPLETION_KEY, "logprobs", *(["written"] if ref.kind == "rollouts" else [])]
-    return ArtifactStore(view.folder).get_table(ref, columns)
-
-
-def _scored_rows(rollouts: pa.Table, scored: pa.Table) -> pa.Table:
-    chosen = {*keys_of(scored)}
-    return rollouts.take([row for row, key in enumerate(keys_of(rollouts)) if key in chosen])
-
-
-def _tokens(step: int, rollouts: pa.Table, scored: pa.Table, place: Path) -> TokenSample:
-    """The written tokens of one step. Raises ArtifactError: rows or items of the tables do not correspond."""
+def _tokens(step: int, rollouts_ref: Ref, scored_ref: Ref, folder: Path) -> TokenSample:
+    """The written tokens of one step. Raises ArtifactError: a table cannot be read, or they do not correspond."""
+    store = ArtifactStore(folder)
+    rollouts = store.get_table(rollouts_ref, [*COMPLETION_KEY, "logprobs", "written"])
+    scored = store.get_table(scored_ref, [*COMPLETION_KEY, "logprobs"])
+    if scored_ref.kind == "behaviour":
+        compared = {*keys_of(scored)}
+        rollouts = rollouts.take([row for row, key in enumerate(keys_of(rollouts)) if key in compared])
     lengths = pc.list_value_length(rollouts["logprobs"]).to_numpy()
     if not np.array_equal(lengths, pc.list_value_length(scored["logprobs"]).to_numpy()):
-        raise ArtifactError(f"{place}: logprobs: not as many items in every row as the rollouts have")
+        raise ArtifactError(f"{store.path(scored_ref)}: logprobs: not as many items in every row as the rollouts have")
     written = _items(rollouts["written"], bool)
     before = np.concatenate([[0], np.cumsum(written)])
     starts = np.cumsum(lengths) - lengths
     position = before[:-1] - np.repeat(before[starts], lengths)
     sampled, trained = (_items(table["logprobs"], np.float64)[written] for table in (rollouts, scored))
     if not (np.isfinite(sampled).all() and np.isfinite(trained).all()):
-        raise ArtifactError(f"{place}: logprobs: one of a token is not finite, here or in the rollouts")
+        raise ArtifactError(f"{store.path(scored_ref)}: logprobs: one of a token is not finite, here or in rollouts")
     return TokenSample((step,), sampled, trained, position[written])
 
 

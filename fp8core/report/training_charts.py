@@ -7,27 +7,13 @@ over it.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass
 
 import numpy as np
 
 from fp8core.alignment.bounds import BOUNDED, StopBounds, stored_bounds
-from fp8core.report.chart import (
-    BARS,
-    REFERENCE,
-    Bound,
-    Chart,
-    Graph,
-    Heatmap,
-    Node,
-    Series,
-    Stack,
-    bucket_means,
-    collapsed,
-    short,
-)
-from fp8core.report.run_data import LARGEST_SHOWN, PipelineStep, RunData
+from fp8core.report.chart import REFERENCE, Bound, Chart, Series, collapsed, short
+from fp8core.report.run_data import LARGEST_SHOWN, RunData
 from fp8core.report.tokens import TokenSample
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.metrics import (
@@ -37,12 +23,16 @@ from fp8core.store.metrics import (
     GRAD_NORM,
     HELDOUT,
     K3,
+    LAG_ESS,
     LENGTH,
     OUTCOME,
+    OUTSIDE_CLIP,
     REWARD,
     SIGNAL,
+    STALENESS,
     STEP,
     TMPE,
+    TOKENS,
     TOKENS_DIFFERING,
     History,
 )
@@ -50,15 +40,6 @@ from fp8core.store.metrics import (
 SCATTERED, LARGEST_SCATTERED = 1200, 200
 HISTOGRAM_BINS = 61
 COVERED_BY_HISTOGRAM = 0.999
-SMALL_SHARE = 0.01
-OTHERS = "others"
-
-# The tasks of the shipped configurations have the same colour in all reports; a user's own tasks have the next ones.
-# There are seven colours: the first seven tasks have one each, the others a hatch too.
-_TASKS = (
-    "rollout", "train", "logprobs", "reward", "sync", "evaluate", "prompts", "calibrate", "record", "reference",
-    "filter", "teacher", "shape", "ahead",
-)  # fmt: skip
 Row = Mapping[str, float]
 
 
@@ -145,6 +126,39 @@ KV_CURVES = (
     Curve("Saturated elements of Q, K and V", "share beyond the scale", "kv/saturated_share", log=True),
     Curve("Lag of the scales", "mean |log2(used / fresh)|", "kv/lag_error", include=(0.0, 1.0)),
 )
+
+
+# Of runs that generate ahead.
+_HIDDEN = "rollout/tokens_beside_update"
+_AHEAD = (
+    Curve("Staleness of tokens", "versions, mean of the step", STALENESS, include=(0.0, 1.0)),
+    Curve(
+        "Generation beside the update",
+        "tokens of the step's own",
+        _HIDDEN,
+        lambda row: row[_HIDDEN] / (row.get(TOKENS) or math.nan),
+        include=(0.0, 1.0),
+        note="Tokens that were written beside the update, over those that it learned from. 1: nothing waits.",
+    ),
+)
+_BY_AGE = (
+    Curve(
+        "Effective sample size by age",
+        "ESS / tokens",
+        LAG_ESS,
+        include=(0.0, 1.0),
+        note="Of the policy before the update against that which wrote a token; weights truncated at 2. 1: they are "
+        "equal.",
+    ),
+    Curve(
+        "Clip fraction by age",
+        "share of tokens",
+        OUTSIDE_CLIP,
+        include=(0.0,),
+        note="Tokens whose ratio of these two policies is beyond loss.clip_low or loss.clip_high.",
+    ),
+)
+"""The metric of each has a suffix for the age."""
 
 
 def curve_chart(curve: Curve, runs: Sequence[tuple[str, History]], bounds: Sequence[Bound] = ()) -> Chart:
@@ -254,78 +268,27 @@ def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[lis
     ]
 
 
-def scale_heatmaps(runs: Sequence[RunData]) -> list[Heatmap]:
-    maps = [found for run in runs if (found := _scale_heatmap(run.label, run.history)).x]
-    ends = [end for one in maps if (values := one.positive()) for end in (min(values), max(values))]
-    last = max((one.x[-1] for one in maps), default=0.0)
-    return [replace(one, last_x=last, also=ends) for one in maps]
+def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
+    """Staleness, what an update hides, and by age sample size and clip; none where no run generates ahead."""
+    ahead = [(label, history) for label, history in runs if any(STALENESS in row for row in history)]
+    if not ahead:
+        return []
+    return [*(curve_chart(curve, runs) for curve in _AHEAD), *(_by_age(curve, ahead) for curve in _BY_AGE)]
 
 
-def _scale_heatmap(label: str, history: History) -> Heatmap:
-    rows = [row for row in history if "kv/scale_q_layer0" in row]
-    layers = range(sum(key.startswith("kv/scale_q_layer") for key in rows[0]) if rows else 0)
-    panels = {
-        name: [[row.get(f"kv/scale_{kind}_layer{i}", np.nan) for row in rows] for i in layers]
-        for kind, name in (("q", "queries"), ("k", "keys"), ("v", "values"))
-    }
-    steps = [row[STEP] for row in rows]
-    return Heatmap(f"Scales of Q, K and V: {label}", "step", "layer", steps, panels, value_label="scale")
+def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
+    series, prefix = list[Series](), f"{curve.metric}_age_"
+    for label, history in runs:
+        for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
+            rows = [row for row in history if name in row]
+            age = f"age {name.removeprefix(prefix).replace('_', ' to ')}"
+            shown = age if len(runs) == 1 else f"{label}, {age}"
+            series.append(Series(shown, [row[STEP] for row in rows], [row[name] for row in rows], len(series)))
+    return Chart(curve.title, "step", curve.y_label, series, include=curve.include, note=curve.note)
 
 
-def time_stacks(runs: Sequence[RunData]) -> list[Stack]:
-    """Seconds of each task over the steps of each run, with equal axes and one colour a task."""
-    names = list(dict.fromkeys([*_TASKS, *(name for run in runs for name in run.seconds)]))
-    styles = {name: style for style, name in enumerate(names)} | {OTHERS: REFERENCE}
-    stacks = [_time_stack(run) for run in runs]
-    last = max((stack.x[-1] for stack in stacks if stack.x), default=0.0)
-    tallest = max((_tallest(stack) for stack in stacks), default=0.0)
-    return [replace(stack, styles=styles, last_x=last, tallest=tallest) for stack in stacks]
-
-
-def _tallest(stack: Stack) -> float:
-    sums = [math.fsum(values) for values in zip(*stack.layers.values(), strict=True)]
-    return max(bucket_means(sums, min(BARS, len(sums)))) if sums else 0.0
-
-
-def _time_stack(run: RunData) -> Stack:
-    """Tasks that take less than 1 % share a layer."""
-    steps = sorted({step for values in run.seconds.values() for step in values})
-    totals = {name: sum(values.values()) for name, values in run.seconds.items()}
-    whole = sum(totals.values())
-    small = [name for name, total in totals.items() if total < SMALL_SHARE * whole]
-    shown = [name for name in run.seconds if name not in small or len(small) == 1]
-    layers = {name: [run.seconds[name].get(step, 0.0) for step in steps] for name in shown}
-    note = ""
-    if len(small) > 1:
-        layers[OTHERS] = [sum(run.seconds[name].get(step, 0.0) for name in small) for step in steps]
-        note = f"{OTHERS}: {', '.join(small)}."
-    return Stack(f"Time by task: {run.label}", "step", "seconds", steps, layers, note)
-
-
-def time_shares(runs: Sequence[RunData]) -> list[tuple[str, ...]]:
-    """A row for each task: its name, and of each run the mean seconds of a step and the share of the whole."""
-    names = list(dict.fromkeys(name for run in runs for name in run.seconds))
-    return [(name, *(_share(run, name) for run in runs)) for name in names]
-
-
-def pipeline_graph(run: RunData) -> Graph:
-    columns = _columns(run.pipeline)
-    totals = {name: sum(values.values()) for name, values in run.seconds.items()}
-    whole = sum(totals.values()) or 1.0
-    nodes = [
-        Node(
-            step.name,
-            columns[step.name],
-            [step.name, f"{fmean(run.seconds[step.name].values()):.3g} s, {totals[step.name] / whole:.0%}"]
-            if step.name in run.seconds
-            else [step.name, "not measured"],
-            f"{step.name}\nreads: {', '.join(step.reads) or '-'}\nprovides: {', '.join(step.provides) or '-'}",
-            totals.get(step.name, 0.0) / whole,
-        )
-        for step in run.pipeline
-    ]
-    note = "Mean seconds of a step and share of all task time. An arrow that a longer path implies is left out."
-    return Graph(f"One iteration: {run.label}", nodes, _edges(run.pipeline), note)
+def _first_age(name: str) -> int:
+    return int(name.partition("_age_")[2].partition("_")[0])
 
 
 def _steps(sample: TokenSample) -> str:
@@ -343,31 +306,6 @@ def _chosen(sample: TokenSample) -> list[int]:
 def _position_edges(last: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
     wide = np.unique(np.geomspace(32, max(33, last + 1), 33).astype(np.int64)) if last >= 32 else np.zeros(0, np.int64)
     return np.unique(np.concatenate([np.arange(min(32, last + 1)), wide, [last + 1]]))
-
-
-def _share(run: RunData, name: str) -> str:
-    if name not in run.seconds:
-        return "-"
-    whole = sum(sum(values.values()) for values in run.seconds.values())
-    return f"{fmean(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
-
-
-def _edges(pipeline: Sequence[PipelineStep]) -> list[tuple[str, str, str]]:
-    pairs = [(source, target, set(source.provides) & set(target.reads)) for source in pipeline for target in pipeline]
-    return [(source.name, target.name, ", ".join(sorted(shared))) for source, target, shared in pairs if shared]
-
-
-def _columns(pipeline: Sequence[PipelineStep]) -> dict[str, int]:
-    """The column of each step: one to the right of the last step it waits for."""
-    before: dict[str, list[str]] = {step.name: [] for step in pipeline}
-    for source, target, _ in _edges(pipeline):
-        before[target].append(source)
-    columns: dict[str, int] = {}
-    while len(columns) < len(before):
-        ready = [name for name in before if name not in columns and all(b in columns for b in before[name])]
-        assert ready, "a pipeline that ran has no cycle"
-        columns |= {name: max((columns[b] + 1 for b in before[name]), default=0) for name in ready}
-    return columns
 
 
 Bounds = Mapping[str, Sequence[Bound]]

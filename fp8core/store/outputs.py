@@ -25,24 +25,20 @@ from fp8core.user_files import FILE_TYPES
 _MARK = "fp8-grpo"
 PAGE_MARK = f'<meta name="generator" content="{_MARK}">'
 """In the head of every page."""
-PICTURE_METADATA = {"Software": _MARK}
-"""Of every PNG; matplotlib writes it before the pixels."""
 
 _PAGE = re.compile(rb"<!DOCTYPE html>[^\0]{0,200}" + re.escape(PAGE_MARK).encode())
-_PICTURE = re.compile(rb"\x89PNG\r\n\x1a\n.{0,64}Software\0" + _MARK.encode(), re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Kind:
     """A kind of output; `is_ours` is whether this program wrote a file of such content.
 
-    `kept_as` is the file in a run's own folder that is of this kind; `suffix` ends the file's name (None: any).
+    `kept_as` is the file in a run's own folder that is of this kind.
     """
 
     name: str
     is_ours: Callable[[bytes], bool]
     kept_as: str | None = None
-    suffix: str | None = None
 
 
 def json_output(*keys: str, kept_as: str | None = None) -> Kind:
@@ -57,7 +53,6 @@ def json_output(*keys: str, kept_as: str | None = None) -> Kind:
 
 
 PAGE = Kind(f"a page of {_MARK}", lambda content: _PAGE.match(content) is not None, "report.html")
-PICTURE = Kind(f"a picture of {_MARK}", lambda content: _PICTURE.match(content) is not None, suffix=".png")
 SUMMARY = json_output("run", "mlflow_run_id", kept_as="summary.json")
 EVALUATION = json_output("target", "step", "weights_digest")
 
@@ -85,8 +80,6 @@ class Output:
         if self.target.exists() and not self.target.is_file():
             found = FILE_TYPES[stat.S_IFMT(self.target.stat().st_mode)]
             raise UserError(f"{self.named}: cannot be written, because it is {found}; name a file")
-        if self._kind.suffix is not None and self.target.suffix.lower() != self._kind.suffix:
-            raise UserError(f"{self.named}: is written as {self._kind.suffix}; give the file this ending")
         if self._kind.kept_as != self.target.name or enclosing_run(folder.parent) is not None:
             refuse_in_run(self.named, self.target)
 

@@ -29,7 +29,7 @@ def problems(tmp_path):
 
 def test_a_run_is_bisected_by_name_on_its_last_rollouts(whole_run, tmp_path, capsys):
     named = ["whole", "--set", f"runs={whole_run.folder.parent}", "--prompts", 3]
-    assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json", "--png", tmp_path / "b.png") == 0
+    assert bisect(*named, "--by", "operation", "--json", tmp_path / "b.json") == 0
     out = capsys.readouterr().out
     result = json.loads((tmp_path / "b.json").read_text())
     table = whole_run.store.get_table(whole_run.ledger.artifacts(4)["rollouts"]).to_pylist()
@@ -38,7 +38,6 @@ def test_a_run_is_bisected_by_name_on_its_last_rollouts(whole_run, tmp_path, cap
     units = [unit["unit"] for unit in result["units"]]
     assert [line.split("  ")[0] for line in out.splitlines()[2:]] == [*units, "total"]
     assert set(units[:5]) == {f"all {part}" for part in ("qkv", "attention", "output", "gate_up", "down")}
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_precision_of_a_run_against_itself_is_exact(whole_run, capsys):
@@ -93,8 +92,8 @@ def test_a_checkpoint_completes_as_its_run_would(small_checkpoint):
 def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):
     with pytest.raises(UserError, match=r"nothing: no run \(no run.json in "):
         bisect("nothing", "--set", f"runs={whole_run.folder.parent}")
-    with pytest.raises(UserError, match=r"--png .*absent/b\.png: cannot be written"):
-        bisect(small_checkpoint, "--png", tmp_path / "absent" / "b.png")
+    with pytest.raises(UserError, match=r"--json .*absent/b\.json: cannot be written"):
+        bisect(small_checkpoint, "--json", tmp_path / "absent" / "b.json")
     copied = Path(shutil.copytree(whole_run.folder, tmp_path / "copied"))
     shutil.rmtree(copied / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint yet"):

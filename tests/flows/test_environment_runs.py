@@ -132,7 +132,7 @@ def test_the_report_shows_an_episode_as_a_conversation(talked):
             parts += [(f"policy, turn {turn['turn']}", turn["text"])]
             parts += [("environment", json.loads(turn["said"])[0]["content"])] if turn["said"] else []
     for done in asked.completions:
-        shown = [(part.speaker, "".join(piece.text for piece in part.pieces)) for part in done.turns]
+        shown = [(part.heading.partition(" (")[0], "".join(piece.text for piece in part.pieces)) for part in done.turns]
         assert len([speaker for speaker, _ in shown if speaker == "environment"]) > 1
         # The template has marks around what the environment says.
         assert any(
@@ -140,11 +140,11 @@ def test_the_report_shows_an_episode_as_a_conversation(talked):
             and all(one[0] == other[0] and other[1] in one[1] for one, other in zip(shown, told, strict=True))
             for told in conversations.values()
         )
-        of_policy = [part for part in done.turns if part.speaker != "environment"]
-        assert all("largest difference 0, 0 tokens differ" in part.note for part in of_policy)
-        assert "reward 0.25" in of_policy[0].note
+        of_policy = [part for part in done.turns if part.heading != "environment"]
+        assert all("largest difference 0, 0 tokens differ" in part.heading for part in of_policy)
+        assert "reward 0.25" in of_policy[0].heading
         assert {piece.level for part in of_policy for piece in part.pieces} == {0}
-        told = [part for part in done.turns if part.speaker == "environment"]
+        told = [part for part in done.turns if part.heading == "environment"]
         assert {piece.level for part in told for piece in part.pieces} == {None}
     page = report_html([data])
     assert page.count("policy, turn 2") >= len(asked.completions)

@@ -1,11 +1,9 @@
 """A run whose files hold what nobody wrote, every digest and link of the chain made anew: each command says so."""
 
-import functools
 import hashlib
 import importlib
 import io
 import json
-import pickle
 import pkgutil
 import random
 import shutil
@@ -23,7 +21,6 @@ from flows.cli import main
 from fp8core.config.steps import StepSpec
 from fp8core.durable import folder_digest
 from fp8core.errors import UserError
-from fp8core.report.drawing import figure_html
 from fp8core.run.recompute import RedoError
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import LEDGER
@@ -238,17 +235,6 @@ class Said:
         assert self.code in (0, 1), self.err
         assert len(self.err.splitlines()) <= 1, self.err
         assert not self.err or (self.code == 1 and self.err.startswith("fp8-grpo: "))
-
-
-@functools.cache
-def drawn(drawing: bytes) -> str:
-    return figure_html(pickle.loads(drawing))
-
-
-@pytest.fixture(autouse=True)
-def _equal_charts_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page takes a second to draw, and few of the damages change a chart of it."""
-    monkeypatch.setattr("fp8core.report.pages.figure_html", lambda drawing: drawn(pickle.dumps(drawing)))
 
 
 @pytest.fixture

@@ -10,14 +10,12 @@ import pytest
 from flows.cli import main
 from fp8core.store.run_directory import RunDirectory
 
-OTHERS = {"out": b"<!DOCTYPE html><html>my own page</html>", "png": b"\x89PNG\r\n\x1a\nmy own picture", "json": b"{}"}
+OTHERS = {"out": b"<!DOCTYPE html><html>my own page</html>", "json": b"{}"}
 OUTPUTS = {
     "report --out": ["report", "RUN", "--out", "FILE"],
-    "report --png": ["report", "RUN", "--out", "page.html", "--png", "FILE"],
     "verify --json": ["verify", "RUN", "--tracking-uri", "none", "--json", "FILE"],
     "compare --json": ["compare", "RUN", "RUN", "--json", "FILE"],
     "replay --json": ["replay", "RUN", "--step", "0", "--json", "FILE"],
-    "bisect --png": ["bisect", "RUN", "--prompts", "1", "--png", "FILE"],
     "bisect --json": ["bisect", "RUN", "--prompts", "1", "--json", "FILE"],
     "evaluate --json": ["evaluate", "RUN", "--json", "FILE"],
     "plan --json": ["plan", "tiny", "--json", "FILE"],
@@ -25,7 +23,7 @@ OUTPUTS = {
     "resume --json": ["resume", "RUN", "--json", "FILE"],
 }
 # One of each kind of file.
-WRITTEN = ["report --out", "report --png", "verify --json"]
+WRITTEN = ["report --out", "verify --json"]
 FOLDERS = {
     "export": ["export", "RUN", "FILE", "--step", "4"],
     "quantise": ["quantise", "RUN/checkpoints/00004/policy", "FILE"],
@@ -105,9 +103,6 @@ def test_an_output_replaces_one_of_its_own_kind_and_with_force_any(name, whole_r
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["report", "RUN", "--out", "FILE.png", "--png", "./FILE.png"], "--png ./FILE.png are one file"),
-        (["bisect", "RUN", "--png", "FILE.png", "--json", "FILE.png"], "--png FILE.png and --json FILE.png are one"),
-        (["report", "RUN", "--png", "FILE.jpg"], "--png FILE.jpg: is written as .png; give the file this ending"),
         (["plan", "tiny", "--json", "."], "--json .: cannot be written, because it is a folder; name a file"),
     ],
     ids=" ".join,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fp8core.config.load import load_config
-from fp8core.report.pages import ahead_charts, report_html
+from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run, read_runs
+from fp8core.report.training_charts import ahead_charts
 from fp8core.rl.correction import CorrectionRule, Weighting
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.staleness import lag_metrics

@@ -76,7 +76,7 @@ def test_the_time_of_a_run_is_that_of_its_start_of_its_steps_and_a_rest(whole_ru
     assert [*last, "commit"] == [name for name in spent if name in last or name == "commit"]
     # Tasks that run side by side count twice, so the parts are the whole at least.
     whole = sum(view.process_seconds)
-    assert 0 < spent[OUTSIDE_TASKS] < whole <= sum(spent.values()) + 1e-6
+    assert 0 < spent[OUTSIDE_TASKS] < whole <= sum(spent.values()) + 1e-3
 
 
 def test_tokens_are_those_that_the_metrics_were_made_of(mixed_run) -> None:

@@ -1,0 +1,169 @@
+"""What charts hold, and that each becomes a figure of a page and a picture."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fp8core.report.chart import POINTS_OF_A_SERIES, Bound, Chart, Series, bucket_means, collapsed, thinned
+from fp8core.report.drawing import draw_png
+from fp8core.report.figures import OTHERS, chart_figure, iteration_figure, scale_figures, time_figures
+from fp8core.report.run_data import read_run
+from fp8core.report.tokens import TokenSample
+from fp8core.report.training_charts import (
+    ALIGNMENT,
+    LEARNING,
+    curve_chart,
+    difference_by_position,
+    difference_histogram,
+    logprob_scatter,
+    token_charts,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def chart(*series: Series, **options) -> Chart:
+    return Chart("Reward", "step", "mean reward", series, **options)
+
+
+def line(y, mark="line") -> Series:
+    return Series("run", range(len(y)), y, 0, mark)
+
+
+def sample(differences, rollout=-1.0) -> TokenSample:
+    d = np.asarray(differences, dtype=np.float64)
+    base = np.full(len(d), rollout)
+    return TokenSample((3,), base, base + d, np.arange(len(d)))
+
+
+@pytest.mark.parametrize("y", [[], [0.5], [NAN, 1.0], [INF, 1.0], [0.0, 0.0], [-3.0, 0.0], [1e-100, 1e100]])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_degenerate_data_are_drawn(y, scale, tmp_path) -> None:
+    for mark in ("line", "dots", "outline"):
+        drawn = chart(
+            line(y, mark), y_scale=scale, bounds=[Bound("limit", 0.1), Bound("none", 0.0)], include=(0.0, 1.0)
+        )
+        content = json.loads(chart_figure(drawn).json)
+        assert all(value is not None and math.isfinite(value) for value in content["data"][0]["y"])
+        draw_png([drawn], tmp_path / "a.png", "two $ runs")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_figure_shows_every_value_and_zero_has_a_lane_on_a_log_axis() -> None:
+    y = [0.0, 1e-3, 0.25]
+    plot = chart_figure(chart(line(y), y_scale="log", bounds=[Bound("stop: 0.1", 0.1)])).plot
+    assert list(plot.data[0].customdata) == ["0", "0.001", "0.25"]
+    lane, lowest, *_ = plot.layout.yaxis.tickvals
+    assert plot.layout.yaxis.ticktext[0] == "0"
+    assert list(plot.data[0].y) == [lane, *y[1:]]
+    assert lane < lowest <= 1e-3
+    assert plot.layout.annotations[0].text == "stop: 0.1"
+    assert plot.layout.shapes[0].y0 == 0.1
+
+
+def test_texts_of_others_are_no_markup_of_plotly_and_end_no_script() -> None:
+    hostile = "</script><b>\x1b[2J\u202e & https://me:secret@host"
+    content = str(chart_figure(chart(Series(hostile, [1], [1], 0), bounds=[Bound(hostile, 1.0)])).json)
+    assert not {"<", ">", "\x1b", "\u202e"} & set(content)
+    assert "secret" not in content
+    (trace,) = json.loads(content)["data"]
+    assert trace["name"].startswith("&lt;/script&gt;&lt;b&gt;\\x1b[2J\\u202e &amp; ")
+
+
+def test_a_long_series_keeps_its_ends_and_spikes() -> None:
+    y = [0.0] * 10_000
+    y[7777] = 9.0
+    few = thinned(line(y))
+    assert len(few.x) <= POINTS_OF_A_SERIES
+    assert {0, 7777, 9999} <= set(few.x)
+    assert bucket_means([1.0, 3.0, NAN, NAN, 5.0, 7.0], 3)[::2] == [2.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [(([0.0, 0.0], [0.0]), False), (([], [NAN]), False), (([0.0, 1e-9],), True), (([1.0], [0.0]), True)],
+)
+def test_a_chart_with_one_value_is_told_and_not_drawn(values, drawn: bool) -> None:
+    one = Chart("Gap", "step", "nats", [Series(f"run {i}", range(len(y)), y, i) for i, y in enumerate(values)])
+    charts, told = collapsed([one])
+    assert (charts == [one]) == drawn
+    assert any("Gap" in sentence for sentence in told) != drawn
+
+
+def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_zero() -> None:
+    history = [{"step": 0, "reward/heldout_accuracy": 0.5}, {"step": 1, "reward/mean": 0.25}]
+    series = curve_chart(LEARNING[0], [("a", history), ("b", [])]).series
+    assert [(list(one.x), list(one.y), one.style) for one in series] == [([1], [0.25], 0), ([], [], 1)]
+    exact = [{"step": 1, "alignment/token_mult_prob_error": 1.0, "alignment/ess": 0.75}]
+    assert list(curve_chart(ALIGNMENT[0], [("a", exact)]).series[0].y) == [0.0]
+    assert list(curve_chart(ALIGNMENT[2], [("a", exact)]).series[0].y) == [0.25]
+
+
+def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
+    d = np.concatenate([np.zeros(5000), np.linspace(-0.01, 0.01, 4999), [3.0]])
+    histogram = difference_histogram([("exact", sample([0.0] * 10)), ("gone", None), ("mixed", sample(d))])
+    exact, mixed = histogram.series
+    assert (exact.style, mixed.style) == (0, 2)
+    assert max(exact.y) == sum(exact.y) == 1.0
+    assert sum(mixed.y) == pytest.approx(1.0, abs=2e-3)
+    assert max(mixed.x) < 0.011
+    assert "exact: 10 tokens of step 3, 100.0% exactly 0" in histogram.note
+
+
+def test_the_scatter_shows_the_tokens_that_differ_most() -> None:
+    d = np.zeros(50_000)
+    d[12_345] = 2.0
+    series = logprob_scatter([("a", sample(d, -3.0))]).series
+    assert (-3.0, -1.0) in zip(series[0].x, series[0].y, strict=True)
+    assert len(series[0].x) <= 1400
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 5000])
+def test_every_position_is_in_one_bin(count: int) -> None:
+    (series,) = difference_by_position([("a", sample(np.full(count, 0.5)))]).series
+    assert set(series.y) == {0.5}
+    assert len(series.x) == count if count <= 33 else 33 < len(series.x) <= 66
+
+
+def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
+    equal, other = sample([0.0, 0.0]), sample([0.0, 1e-7])
+    charts, told = token_charts([("one", equal), ("two", equal)])
+    assert (charts, len(told)) == ([], 2)
+    assert token_charts([("one", equal), ("two", other)])[0]
+
+
+def test_scales_are_those_of_the_steps(whole_run) -> None:
+    (figure,) = scale_figures([read_run(whole_run.folder, "whole")])
+    stored = [whole_run.store.get_json(whole_run.ledger.artifacts(i)["next_scales"])["layers"] for i in range(1, 5)]
+    for kind, panel in zip("qkv", figure.plot.data, strict=True):
+        scales = np.array([[layers[i][kind] for layers in stored] for i in range(2)])
+        assert np.array(panel.z) == pytest.approx(np.log10(scales))
+
+
+def test_a_stack_holds_all_the_time_and_runs_side_by_side_have_equal_axes_and_colours(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    other = replace(run, seconds={"own": {8: 900.0}, "train": {8: 90.0}, "sync": {8: 0.1}, "record": {8: 0.1}})
+    one, two = time_figures([run, other])
+    for i, step in enumerate(one.plot.data[0].x):
+        total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
+        assert sum(bar.y[i] for bar in one.plot.data) == pytest.approx(total)
+    inks = [{bar.name: bar.marker.color for bar in figure.plot.data} for figure in (one, two)]
+    assert inks[0]["train"] == inks[1]["train"]
+    assert [*inks[1]] == ["own", "train", OTHERS]
+    assert two.note == f"{OTHERS}: sync, record."
+    assert one.plot.layout.yaxis.range == two.plot.layout.yaxis.range
+    assert one.plot.layout.xaxis.range == two.plot.layout.xaxis.range == (0.5, 8.5)
+
+
+def test_the_graph_is_that_of_the_pipeline_without_arrows_that_longer_paths_imply(whole_run) -> None:
+    figure = iteration_figure(read_run(whole_run.folder, "whole"))
+    boxes = {shape.label.text.split("</b>")[0][3:]: shape.x0 for shape in figure.plot.layout.shapes if shape.label.text}
+    assert boxes["prompts"] < boxes["rollout"] < boxes["reward"] == boxes["logprobs"] < boxes["train"]
+    assert boxes["record"] == max(boxes.values())
+    hints = [trace.hovertext for trace in figure.plot.data]
+    assert "reward<br>reads: prompts, rollouts<br>provides: rewards" in hints
+    # Prompts reach the reward through the rollout too.
+    assert hints.count("prompts") == 1
