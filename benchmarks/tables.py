@@ -107,7 +107,11 @@ def _rollout_tables() -> list[str]:
 
 
 _MODES = {"": "", ", batch-invariant": "_invariant", ", aligned": "_aligned"}
-_SGLANG_MODES = {"": ("fp8_linear_kv", False), ", batch-invariant": ("fp8_linear_kv", True)}
+_SGLANG_MODES = {
+    "": ("fp8_linear_kv", False),
+    ", batch-invariant": ("fp8_linear_kv", True),
+    ", aligned": ("aligned", False),
+}
 
 
 # Training
@@ -123,9 +127,9 @@ def speed_table(rows: Sequence[Row]) -> str:
         words = _TRAINING[row["precision"]] + (", deterministic" if row["deterministic"] else "")
         words += f", {row['tokens_per_pass']:,} a pass, all kept" if row["tokens_per_pass"] < 16_384 else ""
         ratio = f"{row['tokens_per_s'] / base[same]:.2f}x" if same in base else "not measured"
-        cells = [f"{row['tokens_per_s']:,.0f}", ratio, f"{row['mfu']:.1%}", f"{row['peak_gb']:.0f}"]
+        cells = [row["commit"][:7], f"{row['tokens_per_s']:,.0f}", ratio, f"{row['mfu']:.1%}", f"{row['peak_gb']:.0f}"]
         lines.append([_TRAINED.get(row["model"], row["model"]), words, *cells])
-    header = ["a step of 65,536 tokens", "precision", "tokens/s", "to BF16", "MFU", "peak, GB"]
+    header = ["a step of 65,536 tokens", "precision", "commit", "tokens/s", "to BF16", "MFU", "peak, GB"]
     return table(header, lines)
 
 

@@ -56,9 +56,9 @@ A configuration file lists differences from its `base`. `--set key=value` is the
 by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json),
 which has all bounds.
 
-A text is its characters, in a file and after `--set key=`: `3.10`, `010`, `true`. `--set` keeps ` #` and `: ` in it and
-takes off quotes around the whole. A file is refused if a comment cuts a text; behind one word, write `  # comment`.
-Numbers are decimal: `80`, `1_000`, `1e-4`. In JSON, as of a deployment, a text is a string.
+Files are YAML 1.2: `on` and `010` are texts; quote a text that looks like a number or has ` #` or `: ` in it. Where a
+setting holds text, `--set` takes the characters as they are, and takes off quotes around the whole. Numbers are
+decimal: `80`, `1_000`, `1e-4`. In JSON, as of a deployment, a text is a string.
 """
 _CLI = """# Command line
 

@@ -24,7 +24,7 @@ from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.rollout.registry import longest_row
 from fp8core.run.answer import Questions
 from fp8core.run.build import FoundModel, build_environment, find_base
-from fp8core.run.checks.environment import check_openings
+from fp8core.run.checks.environment import check_opening
 from fp8core.run.checks.inputs import check_stop_strings
 from fp8core.run.checks.machine import check_engine, check_shape
 from fp8core.run.export import ORIGIN, read_origin, stored_policy
@@ -115,7 +115,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         refuse_unfit(problem, config, model.tokenizer, positions)
     if config.environment is not None:
         with closing(build_environment(config.environment)) as pool:
-            check_openings(found, config, model.tokenizer, positions, pool, asked.seed)
+            check_opening(found, config, model.tokenizer, positions, pool, asked.seed)
 
 
 def _model(asked: EvaluationRequest) -> FoundModel:

@@ -6,7 +6,7 @@ from pydantic import Field, WithJsonSchema
 
 from fp8core.config.load import BARE_NAME, shipped_names
 from fp8core.config.run import RUN_NAME
-from fp8core.config.schema import override_schema, whole
+from fp8core.config.schema import override_schema
 
 # With `properties` of its own the mapping would be a form of 200 fields in Prefect's UI; now it is one field for JSON.
 _CHECKED = {"anyOf": [{"type": "object"}, {"type": "null"}], "if": {"type": "object"}, "then": override_schema()}
@@ -18,5 +18,5 @@ _NAMED: dict[str, Any] = {"if": _BARE, "then": {"enum": shipped_names()}}
 ConfigName = Annotated[str, WithJsonSchema({"type": "string", **_NAMED})]
 OptionalConfigName = Annotated[str | None, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}], **_NAMED})]
 """Configuration of a flow. A server refuses a bare name that is not shipped; the worker alone can look for a path."""
-RunName = Annotated[str, Field(max_length=120, pattern=RUN_NAME, json_schema_extra={"pattern": whole(RUN_NAME)})]
+RunName = Annotated[str, Field(max_length=120, pattern=RUN_NAME)]
 ParityName = Annotated[RunName, Field(max_length=80)]

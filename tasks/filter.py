@@ -46,9 +46,7 @@ def filter(
     a signal where returns of its `turns` differ.
     """
     store, by_turn = run.directory.store, turn_advantages_asked(run.config)
-    if by_turn and turns is None:
-        # Runs that began before this step read turns have it so, and go on.
-        run.console.note(f"step {index}: the filter gets no turns, so it compares whole scores")
+    assert turns is not None or not by_turn, "the pipeline was checked"
     played = store.get_table(turns) if by_turn and turns is not None else None
     table = store.get_table(rewards)
     kept = keep_informative(table, options.groups, played, counted_rows(table, run.config))

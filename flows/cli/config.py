@@ -21,7 +21,8 @@ def add_command(commands: Any) -> None:
 
 def print_config(options: argparse.Namespace) -> int:
     from fp8core.alignment.bounds import stop_bounds
-    from fp8core.config.load import leaves, load_config, origins
+    from fp8core.config.layers import leaves
+    from fp8core.config.load import load_config, origins
 
     search_last(Path.cwd())
     config = load_config(options.config, options.overrides)

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.errors import UserError
+from fp8core.errors import refuse
 
 _FP8_HARDWARE = {"cpu", "sm_90", "sm_100"}
 
@@ -56,16 +56,6 @@ class Node:
         return self.packages[distribution]
 
 
-@dataclass(frozen=True)
-class Refusal:
-    setting: str
-    reason: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{self.setting}: {self.reason}; {self.advice}"
-
-
 def this_platform() -> str:
     """`cpu`, or the compute capability of the first GPU as `sm_90`."""
     # A configuration is read without torch, whose import takes seconds.
@@ -97,35 +87,31 @@ def check_contract(contract: PrecisionContract, platform: str, corrected: bool) 
 
     Raises UserError with every refusal, in one line.
     """
-    refusals = [*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)]
-    if refusals:
-        raise UserError("; also ".join(f"precision.{refusal}" for refusal in refusals))
+    refuse(f"precision.{each}" for each in (*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)))
 
 
-def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[Refusal]:
+def _beyond_hardware(contract: PrecisionContract, platform: str) -> Iterator[str]:
     for side in ("rollout", "training"):
         formats = getattr(contract, side)
         if platform not in _FP8_HARDWARE and formats.linear == "fp8_block":
-            yield Refusal(f"{side}.linear=fp8_block", f"{platform} has no FP8 block GEMM", "set it to bf16")
+            yield f"{side}.linear=fp8_block: {platform} has no FP8 block GEMM; set it to bf16"
         if platform not in _FP8_HARDWARE and formats.kv_cache == "fp8":
-            yield Refusal(f"{side}.kv_cache=fp8", f"{platform} has no FP8 attention", "set it to bf16")
+            yield f"{side}.kv_cache=fp8: {platform} has no FP8 attention; set it to bf16"
     if platform == "sm_100" and contract.training.linear == "fp8_block" and contract.scale_rule != "pow2":
-        yield Refusal(
-            f"scale_rule={contract.scale_rule}",
-            "sm_100 trains block FP8 through MXFP8, whose scales are powers of two",
-            "set it to pow2, or generate in FP8 and train in BF16 (training.linear=bf16)",
+        yield (
+            f"scale_rule={contract.scale_rule}: sm_100 trains block FP8 through MXFP8, whose scales are powers of two; "
+            "set it to pow2, or generate in FP8 and train in BF16 (training.linear=bf16)"
         )
 
 
-def _unlike_sides(contract: PrecisionContract, corrected: bool) -> Iterator[Refusal]:
+def _unlike_sides(contract: PrecisionContract, corrected: bool) -> Iterator[str]:
     unlike = [
         f"{part} {ours}/{theirs}"
         for part in ("linear", "kv_cache", "head")
         if (ours := getattr(contract.rollout, part)) != (theirs := getattr(contract.training, part))
     ]
     if unlike and not corrected and not contract.accept_mismatch:
-        yield Refusal(
-            "rollout and precision.training",
-            f"they differ in {', '.join(unlike)} and correction.method=none leaves that uncorrected",
-            "make them equal, correct for it, or set precision.accept_mismatch=true",
+        yield (
+            f"rollout and precision.training: they differ in {', '.join(unlike)} and correction.method=none leaves "
+            "that uncorrected; make them equal, correct for it, or set precision.accept_mismatch=true"
         )

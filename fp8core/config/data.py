@@ -1,17 +1,11 @@
 """Settings of the data: rows of the user's own, or the generated task."""
 
-import re
-from difflib import get_close_matches
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from fp8core.config.section import Section, UserSource, Word
+from fp8core.config.section import Section, UserSource
 
-# A word in braces is a field in Python's formats; but not in two pairs of them.
-_PLACEHOLDER = re.compile(r"(?<!\{)\{\s*([A-Za-z_]\w*)(?:[!:.\[][^{}\s]*)?\s*\}(?!\})")
-# \boxed{answer}, \frac{a}{b}, x^{n}.
-_LATEX = re.compile(r"\\[A-Za-z]+(\{[^{}]*\})+|[\\^_]\{[^{}]*\}")
 _QUESTION = "{question}"
 # Of a chat template; the prompt needs them.
 _OURS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -53,41 +47,33 @@ class DataConfig(Section):
     source: UserSource = Field(
         "chain",
         min_length=1,
-        description="`chain` (generated), a .jsonl, .jsonl.gz or .parquet file, or a Hugging Face dataset name.",
+        description="`chain` (generated), a .jsonl, .jsonl.gz or .parquet file, or a Hugging Face dataset.",
     )
     chain: ChainTaskConfig = Field(default_factory=ChainTaskConfig)
     subset: str | None = Field(None, description="Configuration name of a Hugging Face dataset.")
     split: str = Field("train", description="Split of a Hugging Face dataset.")
-    revision: Word | None = Field(None, description="Commit of a Hugging Face dataset.")
+    revision: str | None = Field(None, description="Commit of a Hugging Face dataset.")
     question_field: str = Field("question", min_length=1, description="Field of a row that holds the question.")
     answer_field: str = Field(
         "answer",
         min_length=1,
-        description="Field of a row that holds the reference answer, text or a number. `reward_model.ground_truth` is "
-        "a field within another; the other settings of fields take such names, too.",
+        description="Field with the reference answer; `reward_model.ground_truth` is one within another.",
     )
     messages_field: str | None = Field(
-        None,
-        min_length=1,
-        description="Field with a list of messages (`role` system, user or assistant, and `content`) that takes the "
-        "place of question_field: the last, the user's, is the question, and those before it are its context.",
+        None, min_length=1, description="Field with a conversation instead of question_field; its last message asks."
     )
     columns: list[str] = Field(
         default_factory=list,
         max_length=100,
-        description="Further fields of each row, for the parameter `columns` of a verifier of your own.",
+        description="Further fields of each row, for the parameter `columns` of your verifier.",
     )
     unreadable: Literal["refuse", "skip"] = Field(
         "refuse", description="Rows whose reference the verifier cannot read: refuse the data, or leave them out."
     )
-    template: str = Field(
-        _QUESTION,
-        description="Prompt text; {question} alone is replaced. Used inside the chat template if there is one.",
-    )
+    template: str = Field(_QUESTION, description="Prompt text, inside the chat template; {question} alone is replaced.")
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     template_arguments: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Variables for the chat template, as `enable_thinking: false`, in prompts and in episodes.",
+        default_factory=dict, description="Variables for the chat template, as `enable_thinking: false`."
     )
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 
@@ -113,16 +99,3 @@ class DataConfig(Section):
         if _QUESTION not in template:
             raise ValueError("the text has no {question}, so every prompt would be the same; add it where rows differ")
         return template
-
-
-def stray_placeholder(data: DataConfig) -> str | None:
-    """A part of the template that was hardly meant as text: a misspelt {question}, or a field of the rows.
-
-    None where there is none: other words in braces stay as they are, and so does LaTeX.
-    """
-    fields = {data.question_field, data.answer_field, data.messages_field, *data.columns}
-    for found in _PLACEHOLDER.finditer(_LATEX.sub(" ", data.template)):
-        meant = get_close_matches(found[1].lower(), ["question"], cutoff=0.8)
-        if found[0] != _QUESTION and (meant or found[1] in fields):
-            return found[0]
-    return None

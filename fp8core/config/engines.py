@@ -42,8 +42,7 @@ class VllmConfig(Section):
         8192,
         ge=256,
         le=1 << 17,
-        description="On a GPU: tokens of one step of the engine, prompts and completions together "
-        "(max_num_batched_tokens); more read prompts faster and take more workspace.",
+        description="On a GPU: tokens of one step of the engine, prompts and completions (max_num_batched_tokens).",
     )
     block_size: int | None = Field(
         None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
@@ -62,18 +61,13 @@ class VllmConfig(Section):
         False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
     )
     decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
-        "fp8_decode",
-        description="What decodes from an FP8 cache on a GPU: our kernel (head size 64 or 128), or FlashAttention 3.",
+        "fp8_decode", description="Decoding from an FP8 cache on a GPU: our kernel, or FlashAttention 3."
     )
     sleep: bool = Field(
         False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
     )
     tensor_parallel: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="GPUs of one host that share every layer of an engine, for a model that one does not hold "
-        "(tensor_parallel_size); needs cluster.placement=separate.",
+        1, ge=1, le=64, description="GPUs of one host that share an engine; needs cluster.placement=separate."
     )
     experts: Literal["deep_gemm", "triton"] = Field(
         "deep_gemm",
@@ -106,8 +100,7 @@ class SglangConfig(Section):
     graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
     batch_invariant: bool = Field(
         False,
-        description="SGLang's deterministic inference: operations whose results do not depend on the batch, where it "
-        "has them.",
+        description="SGLang's deterministic inference: results that do not depend on the batch, where it has them.",
     )
     sleep: bool = Field(
         False, description="Give weights, cache and graphs back to the device between rollout and sync."

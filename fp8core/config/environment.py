@@ -7,26 +7,18 @@ from pydantic import Field, JsonValue, field_validator
 from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 
-PYTHON_DEFAULTS = {"seconds": 3, "memory_mb": 512}
-"""Of `environments.shipped.Python`."""
-
 
 class EnvironmentConfig(Section):
     """Episodes of several turns; each is one completion, and each has a process of its own."""
 
     name: UserSource = Field(
-        description="calculator, guess, python, or a class of your own: `module:Class` or `path/to/file.py:Class` "
-        "(docs/guides/environments.md).",
         json_schema_extra={"pattern": name_pattern(SHIPPED_ENVIRONMENTS)},
+        description="calculator, guess, python, or your class: `module:Class` or `path/to/file.py:Class`.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
     max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")
     turn_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=1 << 20,
-        description="That the policy may write in a turn; null: what is left of rollout.max_new_tokens, the budget of "
-        "all turns and observations.",
+        None, ge=1, le=1 << 20, description="Longest turn of the policy; null: what is left of rollout.max_new_tokens."
     )
     observation_tokens: int | None = Field(
         None, ge=1, le=1 << 20, description="Of an observation; a longer one ends the episode. null: what is left."
@@ -35,15 +27,11 @@ class EnvironmentConfig(Section):
         "auto", description="How a tool call is written; auto: as the model's chat template writes it, else plain."
     )
     advantage: Literal["episode", "turn"] = Field(
-        "episode",
-        description="`turn`: a turn's tokens learn from the rewards of this turn and later ones, compared with the "
-        "same turn of the prompt's other episodes.",
+        "episode", description="`turn`: tokens learn from the rewards of their turn and later ones."
     )
     failed: Literal["leave_out", "count"] = Field(
         "leave_out",
-        description="Of episodes that end as timeout or crashed: leave them out of the loss and of the baseline of "
-        "their group, or count the reward that they have until then. Count them where the policy shall learn to keep "
-        "the limits.",
+        description="Episodes that end as timeout or crashed: leave out of loss and baseline, or count the reward.",
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
@@ -58,28 +46,3 @@ class EnvironmentConfig(Section):
     @classmethod
     def _known(cls, name: str) -> str:
         return check_choice(name, SHIPPED_ENVIRONMENTS, "Class")
-
-    def unmeant(self) -> dict[str, str]:
-        """Limits of the python tool that those of its episode do not hold, by their keys."""
-        if self.name != "python":
-            return {}
-        asked = {**PYTHON_DEFAULTS, **self.options}
-        keys = {
-            name: f"environment.options.{name}" if name in self.options else of_episode
-            for name, of_episode in (("seconds", "environment.timeout_seconds"), ("memory_mb", "environment.memory_mb"))
-        }
-        # The tool itself refuses other types.
-        seconds, memory = (value if isinstance(value, int | float) else 0 for value in map(asked.get, PYTHON_DEFAULTS))
-        found = {}
-        if memory > self.memory_mb:
-            found[keys["memory_mb"]] = (
-                f"options.memory_mb={memory} of the tool is more than environment.memory_mb={self.memory_mb} of its "
-                "episode, so that every call would fail; set the first lower, or the second higher"
-            )
-        if 2 * seconds >= self.timeout_seconds:
-            found[keys["seconds"]] = (
-                f"a call may take {2 * seconds} s, twice options.seconds={seconds}, and "
-                f"environment.timeout_seconds={self.timeout_seconds:g} ends the episode first; set options.seconds "
-                "lower, or the other higher"
-            )
-        return found

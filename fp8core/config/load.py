@@ -1,34 +1,23 @@
-"""Reading configurations: YAML files with bases, overrides, edits of the pipeline, and where each value came from.
+"""Reading configurations: YAML files with bases, overrides, and where each value came from.
 
-A configuration is a stack of layers: the deepest `base` first, then the file, then each override. A mapping merges
-into the mapping below it, anything else replaces it. An empty `options` or `with` replaces what is below, too. A
-mapping over a list of named items (the steps of the pipeline) merges into the items of those names. Under `pipeline` a
-layer may also edit the steps below it, in this order:
-
-    replace: {reward: {uses: "mine:score", needs: [prompts, rollouts]}}
-    insert:  [{after: reward, step: {name: keep, uses: "mine:keep", needs: [rewards], provides: {rewards: kept}}}]
-    remove:  [evaluate]
-    rewire:  {train: {rewards: kept}}      # port -> artifact; null disconnects the port
+A configuration is a stack of layers (`config.layers`): the deepest `base` first, then the file, then each override.
+Where pipeline.yaml is at the bottom, the changes of its steps that mode, environment and log-probs need lie above it.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
-from fp8core.config.pipeline import PipelineConfig
-from fp8core.config.run import RunConfig, public_dump, unmeant
-from fp8core.config.schema import Place, whole_file
-from fp8core.config.section import refusal, step_name, suggestion
-from fp8core.config.shipped_steps import FILTER, RECORD
-from fp8core.config.yaml_text import SETTING, Block, parse_value, parse_yaml
-from fp8core.errors import StoredFileError, UserError, meant, nearest, not_unicode, printable, without_passwords
-from fp8core.user_files import read_input
+from fp8core.config.layers import Layer, layer_of, leaves, nodes, parse_yaml, stacked
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.config.section import refusal
+from fp8core.errors import StoredFileError, UserError, meant, nearest, without_passwords
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -52,23 +41,19 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     mistake in them.
     """
     tree = _tree(name_or_path, overrides)
-    if tree.get("model") is None and tree.get("architecture") is None:
+    if tree.values.get("model") is None and tree.values.get("architecture") is None:
         raise UserError(
             "model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub id: "
             "--set model=FOLDER_OR_HUB_ID"
         )
-    config = _validated(tree)
-    places = {key: place for key, _, place in _nodes(tree)}
-    for key, problem in unmeant(config).items():
-        raise UserError(f"{key}: {problem} ({places[key]})")
-    return config
+    return _validated(tree)
 
 
 def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     """As `load_config`, for looking at an iteration: the model may be left open, and is then called UNDECIDED."""
     tree = _tree(name_or_path, overrides)
-    if tree.get("model") is None and tree.get("architecture") is None:
-        tree.put("model", UNDECIDED, "default")
+    if tree.values.get("model") is None and tree.values.get("architecture") is None:
+        tree.values["model"] = UNDECIDED
     return _validated(tree)
 
 
@@ -77,29 +62,23 @@ def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ())
 
     Raises UserError, as `load_config` does, for a mistake in the overrides; StoredFileError: in run.json itself.
     """
-    environment = described.get("environment")
-    if isinstance(environment, Mapping):
-        # Runs of earlier versions counted failed episodes.
-        described = {**described, "environment": {"failed": "count", **environment}}
+    stored = layer_of(described, "run.json")
     try:
-        _validated(_stacked([_blocks(described, "run.json")]))
-    except (UserError, KeyError, TypeError, AttributeError) as error:
+        begun = _validated(stored)
+    except UserError as error:
         raise StoredFileError(f"run.json: config: {error}") from error
-    layers = _override_layers(overrides)
-    _refuse_nul(layers)
-    return _validated(_stacked([_blocks(described, "run.json"), *layers]))
+    return _validated(stacked([stored, *_override_layers(overrides)])) if overrides else begun
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     """Where each value comes from: dotted key -> `file:line`, `--set`, `overrides` or `default`."""
-    config = load_config(name_or_path, overrides)
-    written = {key: place for key, _, place in _nodes(_tree(name_or_path, overrides))}
-    return {key: written.get(key, "default") for key in leaves(config.model_dump(mode="json", by_alias=True))}
+    written = written_places(name_or_path, overrides)
+    return {key: written.get(key, "default") for key in leaves(public_dump(load_config(name_or_path, overrides)))}
 
 
 def written_places(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     """Where each key and each section was written last: dotted key -> `file:line`, `--set` or `overrides`."""
-    return {key: place for key, _, place in _nodes(_tree(name_or_path, overrides)) if place}
+    return _tree(name_or_path, overrides).places
 
 
 def config_digest(config: RunConfig) -> str:
@@ -142,26 +121,12 @@ def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     `replay.level` may change: the record of each step has its own.
     """
     fewer = [{"steps": dump["steps"]} for dump in (old, new)] if new["steps"] < old["steps"] else [{}, {}]
-    dumps = (_numeric(_as_begun(dump), new) for dump in (old, new))
+    dumps = (_numeric(dump, new) for dump in (old, new))
     found = config_differences(*({**steps, **dump} for steps, dump in zip(fewer, dumps, strict=True)))
     if any(line.startswith("pipeline.mode: ") for line in found):
         # Another mode has other steps, which nobody has set.
         found = [line for line in found if not line.startswith(("pipeline.steps.", "pipeline.carries."))]
     return [f"{line} (a run may get more steps, not fewer)" if line.startswith("steps: ") else line for line in found]
-
-
-# A port of a step that runs of earlier versions do not connect.
-_LATER = {RECORD: "learnt", FILTER: "turns"}
-
-
-def _as_begun(dump: Mapping[str, Any]) -> dict[str, Any]:
-    """A dumped configuration without the inputs that runs of earlier versions lack, and that nobody has set."""
-    steps = []
-    for step in dump["pipeline"]["steps"]:
-        needs = step["needs"] if isinstance(step["needs"], dict) else {port: port for port in step["needs"]}
-        begun = {port: artifact for port, artifact in needs.items() if port != _LATER.get(step["uses"])}
-        steps.append({**step, "needs": begun})
-    return {**dump, "pipeline": {**dump["pipeline"], "steps": steps}}
 
 
 def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,12 +153,12 @@ def _ranks_count(dump: Mapping[str, Any]) -> bool:
 def merged_overrides(overrides: Overrides, flat: Mapping[str, Any]) -> Overrides:
     if isinstance(overrides, Mapping):
         return {**overrides, **flat}
-    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in flat.items())]
+    return [*overrides, *(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flat.items())]
 
 
 def refuse_contradiction(overrides: Overrides, flat: Mapping[str, Any]) -> None:
     """Raises UserError: overrides give a setting of `flat`, dotted keys, another value; null gives none."""
-    given = {key: (value, place) for layer in _override_layers(overrides) for key, value, place in _nodes(layer)}
+    given = {key: (value, layer.places[key]) for layer in _override_layers(overrides) for key, value in nodes(layer[0])}
     for key, other in flat.items():
         value, place = given.get(key, (other, ""))
         if value is not None and value != other:
@@ -210,336 +175,158 @@ def shipped_names() -> list[str]:
     ]
 
 
-def _tree(name_or_path: str, overrides: Overrides) -> Block:
+def _validated(tree: Layer) -> RunConfig:
+    try:
+        # JSON mode, so that a path may be a string while every other type is strict.
+        config = RunConfig.model_validate_json(json.dumps(tree.values, default=os.fspath), strict=True)
+    except ValidationError as error:
+        raise refusal(error, RunConfig, tree.values, places=tree.places) from error
+    training, schedule = config.training, config.training.learning_rate_schedule
+    if schedule.kind == "constant" or schedule.over_steps is not None:
+        return config
+    # Stored with the run: a run that gets more steps keeps its schedule.
+    ending = schedule.model_copy(update={"over_steps": config.steps})
+    return config.model_copy(update={"training": training.model_copy(update={"learning_rate_schedule": ending})})
+
+
+# --- files ---
+
+_PIPELINE = SHIPPED / "pipeline.yaml"
+
+
+def _tree(name_or_path: str, overrides: Overrides) -> Layer:
     path = _locate(name_or_path)
-    layers = [*_file_layers(path), *_override_layers(overrides)]
-    _refuse_nul(layers)
-    tree = _stacked(layers)
-    if path.resolve().parent == SHIPPED and tree.get("name") is None:
+    files = _file_layers(path)
+    layers = [*files.values(), *_override_layers(overrides)]
+    if _PIPELINE in files:
+        above = list(files).index(_PIPELINE) + 1
+        layers[above:above] = [_file_layer(SHIPPED / "pipeline" / name) for name in _declared_changes(layers)]
+    tree = stacked(layers)
+    if path.resolve().parent == SHIPPED and tree.values.get("name") is None:
         shipped = ", ".join(shipped_names())
         raise UserError(f"configuration {name_or_path}: only a base for others; shipped: {shipped}")
     return tree
 
 
-def _validated(tree: Block) -> RunConfig:
-    _refuse_unstorable(tree)
-    try:
-        # JSON mode, so that a path may be a string while every other type is strict.
-        return RunConfig.model_validate_json(json.dumps(tree), strict=True)
-    except ValidationError as error:
-        places = {key: place for key, _, place in _nodes(tree)}
-        raise refusal(error, RunConfig, tree, places=places) from error
+def _declared_changes(layers: Sequence[Layer]) -> list[str]:
+    """The files of configs/pipeline/ that a configuration needs: the steps of its mode, environment and log-probs."""
 
+    def last(*keys: str) -> Any:
+        for layer in reversed(layers):
+            value: Any = layer.values
+            for key in keys:
+                value = value.get(key, ...) if isinstance(value, Mapping) else ...
+            if value is not ...:
+                return value
+        return None
 
-def _refuse_unstorable(tree: Block) -> None:
-    """Nothing could store text that UTF-8 cannot hold, from a shell's path or as `\\ud800`.
-
-    A number that is not finite would be read back as another: options of one's own functions are any JSON.
-    """
-    for key, value, place in _nodes(tree):
-        if isinstance(value, float | list) and not _is_finite(value):
-            origin = f" ({place})" if place else ""
-            raise UserError(f"{printable(key)}: must be a finite number, got {json.dumps(value)}{origin}")
-        for text in (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)):
-            if (at := not_unicode(text)) is not None and not isinstance(value, Mapping):
-                origin = f" ({place})" if place else ""
-                raise UserError(f"{printable(key)}: not valid text: character {at} is {text[at]!a}{origin}")
-
-
-def _refuse_nul(layers: Iterable[Block]) -> None:
-    """No path may have `\\0`. A run that was begun with it elsewhere is still read."""
-    for key, value, place in (node for layer in layers for node in _nodes(layer)):
-        for text in (key, *(() if isinstance(value, Mapping) else _texts(value))):
-            if (at := text.find("\0")) >= 0:
-                raise UserError(f"{printable(key)}: not valid text: character {at} is '\\x00' ({place})")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | Mapping):
-        for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            yield from _texts(item)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        json.dumps(value, default=str, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _stacked(layers: Iterable[Block]) -> Block:
-    """The layers merged, the lowest first, each with its edits of the pipeline carried out."""
-    tree = Block()
-    for layer in layers:
-        edits = _take_edits(layer)
-        tree = _merged(tree, layer, "")
-        for edit, value, place in edits:
-            tree["pipeline"]["steps"] = _EDITS[edit](_steps_of(tree, place), value, place)
-    return tree
-
-
-# --- files ---
-
-
-_LARGEST_FILE = 64 * 2**10
-"""Bytes: many times those of the largest one shipped."""
-
-
-def _shape(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    return "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else "one value"
+    is_ahead = last("pipeline", "mode") in ("one_step_off", "asynchronous")
+    has_environment = last("environment") is not None
+    scores_in_update = last("logprobs", "source") in ("training", "rollout")
+    changes = {
+        "ahead.yaml": is_ahead,
+        "environment.yaml": has_environment,
+        "environment-ahead.yaml": is_ahead and has_environment,
+        "scoring-update.yaml": scores_in_update,
+    }
+    return [name for name, needed in changes.items() if needed]
 
 
 def _locate(name_or_path: str) -> Path:
-    if not_unicode(name_or_path) is not None:
-        raise UserError(f"configuration {name_or_path!a}: the name is not valid text")
     bare = not name_or_path or re.fullmatch(BARE_NAME, name_or_path)
     path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
-    # Something else than a file is named by what reads it.
-    if path.is_file() or (not bare and path.exists()):
+    if path.is_file():
         return path
     kind = "shipped configuration" if bare else "file"
     near = nearest(Path(name_or_path).stem, shipped_names())
     hint = f"shipped: {', '.join(shipped_names())}" if near is None else f"did you mean {near}?"
-    shown = name_or_path or repr(name_or_path)
-    raise UserError(f"configuration {shown}: there is no such {kind}; {hint}")
+    raise UserError(f"configuration {name_or_path or repr(name_or_path)}: there is no such {kind}; {hint}")
 
 
-def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> list[Block]:
+def _file_layers(path: Path, readers: tuple[Path, ...] = ()) -> dict[Path, Layer]:
     """The file's bases, deepest first, and the file."""
-    shown = f"configs/{path.name}" if path.parent == SHIPPED else str(path)
-    try:
-        content = read_input(path, _LARGEST_FILE).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shown}: cannot be read: {error}") from error
-    block = parse_yaml(content, shown, whole_file())
-    if not isinstance(block, Block):
-        raise UserError(f"{shown}: must hold a mapping of keys, not {_shape(block)}")
-    for key, place in block.places.items():
-        if not SETTING.fullmatch(key):
-            raise UserError(f"{place}: not a name of a setting")
-    if "base" not in block:
-        return [block]
-    base, place = block.pop("base"), block.places.pop("base")
-    chain = (*readers, path.resolve())
-    below = _locate_base(base, path, place)
-    if below.resolve() in chain:
-        names = " -> ".join(step.name for step in (*chain, below))
-        raise UserError(f"{place}: base: {names} is a cycle")
-    return [*_file_layers(below, chain), block]
-
-
-def _locate_base(base: Any, reader: Path, place: str) -> Path:
+    layer = _file_layer(path)
+    if "base" not in layer.values:
+        return {path.resolve(): layer}
+    base, place = layer.values.pop("base"), layer.places.pop("base")
     if not isinstance(base, str):
-        raise UserError(f"{place}: base: must be one file or shipped name, not {_shape(base)}")
-    for path in (reader.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml"):
-        if path.is_file():
-            return path
-    missing = f"there is no file {base} in {reader.parent} and no shipped one of this name"
-    near = meant(base, [*shipped_names(), *(path.name for path in reader.parent.glob("*.yaml"))])
-    raise UserError(f"{place}: base: {missing}{near}")
+        raise UserError(f"{place}: base: must be one file or shipped name")
+    chain = (*readers, path.resolve())
+    choices = (path.parent / base, SHIPPED / base, SHIPPED / f"{base}.yaml")
+    below = next((choice.resolve() for choice in choices if choice.is_file()), None)
+    if below is None:
+        near = meant(base, [*shipped_names(), *(beside.name for beside in path.parent.glob("*.yaml"))])
+        missing = f"there is no file {base} in {path.parent} and no shipped one of this name"
+        raise UserError(f"{place}: base: {missing}{near}")
+    if below in chain:
+        raise UserError(f"{place}: base: {' -> '.join(each.name for each in (*chain, below))} is a cycle")
+    return _file_layers(below, chain) | {path.resolve(): layer}
+
+
+def _file_layer(path: Path) -> Layer:
+    shown = f"configs/{path.relative_to(SHIPPED)}" if path.is_relative_to(SHIPPED) else str(path)
+    try:
+        values, places = parse_yaml(path.read_text("utf-8"), shown)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{shown}: cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{shown}: must hold a mapping of keys")
+    return Layer(values, places)
 
 
 # --- overrides ---
 
 
-def _override_layers(overrides: Overrides) -> list[Block]:
+def _override_layers(overrides: Overrides) -> list[Layer]:
     if isinstance(overrides, Mapping):
-        layers = [_nested(str(key), value, "overrides") for key, value in overrides.items()]
+        pairs, place = [*overrides.items()], "overrides"
     else:
-        layers = [_parse_override(text) for text in overrides]
+        pairs, place = [override_value(text) for text in overrides], "--set"
+    layers = [_override_layer(str(key), value, place) for key, value in pairs]
     for layer in layers:
-        if "base" in layer:
-            place = layer.places["base"]
+        if "base" in layer.values:
             raise UserError(f"base: it belongs in a configuration file, whose lowest layer it names ({place})")
-    for key, value, place in (node for layer in layers for node in _nodes(layer)):
-        if key == "tracking.uri" and isinstance(value, str) and without_passwords(value) != value:
+        uri = dict(nodes(layer.values)).get("tracking.uri")
+        if isinstance(uri, str) and without_passwords(uri) != uri:
             raise UserError(
-                f"{key}: {without_passwords(value)} has a password, which `ps` shows and Prefect stores: set "
+                f"tracking.uri: {without_passwords(uri)} has a password, which `ps` shows and Prefect stores: set "
                 f"MLFLOW_TRACKING_URI, or write it into a configuration file ({place})"
             )
     return layers
 
 
-def _parse_override(text: str) -> Block:
-    return _nested(*override_value(text), "--set")
+def _override_layer(dotted: str, value: Any, place: str) -> Layer:
+    parts = dotted.split(".")
+    if not all(parts):
+        raise UserError(f"{place} {dotted}: the key has an empty part")
+    for part in reversed(parts):
+        value = {part: value}
+    return layer_of(value, place)
 
 
 def override_value(text: str) -> tuple[str, Any]:
     """The key and the value of `key=value`. Raises UserError."""
     key, equals, value = text.partition("=")
-    key = key.strip()
-    if not (equals and key and value.strip()):
+    key, typed = key.strip(), value.strip()
+    if not (equals and key and typed):
         raise UserError(f"--set {text}: expected key=value (null for no value)")
-    if (at := not_unicode(value)) is not None:
-        raise UserError(f"{printable(key)}: not valid text: character {at} of {ascii(value)[:80]} (--set)")
-    place: Place | None = whole_file()
-    for part in key.split("."):
-        place = None if place is None else place.at(part)
-    return key, parse_value(value, f"--set {printable(key)}", place)
+    types = _types(RunConfig, key.split("."))
+    is_quoted = len(typed) > 1 and typed[0] == typed[-1] and typed[0] in "'\""
+    is_unset = typed in ("null", "~") and type(None) in types
+    if not {str, Path}.isdisjoint(types) and not is_quoted and not is_unset:
+        return key, value
+    return key, parse_yaml(value, f"--set {key}")[0]
 
 
-def _nested(dotted: str, value: Any, place: str) -> Block:
-    parts = dotted.split(".")
-    if not all(parts):
-        raise UserError(f"{place} {dotted}: the key has an empty part")
-    for part in reversed(parts):
-        block = Block()
-        block.put(part, _blocks(value, place), place)
-        value = block
-    return block
-
-
-def _blocks(value: Any, place: str) -> Any:
-    if isinstance(value, Mapping):
-        block = Block()
-        for key, child in value.items():
-            block.put(str(key), _blocks(child, place), place)
-        return block
-    if isinstance(value, list | tuple):
-        return [_blocks(item, place) for item in value]
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-# --- layers ---
-
-
-def _merged(below: Any, above: Any, key: str) -> Any:
-    if not isinstance(above, Block):
-        return above
-    if _is_named_list(below):
-        return _merged_by_name(below, above, key)
-    result = below.duplicate() if isinstance(below, Block) else Block()
-    for part, value in above.items():
-        # Options of another function are of no use, and nothing else could drop them.
-        below_it = None if part in _FREE and value == {} else result.get(part)
-        result.put(part, _merged(below_it, value, f"{key}.{part}" if key else part), above.places[part])
-    return result
-
-
-_FREE = ("options", "with")
-"""Mappings whose keys depend on a name beside them."""
-
-
-def _merged_by_name(items: Sequence[Block], above: Block, key: str) -> list[Block]:
-    names = [item["name"] for item in items]
-    for name in above:
-        if name not in names:
-            raise UserError(f"{key}.{name}: there is no step {name}; {suggestion(name, names)} ({above.places[name]})")
-    return [_merged(item, above.get(item["name"], Block()), f"{key}.{item['name']}") for item in items]
-
-
-def _is_named_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(step_name(item) for item in value)
-
-
-def _children(value: Any, place: str) -> list[tuple[str, Any, str]]:
-    if isinstance(value, Mapping):
-        places = value.places if isinstance(value, Block) else {}
-        return [(key, child, places.get(key, place)) for key, child in value.items()]
-    if _is_named_list(value):
-        return [(str(step_name(item)), item, place) for item in value]
-    return []
-
-
-def _nodes(value: Any, prefix: str = "", place: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Everything below, sections included: dotted key, value, and where it was written."""
-    for part, child, child_place in _children(value, place):
-        yield f"{prefix}{part}", child, child_place
-        yield from _nodes(child, f"{prefix}{part}.", child_place)
-
-
-def leaves(dump: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value, _ in _nodes(dump) if not _children(value, "")}
-
-
-# --- edits of the pipeline ---
-
-
-def _take_edits(layer: Block) -> list[tuple[str, Any, str]]:
-    """Remove the edits from a layer's pipeline; returns kind, value and place of each, in the order to apply."""
-    pipeline = layer.get("pipeline")
-    if not isinstance(pipeline, Block):
-        return []
-    for key in pipeline:
-        known = [*PipelineConfig.model_fields, *_EDITS]
-        if key not in known:
-            raise UserError(f"pipeline.{key}: unknown key; {suggestion(key, known)} ({pipeline.places[key]})")
-    return [(edit, pipeline.pop(edit), pipeline.places.pop(edit)) for edit in _EDITS if edit in pipeline]
-
-
-def _steps_of(tree: Block, place: str) -> list[Block]:
-    steps = tree["pipeline"].get("steps")
-    if not _is_named_list(steps):
-        raise UserError(f"pipeline: there are no named steps to edit ({place})")
-    return list(steps)
-
-
-def _index(steps: Sequence[Block], name: Any, edit: str, place: str) -> int:
-    names = [step["name"] for step in steps]
-    if name not in names:
-        raise UserError(f"pipeline.{edit}: there is no step {name}; {suggestion(str(name), names)} ({place})")
-    return names.index(name)
-
-
-def _replace(steps: list[Block], edit: Any, place: str) -> list[Block]:
-    if not isinstance(edit, Block) or not all(isinstance(step, Block) for step in edit.values()):
-        raise UserError(f"pipeline.replace: must map the name of a step to the new step ({place})")
-    for name, step in edit.items():
-        new = step.duplicate()
-        if "name" not in new:
-            new.put("name", name, edit.places[name])
-        steps[_index(steps, name, "replace", place)] = new
-    return steps
-
-
-def _insert(steps: list[Block], edit: Any, place: str) -> list[Block]:
-    for item in edit if isinstance(edit, list) else [edit]:
-        sides = [key for key in ("after", "before") if isinstance(item, Block) and item.keys() == {key, "step"}]
-        if not sides or step_name(item["step"]) is None:
-            raise UserError(
-                f"pipeline.insert: must list items {{after: STEP, step: {{name: ...}}}} or before: ({place})"
-            )
-        side = sides[0]
-        steps.insert(_index(steps, item[side], "insert", place) + (side == "after"), item["step"])
-    return steps
-
-
-def _remove(steps: list[Block], edit: Any, place: str) -> list[Block]:
-    if not isinstance(edit, list):
-        raise UserError(f"pipeline.remove: must list the names of steps ({place})")
-    for name in edit:
-        del steps[_index(steps, name, "remove", place)]
-    return steps
-
-
-def _rewire(steps: list[Block], edit: Any, place: str) -> list[Block]:
-    if not isinstance(edit, Block) or not all(isinstance(ports, Block) for ports in edit.values()):
-        raise UserError(f"pipeline.rewire: must map the name of a step to {{port: artifact}} ({place})")
-    for name, ports in edit.items():
-        index = _index(steps, name, "rewire", place)
-        step, needs = steps[index].duplicate(), Block()
-        for port, artifact in [*_inputs(step).items(), *ports.items()]:
-            needs.put(port, artifact, ports.places.get(port, step.places.get("needs", place)))
-        for port in [port for port, artifact in needs.items() if artifact is None]:
-            del needs[port]
-        step.put("needs", needs, place)
-        steps[index] = step
-    return steps
-
-
-def _inputs(step: Block) -> dict[str, Any]:
-    needs = step.get("needs", [])
-    return dict(needs) if isinstance(needs, Mapping) else {str(name): name for name in needs}
-
-
-_EDITS: dict[str, Callable[[list[Block], Any, str], list[Block]]] = {
-    "replace": _replace,
-    "insert": _insert,
-    "remove": _remove,
-    "rewire": _rewire,
-}
+def _types(annotation: Any, keys: Sequence[str]) -> set[Any]:
+    """The types that a value at a dotted key may have, by the models; empty for an unknown one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and keys:
+        fields = {info.alias or name: info for name, info in annotation.model_fields.items()}
+        return _types(fields[keys[0]].annotation, keys[1:]) if keys[0] in fields else set()
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (dict, list):
+        # An item of a list goes by its name.
+        return _types(arguments[-1], keys[1:]) if keys else {origin}
+    if origin is Annotated:
+        return _types(arguments[0], keys)
+    return {kind for each in arguments for kind in _types(each, keys)} if arguments else {annotation}

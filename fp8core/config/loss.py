@@ -14,30 +14,29 @@ class LossTraits(NamedTuple):
     """A shipped policy loss, in the settings that several losses share.
 
     Attributes:
-        dual_clip: `taken`; `refused` where it is set; `unmeant`: refused for a new run alone, as runs of earlier
-            versions may have it set to no effect.
-        by_rows: whether its source defines it as a mean over rows only: another is `refused`, or `unmeant` as above.
+        dual_clip: whether it reads `loss.dual_clip`.
+        by_rows: whether its source defines it as a mean over rows only.
         weighted_in_bypass: whether it takes weights in bypass mode, where a ratio of others would count them twice.
     """
 
-    dual_clip: Literal["taken", "refused", "unmeant"] = "taken"
-    by_rows: Literal["free", "refused", "unmeant"] = "free"
+    dual_clip: bool = False
+    by_rows: bool = False
     weighted_in_bypass: bool = False
 
 
 SHIPPED_LOSSES = {
-    "clipped": LossTraits(),
-    "gspo": LossTraits(by_rows="unmeant"),
-    "cispo": LossTraits(dual_clip="unmeant"),
-    "reinforce": LossTraits(dual_clip="unmeant", weighted_in_bypass=True),
-    "binary_tv": LossTraits(dual_clip="unmeant"),
-    "clip_cov": LossTraits(dual_clip="refused"),
-    "kl_cov": LossTraits(dual_clip="refused"),
-    "geo_mean": LossTraits(dual_clip="refused", by_rows="refused"),
-    "sapo": LossTraits(dual_clip="refused", by_rows="refused"),
+    "clipped": LossTraits(dual_clip=True),
+    "gspo": LossTraits(dual_clip=True, by_rows=True),
+    "cispo": LossTraits(),
+    "reinforce": LossTraits(weighted_in_bypass=True),
+    "binary_tv": LossTraits(),
+    "clip_cov": LossTraits(),
+    "kl_cov": LossTraits(),
+    "geo_mean": LossTraits(by_rows=True),
+    "sapo": LossTraits(by_rows=True),
 }
 """By name; `rl.objective` builds them. A loss of a user's own has `OWN_LOSS`."""
-OWN_LOSS = LossTraits(dual_clip="refused")
+OWN_LOSS = LossTraits()
 
 
 class ClipCovConfig(Section):
@@ -79,7 +78,7 @@ class DistillationConfig(Section):
         0.0,
         ge=0,
         le=1000,
-        description="Weight of log teacher - log policy in each token's advantage; needs the teacher step.",
+        description="Weight of log teacher - log policy in each token's advantage; needs the step `teacher`.",
     )
     rewards: float = Field(
         1.0, ge=0, le=1000, description="Weight of the advantages of rewards beside it; 0 is distillation alone."
@@ -104,8 +103,7 @@ class LogprobsConfig(Section):
         1 / 16,
         gt=0,
         le=1,
-        description="Of source=rollout: share of the completions, one at least, whose log-probs under the trainer's "
-        "policy are compared with the rollout's; a difference fails the step before its first update.",
+        description="Of source=rollout: share that the trainer scores too; a difference fails the step.",
     )
 
 
@@ -140,8 +138,7 @@ class LossConfig(Section):
         0.0,
         ge=0,
         le=100,
-        description="Times the divergence from the reference policy, taken off rewards before advantages; needs the "
-        "reference step.",
+        description="Times the divergence from the reference, taken off rewards; needs the reference step.",
     )
     reward_kl_estimate: Literal["k1", "abs", "k2", "k3"] = Field(
         "k1", description="Estimate of that divergence by token (verl's kl_penalty: kl, abs, mse, low_var_kl)."
@@ -167,29 +164,16 @@ class LossConfig(Section):
         if self.options and self.policy in SHIPPED_LOSSES:
             raise ValueError(f"options: policy={self.policy} takes none")
         traits = SHIPPED_LOSSES.get(self.policy, OWN_LOSS)
-        if self.dual_clip is not None and traits.dual_clip == "refused":
+        if self.dual_clip is not None and not traits.dual_clip:
             raise ValueError(f"dual_clip: policy={self.policy} has none; set it to null")
-        if traits.by_rows == "refused" and not _is_mean_over_rows(self):
-            raise ValueError(f"policy={self.policy} {_ROWS_ALONE}")
+        if traits.by_rows and (self.aggregation != "seq-mean-token-mean" or self.length_normaliser is not None):
+            raise ValueError(
+                f"policy={self.policy} is a mean over rows: set aggregation to seq-mean-token-mean, and "
+                "length_normaliser to null"
+            )
+        if self.reference_kl and (self.reference_kl_estimate, self.reference_kl_gradient) == ("k1", "estimate"):
+            raise ValueError(
+                "reference_kl_estimate=k1 has a derivative of zero in the mean: set reference_kl_gradient to unbiased, "
+                "or take k2 or k3"
+            )
         return self
-
-
-_ROWS_ALONE = "is a mean over rows: set aggregation to seq-mean-token-mean, and length_normaliser to null"
-
-
-def _is_mean_over_rows(loss: LossConfig) -> bool:
-    return loss.aggregation == "seq-mean-token-mean" and loss.length_normaliser is None
-
-
-def unmeant_loss(loss: LossConfig) -> dict[str, str]:
-    found, traits = dict[str, str](), SHIPPED_LOSSES.get(loss.policy, OWN_LOSS)
-    if loss.dual_clip is not None and traits.dual_clip == "unmeant":
-        found["loss.dual_clip"] = f"policy={loss.policy} has none; set it to null"
-    if traits.by_rows == "unmeant" and not _is_mean_over_rows(loss):
-        # It is set, as no default; the aggregation may be the default.
-        found["loss.policy"] = f"{loss.policy} {_ROWS_ALONE}"
-    if loss.reference_kl > 0 and (loss.reference_kl_estimate, loss.reference_kl_gradient) == ("k1", "estimate"):
-        found["loss.reference_kl_estimate"] = (
-            "is k1, whose own derivative is zero in the mean: set reference_kl_gradient to unbiased, or take k2 or k3"
-        )
-    return found

@@ -21,10 +21,7 @@ class ParityConfig(Section):
     confidence: float = Field(0.95, gt=0, lt=1, description="Of the intervals.")
     last_evaluations: int = Field(3, ge=1, le=1000, description="Held-out evaluations that count as the end.")
     accuracy_gap: Limit = Field(
-        Limit(
-            limit=0.025,
-            reason="half of the 5 points that make another policy: as far from 5 as from none",
-        ),
+        Limit(limit=0.025, reason="half of the 5 points that make another policy: as far from 5 as from none"),
         description="Held-out accuracy that a variant may lose to BF16 as the mean of its curve; judged by the "
         "interval over seeds and prompts.",
     )

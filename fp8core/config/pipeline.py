@@ -6,9 +6,9 @@ a port that is not mentioned has the artifact of its own name.
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fp8core.config.section import Section, Word
+from fp8core.config.section import Section
 
 
 class StepConfig(Section):
@@ -20,10 +20,10 @@ class StepConfig(Section):
     uses: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="Import path of the step: `tasks.rollout:rollout`."
     )
-    needs: dict[str, Word] | list[Word] = Field(
+    needs: dict[str, str] | list[str] = Field(
         default_factory=list, description="Input ports: a list of artifact names, or port -> artifact."
     )
-    provides: dict[str, Word] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
+    provides: dict[str, str] = Field(default_factory=dict, description="Output port -> artifact, to rename an output.")
     options: dict[str, Any] = Field(default_factory=dict, alias="with", description="Options of this step.")
 
     def inputs(self) -> dict[str, str]:
@@ -45,46 +45,48 @@ class PipelineConfig(Section):
         None,
         ge=0,
         le=1 << 20,
-        description="With `asynchronous`: tokens one after the other beside an update; 0: none, and engines may sleep; "
-        "null: until the update has ended, and how many these were is recorded.",
+        description="`asynchronous`: tokens in a row beside an update; 0: none; null: until the update has ended.",
     )
     chunk_tokens: int = Field(
-        32,
-        ge=1,
-        le=1 << 20,
-        description="With `asynchronous`: tokens that completions write before the next prompts enter, and before the "
-        "update is looked at; of an episode at most to the end of its turn.",
+        32, ge=1, le=1 << 20, description="`asynchronous`: tokens that completions write before more prompts enter."
     )
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
     )
     drop_or_wait: Literal["wait", "drop"] = Field(
-        "wait",
-        description="`wait`: a step learns from its own prompts. `drop`: from those that are complete first, and those "
-        "that get older than `max_staleness` are evicted; needs `asynchronous`.",
+        "wait", description="`wait`: a step learns from its own prompts. `drop`: from those complete first."
     )
     in_flight_weight_updates: bool = Field(
-        True,
-        description="false: with `asynchronous`, completions that have begun end before engines take new weights, so "
-        "that each is of one version.",
+        True, description="false, `asynchronous`: completions that have begun end before engines take new weights."
     )
     recompute_kv_cache_after_weight_update: bool = Field(
-        True,
-        description="false: the embedded engine keeps the cache of tokens that older weights wrote. No pass gives "
-        "their log-probs then, and the run is `unverifiable`.",
+        True, description="false: the embedded engine keeps the cache of older weights, and the run is `unverifiable`."
     )
     verified_share: float = Field(
         0.0625,
         gt=0,
         le=1,
-        description="Share of the completions, drawn from the seed, whose log-probs are computed again with the "
-        "weights of the version that wrote each token.",
+        description="Share of the completions that are scored again with the weights that wrote each token.",
     )
     steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
-    carries: dict[str, Word] = Field(
+    carries: dict[str, str] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
-        description="Artifact at the start of an iteration -> artifact that replaces it at the end.",
+        description="Artifact at the start of an iteration -> the one that replaces it at the end.",
     )
+
+    @model_validator(mode="after")
+    def _mode_follows(self) -> "PipelineConfig":
+        asynchronous_alone = {
+            "drop_or_wait=drop": self.drop_or_wait == "drop",
+            "recompute_kv_cache_after_weight_update=false": not self.recompute_kv_cache_after_weight_update,
+            "in_flight_weight_updates=false": not self.in_flight_weight_updates,
+            f"ahead_tokens={self.ahead_tokens}": self.ahead_tokens is not None,
+            f"max_staleness={self.max_staleness}": self.max_staleness > 1,
+        }
+        for setting in (setting for setting, is_set in asynchronous_alone.items() if is_set):
+            if self.mode != "asynchronous":
+                raise ValueError(f"{setting} needs mode=asynchronous, not {self.mode}")
+        return self
 
     @property
     def in_turn(self) -> bool:

@@ -21,14 +21,10 @@ class SidePrecision(Section):
     """Formats of one side of the loop (rollout or training)."""
 
     linear: LinearFormat = Field(
-        "fp8_block",
-        description="Linear layers: E4M3 in 1x128 activation groups and 128x128 weight tiles, or BF16; "
-        "fp32 is a reference mode that rounds nothing.",
+        "fp8_block", description="Linear layers: E4M3 in 1x128 groups and 128x128 tiles, or BF16; fp32 rounds nothing."
     )
     kv_cache: CacheFormat = Field(
-        "fp8",
-        description="K and V in the cache. For training, fp8 means that the trainer's forward emulates the "
-        "rollout's FP8 cache and its attention.",
+        "fp8", description="K and V in the cache; fp8 in training emulates the rollout's cache and attention."
     )
     head: HeadFormat = Field("fp32", description="Logits: BF16 weights with FP32 or BF16 output.")
 
@@ -70,12 +66,10 @@ class PrecisionContract(Section):
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
     scale_rule: RecipeName = Field(
         "fp32_activations",
-        description="Scales of block FP8: FP32 for activations and output gradients and powers of two for the rest, or "
-        "one rule for all.",
+        description="Scales of block FP8: FP32 for activations and output gradients alone, or one rule for all.",
     )
     attention: AttentionProducts | None = Field(
-        None,
-        description="Q and P of attention over an FP8 cache: FP16, or E4M3 (fp8). null: as scale_rule has them.",
+        None, description="Q and P of attention over an FP8 cache: FP16, or E4M3 (fp8). null: as scale_rule has them."
     )
     rounding_points: PointsName = Field(
         "stepwise",
@@ -118,9 +112,7 @@ class StopConfig(Section):
         None, description="Lower bound of the effective sample size, as a share of the tokens."
     )
     ratio_bias: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
-        None,
-        description="Upper bound of |mean importance ratio - 1| in the first update of a step, which is made by the "
-        "policy that the old log-probs are of.",
+        None, description="Upper bound of |mean importance ratio - 1| in the first update of a step."
     )
     ratio_deviation: Annotated[float, Field(ge=0, le=1e9)] | _Unbounded | None = Field(
         None, description="Upper bound of the largest |importance ratio - 1| of a token in the first update."
@@ -129,9 +121,7 @@ class StopConfig(Section):
         None, description="Upper bound of the share of tokens that the clip removes in the first update."
     )
     reward_slope: Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded | None = Field(
-        None,
-        description="Lower bound of the slope of the expected reward along the first update's gradient: below 0 the "
-        "update makes rewarded completions less likely.",
+        None, description="Lower bound of the slope of the expected reward along the first update's gradient."
     )
     mask_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
         None, description="Tokens that the loss counts and the policy did not write, or the other way round."
@@ -146,8 +136,7 @@ class StopConfig(Section):
         None,
         ge=1,
         le=1_000_000,
-        description="Steps in a row beyond a bound before the action; each of them is warned of. null is 1 where equal "
-        "bits are promised, else 3.",
+        description="Steps in a row beyond a bound before the action; null is 1 where equal bits are promised, else 3.",
     )
     action: Literal["none", "warn", "pause", "fail"] | None = Field(
         None,

@@ -66,9 +66,8 @@ class RewardConfig(Section):
 
     verifier: UserSource = Field(
         "chain",
-        description="chain, integer, math-verify, or a function of your own: `module:function` or "
-        "`path/to/file.py:function` (docs/guides/verifiers.md).",
         json_schema_extra={"pattern": _VERIFIER},
+        description="chain, integer, math-verify, or your function: `module:function` or `path/to/file.py:function`.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
     length: LengthRewardConfig | None = None
@@ -76,16 +75,10 @@ class RewardConfig(Section):
     others: list[OtherVerifierConfig] = Field(
         default_factory=list,
         max_length=16,
-        description="Further verifiers: `name`, `verifier`, `weight` (1), `options`. The reward is the score of "
-        "`verifier` and the weighted sum of all others; outcomes and held-out accuracy are those of `verifier` alone.",
+        description="Verifiers whose weighted scores are added; outcomes are those of `verifier`.",
     )
     timeout_seconds: float = Field(2.0, gt=0, le=3600, description="Longest wait for the verdict on one answer.")
-    cpu_seconds: float = Field(
-        1.0,
-        gt=0,
-        le=3600,
-        description="Processor time of one answer. What computes too long ends by this, however busy the machine is.",
-    )
+    cpu_seconds: float = Field(1.0, gt=0, le=3600, description="Processor time of one answer.")
     memory_mb: int = Field(
         1024, ge=16, le=1 << 20, description="Memory (MiB) of one answer, beyond what the loaded verifier takes."
     )

@@ -6,24 +6,24 @@ Sections are separate models so that each part of the library takes its own and 
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
 from fp8core.config.cluster import ClusterConfig
-from fp8core.config.data import DataConfig, stray_placeholder
+from fp8core.config.data import DataConfig
 from fp8core.config.engines import ENTRY_PATH, SglangConfig, VllmConfig, check_engine_name
 from fp8core.config.environment import EnvironmentConfig
-from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig, unmeant_loss
+from fp8core.config.loss import SHIPPED_LOSSES, LogprobsConfig, LossConfig
 from fp8core.config.parity import ParityConfig
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.precision import AlignmentConfig, PrecisionContract
 from fp8core.config.reward import RewardConfig
-from fp8core.config.section import Section, UserPath, UserSource, Word
-from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS
-from fp8core.config.shipped_steps import FILTER, TEACHER, is_shipped, with_episodes, with_mode, with_source
-from fp8core.config.training import CorrectionConfig, TrainingConfig, unmeant_correction, unmeant_training
+from fp8core.config.section import Section, UserPath, UserSource
+from fp8core.config.shipped import ENGINES, SHIPPED_ENVIRONMENTS, SHIPPED_VERIFIERS, is_shipped
+from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.errors import without_passwords
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -80,7 +80,7 @@ class WarmStartConfig(Section):
     demonstrations: UserSource | None = Field(
         None,
         min_length=1,
-        description="A .jsonl or .jsonl.gz file: fields as of `data`, and a completion. Without it, the chain task's.",
+        description="A .jsonl or .jsonl.gz file of problems with completions; null makes those of the chain task.",
     )
     completion_field: str = Field("completion", min_length=1, description="Field of the demonstrated completion.")
     steps: int = Field(600, ge=1, le=1_000_000, description="Supervised updates before step 0.")
@@ -105,26 +105,17 @@ class RolloutConfig(Section):
 
     engine: Annotated[str, AfterValidator(check_engine_name)] = Field(
         "embedded",
-        description="embedded: exact, in torch on the CPU; vllm: on Hopper, or in BF16 on a CPU; sglang: on Hopper; or "
-        "an engine of your own: `module:NAME`.",
         json_schema_extra={"pattern": rf"^({'|'.join(ENGINES)}|{ENTRY_PATH})$"},
+        description="embedded (exact, on the CPU), vllm, sglang, or your own: `module:NAME`.",
     )
     prompts_per_step: int = Field(32, ge=1, le=65536, description="Prompts that a step learns from.")
     oversample: float = Field(
-        1.0,
-        ge=1,
-        le=16,
-        description="Dynamic sampling: draw this many times the prompts, for a filter step to choose from.",
+        1.0, ge=1, le=16, description="Dynamic sampling: draw this many times the prompts, for a filter step."
     )
     group_size: int = Field(8, ge=1, le=4096, description="Completions of one prompt: the group of GRPO.")
     max_new_tokens: int = Field(16, ge=1, le=1 << 20, description="Longest completion, in tokens.")
     temperature: float = Field(1.0, ge=1e-6, le=10, description="Of sampling; logits are divided by it.")
-    top_k: int | None = Field(
-        None,
-        ge=1,
-        description="Sample from the k most likely tokens alone; of equal logits the lowest ids come first. null takes "
-        "all.",
-    )
+    top_k: int | None = Field(None, ge=2, description="Sample from the k most likely tokens alone; null takes all.")
     top_p: float = Field(
         1.0,
         gt=0,
@@ -142,9 +133,7 @@ class RolloutConfig(Section):
         "end of sequence. The verifier gets the text up to there. Engines do not stop sooner: this saves no time.",
     )
     router_replay: bool = Field(
-        False,
-        description="Mixture of experts: store the experts that the rollout chose at every position, and score and "
-        "train with these instead of the trainer's own choice.",
+        False, description="Mixture of experts: score and train with the experts that the rollout chose."
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="Of engine=vllm.")
     sglang: SglangConfig = Field(default_factory=SglangConfig, description="Of engine=sglang.")
@@ -172,19 +161,13 @@ class CalibrationConfig(Section):
 
     source: Literal["logprob_pass", "fresh_pass"] = Field(
         "logprob_pass",
-        description="Statistics of the forward that gives the old log-probs (none of its own, one update late) or of a "
-        "pass under the new policy.",
+        description="Statistics of the pass for old log-probs (one update late), or of a pass under the new policy.",
     )
     sequences: int | None = Field(
-        None,
-        ge=1,
-        description="Rollouts of the step that source=fresh_pass reads, spread evenly over it; null for all. Each "
-        "costs a forward pass.",
+        None, ge=1, description="Rollouts that source=fresh_pass reads, spread evenly over the step; null for all."
     )
     statistic: Literal["amax", "percentile"] = Field(
-        "amax",
-        description="Magnitude of a step that scales cover: the largest, or a percentile of the elements (a histogram; "
-        "what lies above it may saturate, what lies below is resolved more finely).",
+        "amax", description="Magnitude that scales cover: the largest, or a percentile of the elements."
     )
     percentile: float = Field(
         99.99, ge=50, le=100, description="Share of elements that are covered, in percent, for statistic=percentile."
@@ -205,7 +188,7 @@ class EvaluationConfig(Section):
     every: int = Field(5, ge=1, le=1_000_000, description="Steps between evaluations; the last step always is one.")
     prompts: int = Field(256, ge=1, le=1_000_000, description="Held-out prompts of an evaluation.")
     source: UserSource | None = Field(
-        None, description="File of held-out rows; null holds out one prompt in eight by a hash of its text."
+        None, min_length=1, description="File of held-out rows; null holds out one prompt in eight."
     )
     precision_gap: int = Field(
         32,
@@ -227,7 +210,7 @@ class CheckpointConfig(Section):
 class BestConfig(Section):
     """Steps that were best by a metric."""
 
-    metric: Word = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
+    metric: str = Field("reward/heldout_accuracy", description="A metric as the step's record names it.")
     count: int = Field(1, ge=1, le=1_000_000, description="Steps that are kept.")
     mode: Literal["max", "min"] = Field("max", description="Whether the largest values are the best.")
 
@@ -245,9 +228,7 @@ class ArtifactsConfig(Section):
 
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
     signing_key: UserPath | None = Field(
-        None,
-        description="File with a private ed25519 key (PEM, without a password) that signs each step's manifest; null "
-        "signs nothing.",
+        None, description="File with a private ed25519 key (PEM) that signs each step's manifest; null signs nothing."
     )
 
     @field_validator("signing_key", mode="before")
@@ -310,22 +291,18 @@ class RunConfig(Section):
         min_length=1,
         max_length=120,
         pattern=RUN_NAME,
-        description="Name of the run and of its folder; null makes one. An existing run is continued.",
+        description="Name of the run and its folder; null makes one. An existing run is continued.",
     )
     runs: UserPath = Field(Path("runs"), description="Folder that holds run folders and the default MLflow store.")
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Of all random numbers of the run.")
     steps: int = Field(80, ge=1, le=10_000_000, description="GRPO steps.")
     threads: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Torch's threads on the CPU. More pay where it computes a model of a few hundred million "
-        "parameters; beside a GPU they lose more at their barriers than they gain.",
+        1, ge=1, le=1024, description="Torch's threads on the CPU; more pay from a few hundred million parameters on."
     )
     model: str | None = Field(
-        None, description="Checkpoint: a Hugging Face folder, or a hub id. Exactly one of model and architecture."
+        None, min_length=1, description="Checkpoint: a Hugging Face folder or a hub id. Or set architecture."
     )
-    revision: Word | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
+    revision: str | None = Field(None, description="Commit of a hub model; pinned in the manifest.")
     architecture: ArchitectureConfig | None = Field(None, description="Build this decoder from scratch instead.")
     data: DataConfig = Field(default_factory=DataConfig)
     warm_start: WarmStartConfig | None = None
@@ -358,138 +335,101 @@ class RunConfig(Section):
         return run
 
     @model_validator(mode="after")
-    def _one_model(self) -> "RunConfig":
-        if (self.model is None) == (self.architecture is None):
-            raise ValueError(
-                "exactly one of `model` (a checkpoint folder or hub id) and `architecture` (from scratch) must be set"
-            )
+    def _sections_agree(self) -> "RunConfig":
+        for problem in (*_model_problems(self), *_update_problems(self), *_episode_problems(self)):
+            raise ValueError(problem)
         return self
 
-    @model_validator(mode="after")
-    def _warm_start_is_for_the_chain(self) -> "RunConfig":
-        warm = self.warm_start
-        if warm is not None and warm.demonstrations is None and self.data.source != "chain":
-            raise ValueError(
-                f"warm_start makes demonstrations of the chain task, but data.source is {self.data.source}; "
+
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    """Where model, warm start and cluster do not go together."""
+    if (config.model is None) == (config.architecture is None):
+        yield "exactly one of `model` (a checkpoint folder or hub id) and `architecture` (from scratch) must be set"
+    if (warm := config.warm_start) is not None:
+        if warm.demonstrations is None and config.data.source != "chain":
+            yield (
+                f"warm_start makes demonstrations of the chain task, but data.source is {config.data.source}; "
                 "set warm_start.demonstrations to a file of your own"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tool_answers_as_demonstrated(self) -> "RunConfig":
-        warm, environment = self.warm_start, self.environment
-        if warm is None:
-            return self
         if warm.step_by_step_share + warm.tool_share > 1:
-            raise ValueError("warm_start.step_by_step_share and tool_share are more than 1 together")
-        told = {"modulus": self.data.chain.modulus, "left_to_right": True}
-        if warm.tool_share and (environment is None or environment.name != "calculator" or environment.options != told):
-            raise ValueError(
+            yield "warm_start.step_by_step_share and tool_share are more than 1 together"
+        options = {"modulus": config.data.chain.modulus, "left_to_right": True}
+        environment = config.environment
+        if warm.tool_share and (environment is None or environment.options != options):
+            yield (
                 f"warm_start.tool_share={warm.tool_share} needs environment.name=calculator with options "
-                f"{{modulus: {told['modulus']}, left_to_right: true}}, the rules of the chain task"
+                f"{{modulus: {options['modulus']}, left_to_right: true}}, the rules of the chain task"
             )
-        return self
+    if config.training.trainer == "megatron":
+        grid, ranks = config.training.megatron, config.cluster.ranks
+        for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
+            if ranks % (group * grid.pipeline_parallel):
+                yield (
+                    f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group} x "
+                    f"pipeline_parallel={grid.pipeline_parallel}"
+                )
 
-    @model_validator(mode="after")
-    def _minibatches_divide(self) -> "RunConfig":
-        sequences = self.rollout.prompts_per_step * self.rollout.group_size
-        if self.training.minibatches > sequences:
-            raise ValueError(f"training.minibatches={self.training.minibatches} exceeds {sequences} rollouts a step")
-        return self
 
-    @model_validator(mode="after")
-    def _truncation_is_of_one_policy(self) -> "RunConfig":
-        asked, minibatches = self.rollout.truncated_by, self.training.minibatches
-        if asked is not None and minibatches > 1:
-            raise ValueError(
-                f"{asked}: of training.minibatches={minibatches} updates only the first starts from the policy that "
-                "sampled, and later ones may leave out what it drew; set minibatches to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_an_end(self) -> "RunConfig":
-        training, schedule = self.training, self.training.learning_rate_schedule
-        if schedule.kind == "constant":
-            return self
-        over = schedule.over_steps or self.steps
+def _update_problems(config: RunConfig) -> Iterator[str]:
+    """Where completions and the update that learns from them do not go together."""
+    rollout, training, loss, source = config.rollout, config.training, config.loss, config.logprobs.source
+    if training.minibatches > (sequences := rollout.prompts_per_step * rollout.group_size):
+        yield f"training.minibatches={training.minibatches} exceeds {sequences} rollouts a step"
+    several = f"of training.minibatches={training.minibatches} updates only the first starts from the policy that"
+    if rollout.truncated_by is not None and training.minibatches > 1:
+        yield (
+            f"{rollout.truncated_by}: {several} sampled, later ones may leave out what it drew; set minibatches to 1"
+        )
+    if source == "training" and training.minibatches > 1:
+        yield (
+            f"logprobs.source={source}: {several} the log-probs are of; set it to pass, or to rollout where both sides "
+            "are equal"
+        )
+    if (schedule := training.learning_rate_schedule).kind != "constant":
+        over = schedule.over_steps or config.steps
         place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
         if over * training.minibatches <= training.warmup_steps:
-            raise ValueError(f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up")
-        if schedule.final_share == 0 and self.steps > over:
-            raise ValueError(f"{place} leaves nothing for steps up to {self.steps}, because final_share=0")
-        fixed = training.model_copy(update={"learning_rate_schedule": schedule.model_copy(update={"over_steps": over})})
-        return self._with_derived(training=fixed)
+            yield f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up"
+        if schedule.final_share == 0 and config.steps > over:
+            yield f"{place} leaves nothing for steps up to {config.steps}, because final_share=0"
+    teaches_alone = loss.distillation.weight > 0 and loss.distillation.rewards == 0
+    if rollout.group_size == 1 and loss.advantage != "reinforce_plus_plus" and not teaches_alone:
+        yield (
+            f"rollout.group_size=1: loss.advantage={loss.advantage} compares the completions of a prompt, and "
+            "one alone teaches nothing; raise it, or set loss.advantage to reinforce_plus_plus"
+        )
 
-    @model_validator(mode="after")
-    def _groups_are_compared(self) -> "RunConfig":
-        taught = self.loss.distillation.weight > 0 and self.loss.distillation.rewards == 0
-        if self.rollout.group_size == 1 and self.loss.advantage != "reinforce_plus_plus" and not taught:
-            raise ValueError(
-                f"rollout.group_size=1: loss.advantage={self.loss.advantage} compares the completions of a prompt, and "
-                "one alone teaches nothing; raise it, or set loss.advantage to reinforce_plus_plus"
+
+def _episode_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that an environment excludes."""
+    if (environment := config.environment) is None:
+        return
+    pipeline, rollout = config.pipeline, config.rollout
+    excluded = {
+        # Whole steps are played beside an update; environment.at_once limits episodes.
+        "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
+        # Turns are recorded by the step whose prompts they answer.
+        "pipeline.drop_or_wait=drop": pipeline.drop_or_wait == "drop",
+        "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
+        "rollout.stop_strings": bool(rollout.stop_strings),
+        "rollout.router_replay": rollout.router_replay,
+        # A token of the environment may be one that is left out; its log-prob would be -inf.
+        str(rollout.truncated_by): rollout.truncated_by is not None,
+    }
+    for setting in (setting for setting, is_set in excluded.items() if is_set):
+        yield f"environment.name={environment.name}: no episodes with {setting}; unset one of both"
+    for name in ("turn_tokens", "observation_tokens"):
+        tokens = getattr(environment, name)
+        if tokens is not None and tokens > rollout.max_new_tokens:
+            yield (
+                f"environment.{name}={tokens} is more than rollout.max_new_tokens={rollout.max_new_tokens}, the budget "
+                "of all turns and observations; lower it, or raise that"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_follow_the_source(self) -> "RunConfig":
-        source, minibatches = self.logprobs.source, self.training.minibatches
-        if source == "training" and minibatches > 1:
-            raise ValueError(
-                f"logprobs.source={source}: of training.minibatches={minibatches} updates only the first starts from "
-                "the policy that the log-probs are of; set it to pass, or to rollout where both sides are equal"
-            )
-        pipeline = with_mode(with_source(self.pipeline, source))
-        if self.environment is not None:
-            pipeline = with_episodes(pipeline)
-        return self._with_derived(pipeline=pipeline)
-
-    @model_validator(mode="after")
-    def _episodes_are_recorded(self) -> "RunConfig":
-        if self.environment is None:
-            return self
-        pipeline = self.pipeline
-        refused = {
-            # Whole steps are played beside an update; environment.at_once limits episodes.
-            "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None
-            and pipeline.mode == "one_step_off",
-            # Turns are recorded by the step whose prompts they answer.
-            "pipeline.drop_or_wait=drop": pipeline.drop_or_wait == "drop",
-            "pipeline.recompute_kv_cache_after_weight_update=false": not (
-                pipeline.recompute_kv_cache_after_weight_update
-            ),
-            "rollout.stop_strings": bool(self.rollout.stop_strings),
-            "rollout.router_replay": self.rollout.router_replay,
-            # A token of the environment may be one that is left out; its log-prob would be -inf.
-            str(self.rollout.truncated_by): self.rollout.truncated_by is not None,
-        }
-        for setting in (setting for setting, found in refused.items() if found):
-            raise ValueError(f"environment.name={self.environment.name}: no episodes with {setting}; unset one of both")
-        for name in ("turn_tokens", "observation_tokens"):
-            asked, room = getattr(self.environment, name), self.rollout.max_new_tokens
-            if asked is not None and asked > room:
-                raise ValueError(
-                    f"environment.{name}={asked} is more than rollout.max_new_tokens={room}, the budget of all turns "
-                    "and observations; lower it, or raise that"
-                )
-        if self.environment.advantage == "turn" and self.loss.reward_kl:
-            raise ValueError(
-                f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl="
-                f"{self.loss.reward_kl}; set one of both to its default"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _grid_comes_out_even(self) -> "RunConfig":
-        grid, ranks = self.training.megatron, self.cluster.ranks
-        if self.training.trainer == "megatron":
-            for name, group in (("tensor_parallel", grid.tensor_parallel), ("expert_parallel", grid.expert_parallel)):
-                if ranks % (group * grid.pipeline_parallel):
-                    raise ValueError(
-                        f"cluster.ranks={ranks} is no multiple of training.megatron.{name}={group} x "
-                        f"pipeline_parallel={grid.pipeline_parallel}"
-                    )
-        return self
+    if environment.advantage == "turn" and config.loss.reward_kl:
+        yield (
+            f"environment.advantage=turn: rewards of turns have no penalty of loss.reward_kl={config.loss.reward_kl}; "
+            "set one of both to its default"
+        )
 
 
 def public_dump(config: RunConfig) -> dict[str, Any]:
@@ -500,35 +440,6 @@ def public_dump(config: RunConfig) -> dict[str, Any]:
 def without_adapters(config: RunConfig) -> RunConfig:
     """The configuration for a policy that is scored as it is: adapters would freeze it first."""
     return config.model_copy(update={"training": config.training.model_copy(update={"lora": None})})
-
-
-def unmeant(config: RunConfig) -> dict[str, str]:
-    """Settings that a new run was hardly meant to have, with what is wrong. No rule: a run that has them is read."""
-    texts = {"model": config.model, "evaluation.source": config.evaluation.source}
-    found = {key: "is empty; null leaves it unset" for key, text in texts.items() if text == ""}
-    if config.rollout.top_k == 1:
-        found["rollout.top_k"] = "is 1: every token is certain, and none has a gradient; raise it"
-    schedule = config.training.learning_rate_schedule
-    if schedule.kind == "constant" and schedule.over_steps is not None:
-        key = "training.learning_rate_schedule.over_steps"
-        found[key] = f"is {schedule.over_steps}, and kind=constant has no end; set kind, or unset this"
-    distillation = config.loss.distillation
-    # Its step alone measures how far the teacher is.
-    scored = any(step.uses == TEACHER for step in config.pipeline.steps)
-    if distillation.teacher is not None and not (distillation.weight or scored):
-        found["loss.distillation.teacher"] = "nothing reads it: set loss.distillation.weight, or unset this"
-    # A step of the user's own may choose, too.
-    chosen = any(step.uses == FILTER or not is_shipped(step.uses) for step in config.pipeline.steps)
-    if config.rollout.oversample > 1 and not chosen:
-        found["rollout.oversample"] = (
-            f"is {config.rollout.oversample:g}, and no step chooses among the prompts: insert the step "
-            "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
-        )
-    if (stray := stray_placeholder(config.data)) is not None:
-        found["data.template"] = f"{stray} would stand in every prompt as it is: {{question}} alone is replaced"
-    found |= unmeant_training(config.training)
-    found |= unmeant_correction(config.correction) | unmeant_loss(config.loss)
-    return found if config.environment is None else found | config.environment.unmeant()
 
 
 def made_name(name: str, suffix: str) -> str:

@@ -5,15 +5,12 @@ each other, are left to loading.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8core.config.run import RunConfig
-from fp8core.config.section import WORD
 
 _NULL = {"type": "null"}
-_WORDS = ("title", "description", "default", "format")
 _BASE = "File or shipped name that this one builds on; a file is looked for beside this one."
 _EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
     "replace": {
@@ -29,10 +26,7 @@ _EDIT_SCHEMAS: dict[str, dict[str, Any]] = {
     "rewire": {
         "description": "Name of a step -> port -> the artifact it reads; null disconnects the port.",
         "type": "object",
-        "additionalProperties": {
-            "type": "object",
-            "additionalProperties": {"anyOf": [{"type": "string", "pattern": WORD}, _NULL]},
-        },
+        "additionalProperties": {"type": "object", "additionalProperties": {"anyOf": [{"type": "string"}, _NULL]}},
     },
 }
 _INSERTION = {
@@ -62,58 +56,8 @@ def file_schema() -> dict[str, Any]:
     definitions |= {"ChangedStep": {**changed, "title": "ChangedStep"}, "Insertion": _INSERTION}
     for layered in (schema, pipeline):
         del layered["required"]
-    schema["properties"] = {
-        "base": {"description": _BASE, "type": "string", "pattern": "^[^#]*$"},
-        **schema["properties"],
-    }
+    schema["properties"] = {"base": {"description": _BASE, "type": "string"}, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fp8-grpo run"}
-
-
-class Place:
-    """The values that a file may have at a place, by its schema."""
-
-    def __init__(self, schemas: Iterable[Mapping[str, Any]], definitions: Mapping[str, Any]) -> None:
-        self._definitions = definitions
-        self._options = [option for schema in schemas for option in _alternatives(schema, definitions)]
-        texts = [option for option in self._options if option.get("type") == "string" and "enum" not in option]
-        self._patterns = [option.get("pattern", "") for option in texts]
-        self.is_open = {} in self._options
-        self.is_text = bool(texts) and not self.is_open
-        self.is_nullable = _NULL in self._options
-
-    def at(self, key: str) -> "Place | None":
-        """The place of a key; of an item with that name, in a list; None: there is none."""
-        return self._below(
-            option.get("properties", {}).get(key, option.get("items", option.get("additionalProperties")))
-            for option in self._options
-        )
-
-    def item(self) -> "Place | None":
-        return self._below(option.get("items") for option in self._options)
-
-    def fits(self, text: str) -> bool:
-        return self.is_open or any(re.search(pattern, text) for pattern in self._patterns)
-
-    def _below(self, found: Iterable[Any]) -> "Place | None":
-        schemas = [
-            {} if schema is True else schema for schema in found if isinstance(schema, Mapping) or schema is True
-        ]
-        return self if self.is_open else Place(schemas, self._definitions) if schemas else None
-
-
-@cache
-def whole_file() -> Place:
-    schema = file_schema()
-    return Place([schema], schema["$defs"])
-
-
-def _alternatives(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    schema = _resolved(schema, definitions)
-    if "anyOf" in schema:
-        for option in schema["anyOf"]:
-            yield from _alternatives(option, definitions)
-    else:
-        yield {key: value for key, value in schema.items() if key not in _WORDS}
 
 
 def override_schema() -> dict[str, Any]:
@@ -124,8 +68,7 @@ def override_schema() -> dict[str, Any]:
     """
     schema = file_schema()
     del schema["properties"]["base"]
-    settings = _layer(schema, schema["$defs"])
-    paths = dict(_paths(settings, ""))
+    paths = dict(_paths(_inlined(schema, schema["$defs"]), ""))
     opened = sorted(path for path, value in paths.items() if _is_open(value))
     return {
         "type": "object",
@@ -136,22 +79,8 @@ def override_schema() -> dict[str, Any]:
     }
 
 
-def whole(pattern: str) -> str:
-    """A pattern that ends with `$`, for a JSON schema: in Python, and so in Prefect's server, that allows a newline."""
-    return rf"{pattern}(?!\n)"
-
-
-def _layer(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a value that is merged into the one below it: a section may leave out every key."""
-    node = _resolved(node, definitions)
-    options = [option for option in node.get("anyOf", []) if option != _NULL]
-    if len(options) == 1:
-        return {"anyOf": [_layer(options[0], definitions), _NULL]}
-    if "properties" in node:
-        inner = {key: _layer(value, definitions) for key, value in node["properties"].items()}
-        return {"type": "object", "properties": inner, "additionalProperties": False}
-    inlined: dict[str, Any] = _inlined(node, definitions)
-    return inlined
+# A section that is merged into the one below may leave out every key.
+_DROPPED = ("title", "description", "default", "format", "required", "oneOf", "$defs")
 
 
 def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
@@ -159,20 +88,15 @@ def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, Mapping):
         return node
-    kept = {key: value for key, value in _resolved(node, definitions).items() if key not in _WORDS}
-    if isinstance(kept.get("pattern"), str):
-        kept["pattern"] = whole(kept["pattern"])
+    if "$ref" in node:
+        node = definitions[node["$ref"].rpartition("/")[2]]
     return {
         key: {name: _inlined(inner, definitions) for name, inner in value.items()}
         if key == "properties"
         else _inlined(value, definitions)
-        for key, value in kept.items()
+        for key, value in node.items()
+        if key not in _DROPPED
     }
-
-
-def _resolved(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = definitions[node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-    return found
 
 
 def _paths(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:

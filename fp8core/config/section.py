@@ -5,9 +5,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, get_args
+from typing import Annotated, Any, Final, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from fp8core.errors import UserError, meant, nearest
@@ -16,9 +16,6 @@ SAME_SPEED: Final = "same speed"
 """Metadata of an engine's setting that does not change the time of a step."""
 
 
-WORD: Final = r"^\S+$"
-Word = Annotated[str, Field(json_schema_extra={"pattern": WORD})]
-"""A name that is looked up, and has no spaces: a comment may stand behind it in a file."""
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """A path of this machine; `~/` is the user's home folder, as in a shell."""
 UserSource = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -30,15 +27,6 @@ class Section(BaseModel):
 
     # An infinite number could not be read back from a run.json.
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-    def _with_derived(self, **values: Any) -> Self:
-        """This section, with values that its validation derives from others.
-
-        A copy would be dropped where the class itself is called: pydantic takes what the validators were given.
-        """
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        return self
 
 
 _OWN = r".+:[^\W\d]\w*"

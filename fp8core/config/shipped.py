@@ -16,3 +16,12 @@ SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "g
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
 SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify")
 """Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""
+UPDATES: Final = ("tasks.train:train", "tasks.train:train_scoring")
+REFERENCE: Final = "tasks.reference:reference"
+TEACHER: Final = "tasks.teacher:teacher"
+FILTER: Final = "tasks.filter:filter"
+
+
+def is_shipped(path: str) -> bool:
+    """True for the import path of something in this project's own steps, which anybody may import."""
+    return path.startswith("tasks.") and path.partition(":")[0].count(".") == 1

@@ -3,10 +3,10 @@
 An edge is an artifact, from the step that provides it to each step that needs it.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from pydantic import BaseModel, ValidationError
 
@@ -62,7 +62,9 @@ def check_pipeline(
     `carried_kinds` maps the artifacts that exist before the first iteration to their kinds; `resolve` gives
     the declaration of the step at an import path.
     """
-    _refuse_repeated_names(pipeline.steps)
+    names = [step.name for step in pipeline.steps]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"step {repeated[0]}: two steps have this name")
     steps = [_connect(step, resolve) for step in pipeline.steps]
     producers = _producers(steps, pipeline.carries)
     kinds = {artifact: step.spec.outputs[port] for step in steps for port, artifact in step.outputs.items()}
@@ -71,14 +73,6 @@ def check_pipeline(
     for step in steps:
         _check_inputs(step, kinds)
     return StepGraph(tuple(_ordered(steps, producers)), dict(pipeline.carries))
-
-
-def _refuse_repeated_names(steps: Sequence[StepConfig]) -> None:
-    seen: dict[str, str] = {}
-    for step in steps:
-        if step.name in seen:
-            raise UserError(f"step {step.name}: two steps have this name ({seen[step.name]} and {step.uses})")
-        seen[step.name] = step.uses
 
 
 def _connect(step: StepConfig, resolve: Callable[[str], StepSpec]) -> PlannedStep:
@@ -148,28 +142,16 @@ def _check_inputs(step: PlannedStep, kinds: Mapping[str, str]) -> None:
 
 def _ordered(steps: Sequence[PlannedStep], producers: Mapping[str, PlannedStep]) -> list[PlannedStep]:
     """Steps in topological order; of those that could come next, the first one in the configuration does."""
-    waiting = {step.name: step for step in steps}
-    predecessors = {
-        step.name: {producers[artifact].name: artifact for artifact in step.inputs.values() if artifact in producers}
+    needs = {
+        step.name: {producers[artifact].name for artifact in step.inputs.values() if artifact in producers}
         for step in steps
     }
-    ordered: list[PlannedStep] = []
-    while waiting:
-        free = [name for name in waiting if waiting.keys().isdisjoint(predecessors[name])]
-        if not free:
-            raise UserError(_describe_cycle(waiting, predecessors))
-        ordered.append(waiting.pop(free[0]))
-    return ordered
-
-
-def _describe_cycle(waiting: Mapping[str, PlannedStep], predecessors: Mapping[str, Mapping[str, str]]) -> str:
-    # Every waiting step waits for another one, so walking backwards must meet a step again.
-    path = [next(iter(waiting))]
-    while path[-1] not in path[:-1]:
-        path.append(next(name for name in predecessors[path[-1]] if name in waiting))
-    cycle = path[path.index(path[-1]) :][::-1]
-    links = ", ".join(
-        f"{reader} reads {predecessors[reader][provider]} of {provider}"
-        for provider, reader in itertools.pairwise(cycle)
-    )
-    return f"pipeline: cycle {' -> '.join(cycle)}: {links}"
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        raise UserError(f"pipeline: cycle {' -> '.join(error.args[1])}") from None
+    ordered: dict[str, PlannedStep] = {}
+    while len(ordered) < len(steps):
+        free = next(step for step in steps if step.name not in ordered and needs[step.name] <= ordered.keys())
+        ordered[free.name] = free
+    return list(ordered.values())

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from fp8core.config.section import Section, Word
+from fp8core.config.section import Section
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -17,7 +17,7 @@ class LoraConfig(Section):
     targets: list[LoraTarget] = Field(
         default_factory=lambda: list(get_args(LoraTarget)),
         min_length=1,
-        description="Linears of every layer that have an adapter; everything else is frozen.",
+        description="Linears of every layer that have an adapter; all else is frozen.",
     )
 
     @field_validator("targets")
@@ -38,18 +38,13 @@ class MegatronConfig(Section):
         False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="What the backward pass computes again instead of keeping it: nothing, attention, or all layers.",
+        "none", description="What the backward pass computes again: nothing, attention, or all layers."
     )
     distributed_optimizer: bool = Field(
         True, description="Share FP32 masters and moments out among the data-parallel GPUs (ZeRO stage 1)."
     )
     micro_batch_tokens: int = Field(
-        8192,
-        ge=128,
-        le=1 << 22,
-        multiple_of=128,
-        description="Tokens of one forward and backward pass; sequences are packed one after another without padding.",
+        8192, ge=128, le=1 << 22, multiple_of=128, description="Tokens of one packed forward and backward pass."
     )
 
     @model_validator(mode="after")
@@ -70,8 +65,7 @@ class ScheduleConfig(Section):
         None,
         ge=1,
         le=10_000_000,
-        description="GRPO steps, warm-up included, after which a linear or cosine schedule is over; null takes `steps`."
-        " `fp8-grpo resume` keeps the number that a run was begun with.",
+        description="GRPO steps after which the schedule is over; null takes `steps` of the first start.",
     )
 
 
@@ -80,8 +74,7 @@ class TrainingConfig(Section):
 
     trainer: Literal["torch", "megatron"] = Field(
         "torch",
-        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core, on Hopper in FP8, on a "
-        "CPU in FP32.",
+        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core with Transformer Engine.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(
@@ -103,22 +96,17 @@ class TrainingConfig(Section):
         256, ge=1, le=65536, description="Sequences in one forward and backward pass that are not packed."
     )
     tokens_per_pass: int = Field(
-        16384,
-        ge=128,
-        le=1 << 22,
-        description="Tokens in one forward and backward pass that are packed.",
+        16384, ge=128, le=1 << 22, description="Tokens in one forward and backward pass that are packed."
     )
     activation_checkpointing: bool = Field(
-        False,
-        description="Packed: keep each layer's input and what it attended to, compute the rest again for the backward.",
+        False, description="Packed: keep each layer's input and attention, compute the rest again."
     )
     optimiser_state: Literal["fp32", "bf16"] = Field(
         "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
     )
     reduce_gradients: Literal["per_update", "per_pass"] = Field(
         "per_update",
-        description="Packed, on several ranks: each holds the gradients of all linears until the update (ZeRO stage "
-        "1); or of its rows alone, which ranks exchange in each pass (stage 2).",
+        description="Packed ranks exchange gradients once an update (ZeRO stage 1), or in each pass (stage 2).",
     )
     deterministic: bool = Field(
         True, description="On a GPU: only kernels whose result is the same every time, which replays need."
@@ -149,25 +137,10 @@ class TrainingConfig(Section):
         # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
         if self.optimiser_state == "bf16" and self.beta2 > 0.99:
             raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
+        # BF16 resolves 2^-8, so that at 0.99 the first moment stops short of a steady gradient by a sixth.
+        if self.trainer == "torch" and self.computes_packed and self.optimiser_state == "bf16" and self.beta1 > 0.95:
+            raise ValueError(f"beta1={self.beta1}: a first moment in BF16 stops too soon; lower it to 0.95 or less")
         return self
-
-
-def unmeant_training(training: TrainingConfig) -> dict[str, str]:
-    """Settings with a bad effect, as `run.unmeant`.
-
-    Settings that the packed trainer alone reads are left: one override tries a GPU's configuration on a CPU.
-    """
-    found = dict[str, str]()
-    # A warm start, which a torch trainer makes before Megatron, too, has a beta1 of its own.
-    packs = training.trainer == "torch" and training.computes_packed
-    # One step changes the first moment by 1 - beta1 of its distance to the gradient; BF16 resolves 2^-8 of itself.
-    if packs and training.optimiser_state == "bf16" and training.beta1 > 0.95:
-        found["training.beta1"] = (
-            f"is {training.beta1}: a first moment in BF16 stops before it is there (at 0.99, 1,500 updates of one "
-            "gradient move weights by 0.125 instead of 0.150); lower it to 0.95 or less, or set "
-            "training.optimiser_state to fp32"
-        )
-    return found
 
 
 class WeightingConfig(Section):
@@ -189,7 +162,7 @@ class WeightingConfig(Section):
 class FilterConfig(Section):
     """A rejection filter (fp8core/rl/correction.py); bounds of k1 filters are on rho = old / rollout."""
 
-    name: Word = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
+    name: str = Field(description="token, seq_sum, seq_mean or seq_max, then _k1, _k2 or _k3; not seq_max_k1.")
     low: float = Field(0.0, ge=0, le=1e6, description="Of k1: least rho.")
     high: float = Field(gt=0, le=1e6, description="Of k1: largest rho; of k2 and k3: largest divergence.")
     clamp: Literal["token", "row"] = Field(
@@ -204,7 +177,7 @@ class CorrectionConfig(Section):
         "token_tis", description="token_tis multiplies the clipped loss by min(exp(old - rollout), cap), detached."
     )
     cap: float = Field(2.0, ge=1, le=1000, description="Of token_tis.")
-    preset: Word | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
+    preset: str | None = Field(None, description="Of preset: a name of fp8core/rl/presets.py, such as verl/geo_rs.")
     weighting: WeightingConfig = Field(default_factory=WeightingConfig, description="Of custom.")
     filters: list[FilterConfig] = Field(default_factory=list, description="Of custom: rejection filters.")
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
@@ -224,17 +197,10 @@ class CorrectionConfig(Section):
         "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
     )
     seq_logprob_error_threshold: float | None = Field(
-        None,
-        ge=1,
-        le=1e6,
-        description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss, with any method (NeMo RL).",
+        None, ge=1, le=1e6, description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss (NeMo RL)."
     )
     off_policy_delta: float | None = Field(
-        None,
-        gt=0,
-        le=100,
-        description="Rows of negative advantage whose mean of rollout - current exceeds this weigh 0, tested at every "
-        "update, with any method (off-policy sequence masking of DeepSeek-V3.2).",
+        None, gt=0, le=100, description="Bad rows whose mean of rollout - current exceeds this weigh 0 (DeepSeek-V3.2)."
     )
     baseline: Literal["all", "kept"] = Field(
         "all", description="Whether rows that the correction rejects stay in the baseline of their group."
@@ -249,6 +215,15 @@ class CorrectionConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _custom_settings_are_read(self) -> "CorrectionConfig":
+        # `none` switches off whatever else is set.
+        if self.method in ("token_tis", "preset"):
+            for name in ("weighting", "filters", "veto", "normalise", "normalise_over", "order", "denominator", "mode"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(f"{name}: method=custom alone reads it, not {self.method}; unset one of both")
+        return self
+
+    @model_validator(mode="after")
     def _bypass_corrects_parts(self) -> "CorrectionConfig":
         if self.method == "custom" and self.mode == "bypass":
             if self.normalise != "none":
@@ -259,19 +234,3 @@ class CorrectionConfig(Section):
             if self.denominator == "kept":
                 raise ValueError("denominator=kept is not known in time with mode=bypass, which rejects part by part")
         return self
-
-
-OF_CUSTOM = ("weighting", "filters", "veto", "normalise", "normalise_over", "order", "denominator", "mode")
-"""Settings of `CorrectionConfig` that method=custom alone reads."""
-
-
-def unmeant_correction(correction: CorrectionConfig) -> dict[str, str]:
-    """Settings that the method does not read, as `run.unmeant`; `none` switches off whatever else is set."""
-    if correction.method in ("custom", "none"):
-        return {}
-    default, problem = CorrectionConfig(), f"method=custom alone reads it, not {correction.method}"
-    return {
-        f"correction.{name}": f"correction.{problem}; set that, or unset this"
-        for name in OF_CUSTOM
-        if getattr(correction, name) != getattr(default, name)
-    }

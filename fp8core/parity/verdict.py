@@ -17,7 +17,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from fp8core import durable
-from fp8core.config.load import leaves
+from fp8core.config.layers import leaves
 from fp8core.config.parity import Limit, ParityConfig
 from fp8core.parity.golden import Golden
 from fp8core.parity.measure import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fp8core.config.derived import teacher_config
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped_steps import REFERENCE, TEACHER
+from fp8core.config.shipped import REFERENCE, TEACHER
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8core.config.load import leaves
+from fp8core.config.layers import leaves
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.section import SAME_SPEED, Section
 from fp8core.models.architecture import Architecture

@@ -14,7 +14,8 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from fp8core.alignment.bounds import stored_bounds
-from fp8core.config.load import NON_NUMERIC_KEYS, leaves
+from fp8core.config.layers import leaves
+from fp8core.config.load import NON_NUMERIC_KEYS
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import printable_lines
 from fp8core.report.chart import COLOURS, Chart, collapsed, counted, short

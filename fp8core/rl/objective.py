@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig, unmeant_loss
+from fp8core.config.loss import OWN_LOSS, SHIPPED_LOSSES, DistillationConfig, LossConfig
 from fp8core.config.training import CorrectionConfig
 from fp8core.errors import UserError
 from fp8core.rl.alignment_metrics import clamp_exponent
@@ -135,8 +135,13 @@ class Objective:
                 f"loss.policy={loss.policy} beside correction.preset={correction.preset}, whose loss is {name}: set "
                 f"loss.policy to {name}, or take another preset"
             )
+        traits = SHIPPED_LOSSES.get(name, OWN_LOSS)
+        if loss.dual_clip is not None and not traits.dual_clip:
+            raise UserError(
+                f"loss.dual_clip: with correction.preset={correction.preset} the loss is {name}, which has none"
+            )
         self._policy, self._selection = build_loss(name, loss)
-        self._weighted = not self._bypass or SHIPPED_LOSSES.get(name, OWN_LOSS).weighted_in_bypass
+        self._weighted = not self._bypass or traits.weighted_in_bypass
         self._clip = ClipRange(low=loss.clip_low, high=loss.clip_high, dual=loss.dual_clip)
         self._aggregate = AGGREGATIONS[loss.aggregation]
         if loss.length_normaliser is not None:
@@ -333,14 +338,6 @@ def _towards_teacher(batch: RolloutBatch) -> Tensor:
 
 def _loss_name(named: Preset, loss: LossConfig) -> str:
     return loss.policy if named.loss == "clipped" else named.loss
-
-
-def refuse_unmeant_loss(loss: LossConfig, correction: CorrectionConfig) -> None:
-    """Refuse settings that the loss of a preset does not have; a run of an earlier version may have them.
-    Raises UserError: naming the preset."""
-    named = named_correction(correction)
-    for key, problem in unmeant_loss(loss.model_copy(update={"policy": _loss_name(named, loss)})).items():
-        raise UserError(f"{key}: with correction.preset={correction.preset} {problem}")
 
 
 def whole_batch_setting(loss: LossConfig, correction: CorrectionConfig) -> str | None:

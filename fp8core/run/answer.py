@@ -19,7 +19,7 @@ from fp8core.rollout.engine import Completion, PolicyScales, Probe, RolloutEngin
 from fp8core.rollout.episode import Episode
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import build_base, build_engine, build_environment, build_trainer, open_cluster
-from fp8core.run.checks.environment import check_openings
+from fp8core.run.checks.environment import check_opening
 from fp8core.run.checks.inputs import check_stop_strings
 from fp8core.run.parts import texts_of
 from fp8core.run.player import EpisodePlayer
@@ -79,7 +79,7 @@ def answer(config: RunConfig, questions: Questions, verifier: Verifier, progress
         pool = None
         if config.environment is not None:
             pool = parts.enter_context(closing(build_environment(config.environment)))
-            check_openings(questions.problems, config, base.tokenizer, positions, pool, questions.seed)
+            check_opening(questions.problems, config, base.tokenizer, positions, pool, questions.seed)
         if (cluster := open_cluster(config)) is not None:
             parts.callback(cluster.close)
         engine = build_engine(config, base.arch, cluster)

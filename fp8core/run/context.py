@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped_steps import UPDATES
+from fp8core.config.shipped import UPDATES
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool

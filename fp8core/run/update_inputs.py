@@ -77,7 +77,7 @@ def rollout_batch(
     )
     estimator, epsilon = ESTIMATORS[config.loss.advantage], config.loss.advantage_epsilon
     if turn_advantages_asked(config):
-        assert turns is not None, "the pipeline was rewired"
+        assert turns is not None, "the pipeline was checked"
         advantages = turn_advantages(scores, turn_rewards(rewards, turns), estimator, epsilon)
     else:
         advantages = estimator(scores, epsilon)

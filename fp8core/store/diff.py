@@ -12,9 +12,9 @@ import pyarrow as pa
 import torch
 from pydantic import JsonValue
 
-from fp8core.config.load import NON_NUMERIC_KEYS, dump_digest, leaves
+from fp8core.config.layers import leaves
+from fp8core.config.load import NON_NUMERIC_KEYS, dump_digest
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.config.shipped_steps import with_mode
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import Difference, shown, value_differences
@@ -240,24 +240,15 @@ def _written_differently(ours: RunView, theirs: RunView) -> bool:
 
 
 def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:
-    """Configurations, the synchronous ones with the steps of the first other mode, so that only the mode differs.
-
-    A pipeline that cannot have that mode stays as it is.
-    """
-    modes = [config.pipeline.mode for config in configs if config is not None]
-    mode = next((mode for mode in modes if mode != "synchronous"), None)
-    if mode is None:
+    """Configurations of several modes with the steps of the first one, so that of these only the mode differs."""
+    known = [config.pipeline for config in configs if config is not None]
+    if len({pipeline.mode for pipeline in known}) < 2:
         return [*configs]
-    return [None if config is None else _with_steps_of(config, mode) for config in configs]
-
-
-def _with_steps_of(config: RunConfig, mode: str) -> RunConfig:
-    pipeline = config.pipeline
-    try:
-        steps = with_mode(pipeline.model_copy(update={"mode": mode}))
-    except ValueError:
-        return config
-    return config.model_copy(update={"pipeline": steps.model_copy(update={"mode": pipeline.mode})})
+    steps = {"steps": known[0].steps, "carries": known[0].carries}
+    return [
+        config and config.model_copy(update={"pipeline": config.pipeline.model_copy(update=steps)})
+        for config in configs
+    ]
 
 
 def _record(run: RunView, step: int) -> StepRecord:

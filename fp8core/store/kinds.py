@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fp8core.config.pipeline import PipelineConfig
-from fp8core.config.shipped_steps import is_shipped
+from fp8core.config.shipped import is_shipped
 from fp8core.config.steps import import_spec
 from fp8core.errors import StoredFileError
 from fp8core.store.artifacts import Ref

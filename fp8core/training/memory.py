@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped_steps import FILTER, is_shipped
+from fp8core.config.shipped import FILTER, is_shipped
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats

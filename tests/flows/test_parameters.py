@@ -103,13 +103,6 @@ def test_a_server_refuses_a_configuration_that_is_not_shipped_and_takes_paths(de
     assert "any of the given schemas" not in shown.message
 
 
-@pytest.mark.parametrize(("deployed", "key"), [(grpo, "run"), (parity, "name")])
-def test_a_server_refuses_a_name_with_a_last_newline(deployed, key, form) -> None:
-    for wrong in ({key: "a\n"}, {"overrides": {"run": "a\n"}}):
-        assert r"'a\n' does not match" in refusal(wrong, form), wrong
-    assert refusal({key: "a", "overrides": {"run": "a"}}, form) == ""
-
-
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])
 def test_the_defaults_of_a_deployment_are_valid_and_it_waits_in_its_pool(deployment) -> None:
     # An evaluation is of something that only who starts it can name.

@@ -266,14 +266,6 @@ def test_other_settings_are_named(moved: Path, refused: Callable[..., str], sett
     assert refused(str(moved), "--set", setting) == reason.format(moved=moved)
 
 
-def test_a_run_json_that_was_edited_is_refused(moved: Path, refused: Callable[..., str]) -> None:
-    described = json.loads((moved / "run.json").read_text())
-    described["config"]["training"]["learning_rate"] *= 2
-    (moved / "run.json").write_text(json.dumps(described))
-    line = refused(str(moved))
-    assert line.startswith(f"{moved}/run.json has other settings than step 2 was made with: undo the change, or ")
-
-
 def test_a_summary_that_cannot_be_written(moved: Path, refused: Callable[..., str]) -> None:
     place = Path("absent/summary.json").absolute()
     assert refused(str(moved), "--json", str(place)).startswith(f"--json {place}: cannot be written")

@@ -1,18 +1,14 @@
 """Refusals of a run that exists and cannot be continued as it is configured."""
 
-from pathlib import Path
-
-from fp8core.config.load import config_digest_at, may_continue, reload_config
+from fp8core.config.load import may_continue, reload_config
 from fp8core.config.run import RunConfig, public_dump, resume_command
 from fp8core.durable import refuse_unwritable
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import current_code
 from fp8core.store.outputs import refuse_in_run
 from fp8core.store.run_directory import RunDescription, read_description, refuse_in_use
-from fp8core.store.step_manifests import read_manifest
 
 
 def stored_ledger(config: RunConfig) -> LedgerView | None:
@@ -73,33 +69,11 @@ def refuse_other_run(
     if not differing and ledger.step(config.steps + 1) is not None:
         raise UserError(f"run {name} has step {config.steps + 1} already, and steps={config.steps} asks for fewer")
     if differing:
-        # Unset, it follows `steps`, so that a longer run would have had another past.
-        over = "training.learning_rate_schedule.over_steps: "
-        keep = f"; to keep it: {resume_command(config, name)} --set steps={config.steps}"
-        hint = keep if len(differing) == 1 and differing[0].startswith(over) else ""
-        if not all(each.startswith(("steps: ", over)) for each in differing):
-            hint = "; begin another one for that: fp8-grpo run ... --set run=NAME"
+        others = [line for line in differing if not line.startswith("steps: ")]
+        hint = "; begin another one for that: fp8-grpo run ... --set run=NAME" if others else ""
         raise UserError(f"run {name} exists with another configuration: {'; '.join(differing)}{hint}")
     if not new_code:
         refuse_other_code(described, ledger.last_segment(), config, name)
-    _refuse_edited(begun, config.runs.absolute() / name, ledger)
-
-
-def _refuse_edited(begun: RunConfig, folder: Path, ledger: LedgerView) -> None:
-    """run.json has the settings that the last step was made with: a resume follows it, and would not see an edit."""
-    last = ledger.last_step()
-    entry = None if last is None else ledger.step(last)
-    if entry is None:
-        return
-    try:
-        record = read_manifest(ArtifactStore(folder), folder, entry).record
-    except StoredFileError:
-        return  # `restore` says so, or puts it back.
-    if record.code_version == current_code() and config_digest_at(begun, record.level) != record.config_digest:
-        raise UserError(
-            f"{folder}/run.json has other settings than step {last} was made with: undo the change, or begin "
-            "another run with it: fp8-grpo run ... --set run=NAME"
-        )
 
 
 def refuse_other_code(described: RunDescription, last: SegmentEntry | None, config: RunConfig, name: str) -> None:

@@ -1,11 +1,10 @@
 """Trials of an environment: its first messages and an answer, before a policy is asked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import ADDED_TOKENS, Problem, encode_prompt, longest_prompt, prompt_text, refuse_length
+from fp8core.data.prompt import Problem, prompt_text, refuse_length
 from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
 from fp8core.environments.protocol import Action, Outcome, ToolCall, Turn
 from fp8core.environments.tool_calls import uncallable
@@ -17,52 +16,33 @@ from fp8core.run.turns import messages_of, task_of
 from fp8core.run.verdicts import UNCHECKED_OUTCOMES, ended_as
 
 
-def check_openings(
+def check_opening(
     problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int, pool: Pool, seed: int
 ) -> None:
-    """Raises UserError, with the place (file:line), on a problem that its environment makes too long to be a prompt.
+    """Begin an episode of the longest problem, with the seed of the episodes to be played.
 
-    `seed` is that of the episodes to be played. Each costs a process, so few begin. The longest problem shows how many
-    tokens the environment adds, and each problem begins that is too long with as many. An episode that gets more ends
-    when it is played.
+    Raises UserError, with the place (file:line): its environment makes it too long to be a prompt. Another one that
+    gets too long ends when it is played.
     """
     assert config.environment is not None, "a pool is of an environment"
-    name, talk = config.environment.name, Talk.of(config, tokenizer)
-    lengths = [len(prompt_text(row, config, tokenizer)[0].encode()) for row in problems]
-
-    def opened(place: int) -> int | None:
-        """Tokens of an episode's first messages; None: it ended at once, which is for its step to tell."""
-        row = problems[place]
-        turn = _begun(place, row, config, pool, seed)
-        pool.end((place, 0))
-        if not isinstance(turn, Turn):
-            return None
+    problem = max(problems, key=lambda row: len(prompt_text(row, config, tokenizer)[0].encode()))
+    turn = _begun(problem, config, pool, seed)
+    pool.end((0, 0))
+    # An episode that ends at once is for its step to tell.
+    if isinstance(turn, Turn):
+        name = config.environment.name
         try:
-            return len(talk.open(turn).prompt)
+            count = len(Talk.of(config, tokenizer).open(turn).prompt)
         except ObservationError as error:
-            raise UserError(f"{row.place or row.prompt_id}: environment.name={name} begins with: {error}") from error
-
-    longest = max(range(len(problems)), key=lengths.__getitem__)
-    if (most := opened(longest)) is None:
-        return
-    added = most - len(encode_prompt(problems[longest], config, tokenizer, max_positions)[1])
-    room = longest_prompt(config, max_positions) - added
-    for place, row in enumerate(problems):
-        if place == longest:
-            count: int | None = most
-        elif lengths[place] + ADDED_TOKENS <= room:
-            continue
-        else:
-            long = len(encode_prompt(row, config, tokenizer, max_positions)[1]) > room
-            count = opened(place) if long else None
-        if count is not None:
-            refuse_length(row, count, f"tokens as environment.name={name} begins it", config, max_positions)
+            place = problem.place or problem.prompt_id
+            raise UserError(f"{place}: environment.name={name} begins with: {error}") from error
+        refuse_length(problem, count, f"tokens as environment.name={name} begins it", config, max_positions)
 
 
-def _begun(place: int, problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn | Outcome:
-    """The first answer of episode `place`, which stays open, to a problem."""
+def _begun(problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn | Outcome:
+    """The first answer to a problem; its episode stays open."""
     asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
-    pool.begin((place, 0), task_of(asked, sample_seed(seed, 0, place, 0)))
+    pool.begin((0, 0), task_of(asked, sample_seed(seed, 0, 0, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
     return reply
 
@@ -72,42 +52,25 @@ Trial = list[Turn | Outcome]
 
 def trial(problem: Problem, config: RunConfig, pool: Pool) -> Trial:
     """The first answer to a problem, and the one to an empty answer of the policy if it is asked for one."""
-    replies = [_begun(0, problem, config, pool, config.seed)]
+    return _answered(Action(""), problem, config, pool)
+
+
+def call_trial(problem: Problem, first: Turn | Outcome, config: RunConfig, pool: Pool) -> Trial:
+    """As `trial`, with a call of the first tool, after which many an environment goes on; empty without a tool."""
+    if not isinstance(first, Turn) or not first.tools:
+        return []
+    tool = first.tools[0]
+    call = ToolCall(tool.name, dict.fromkeys(tool.parameters.get("properties", {}), "1"))
+    return _answered(Action("", (call,)), problem, config, pool)
+
+
+def _answered(action: Action, problem: Problem, config: RunConfig, pool: Pool) -> Trial:
+    replies = [_begun(problem, config, pool, config.seed)]
     if isinstance(replies[0], Turn):
-        pool.act((0, 0), Action(""))
+        pool.act((0, 0), action)
         replies += [reply for _, reply, _ in pool.replies(wait=True)]
     pool.end((0, 0))
     return replies
-
-
-_OF_TYPE: dict[Any, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
-
-
-def call_trial(problem: Problem, replies: Trial, config: RunConfig, pool: Pool) -> Trial:
-    """The first answer of a `trial`, and the one to a call of the first tool that is answered with a turn.
-
-    Empty where there is none. Many an environment ends with an answer that has no call, and goes on after one.
-    """
-    for tool in replies[0].tools if isinstance(replies[0], Turn) else ():
-        given = {name: _argument(about) for name, about in tool.parameters.get("properties", {}).items()}
-        first = _begun(0, problem, config, pool, config.seed)
-        reply: Turn | Outcome | None = None
-        if isinstance(first, Turn):
-            pool.act((0, 0), Action("", (ToolCall(tool.name, given),)))
-            ((_, reply, _),) = pool.replies(wait=True)
-        pool.end((0, 0))
-        if isinstance(reply, Turn):
-            return [first, reply]
-    return []
-
-
-def _argument(about: object) -> Any:
-    """A value of a JSON schema, as far as its type goes."""
-    if not isinstance(about, Mapping):
-        return "1"
-    choices = about.get("enum")
-    kind = about.get("type")
-    return choices[0] if choices else _OF_TYPE.get(kind if isinstance(kind, str) else None, "1")
 
 
 def failed_trial(replies: Trial, config: RunConfig) -> str | None:

@@ -19,14 +19,13 @@ from fp8core.models.architecture import Architecture
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier, build_verifier
-from fp8core.rl.objective import refuse_unmeant_loss
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import BaseModel, FoundModel, build_environment, find_base, find_teacher
 from fp8core.run.checks.continuation import refuse_other_data, stored_ledger
 from fp8core.run.checks.environment import (
     call_trial,
     check_observation,
-    check_openings,
+    check_opening,
     failed_trial,
     refuse_invalid,
     refuse_uncallable,
@@ -37,13 +36,7 @@ from fp8core.store.ledger import START
 
 def check_inputs(config: RunConfig) -> None:
     """Refuse a model, data, verifiers and an environment that cannot be used, before a run has a folder or a server.
-
-    Raises:
-        UserError: as `build_base` (but for broken values of weights), `find_teacher`, `own_demonstrations`,
-            `build_source`, `build_verifier`, `refuse_other_data`, `check_opened`, `check_new`,
-            `StoredCheckpoint.check_head`, `tool_calls_of`, `build_environment`, `check_openings`, `refuse_uncallable`
-            and `check_observation` have it.
-    """
+    Raises UserError."""
     source = build_source(config.data, config.evaluation)
     # With `skip` the verifier decides which rows are read.
     if (ledger := stored_ledger(config)) is not None and config.data.unreadable == "refuse":
@@ -66,13 +59,7 @@ def check_inputs(config: RunConfig) -> None:
     if config.environment is not None:
         tool_calls_of(config.environment, base.tokenizer)
         with closing(build_environment(config.environment)) as pool:
-            problems = list(source.to_check())
-            check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), pool, config.seed)
-            if is_new:
-                replies = trial(problems[0], config, pool)
-                refuse_uncallable(replies, config, base.tokenizer)
-                check_observation(replies, config, base.tokenizer)
-                check_observation(call_trial(problems[0], replies, config, pool), config, base.tokenizer)
+            try_environment(pool, config, base, list(source.to_check()), None, is_new=is_new)
 
 
 class Opened(NamedTuple):
@@ -99,8 +86,7 @@ def check_new(
     config: RunConfig, base: FoundModel | BaseModel, source: PromptSource, teacher: Architecture | None
 ) -> None:
     """Refuse what a run that has begun goes on with.
-    Raises UserError: as `refuse_unmeant_loss`, `refuse_small_teacher` and `check_turns`."""
-    refuse_unmeant_loss(config.loss, config.correction)
+    Raises UserError: as `refuse_small_teacher` and `check_turns`."""
     if teacher is not None:
         refuse_small_teacher(config, base.arch, teacher)
     check_turns(source, config, base.tokenizer)
@@ -149,21 +135,22 @@ def refuse_small_teacher(config: RunConfig, arch: Architecture, teacher: Archite
 def try_environment(
     environment: EnvironmentPool,
     config: RunConfig,
-    base: BaseModel,
+    base: FoundModel | BaseModel,
     problems: Sequence[Problem],
-    console: Console,
+    console: Console | None,
     *,
     is_new: bool,
 ) -> None:
-    """Begin an episode of each of these problems, and play one. Raises UserError: as `check_openings`; of a new run
-    also as `refuse_invalid`, `refuse_uncallable` and `check_observation`."""
-    check_openings(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
+    """Begin an episode of the longest of these problems, and play one; a failure there is told, not refused.
+    Raises UserError: it is too long; of a new run also what chat template and format of calls cannot go on with."""
+    check_opening(problems, config, base.tokenizer, longest_row(config, base.arch), environment, config.seed)
+    if not is_new and console is None:
+        return
     replies = trial(problems[0], config, environment)
+    if console is not None and (failure := failed_trial(replies, config)) is not None:
+        console.note(failure)
     if is_new:
         refuse_invalid(replies, config)
         refuse_uncallable(replies, config, base.tokenizer)
-    if (failure := failed_trial(replies, config)) is not None:
-        console.note(failure)
-    if is_new:
         check_observation(replies, config, base.tokenizer)
-        check_observation(call_trial(problems[0], replies, config, environment), config, base.tokenizer)
+        check_observation(call_trial(problems[0], replies[0], config, environment), config, base.tokenizer)

@@ -6,7 +6,7 @@ They are asked first, in the order of this file.
 from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_holds_age, unverifiable
 from fp8core.config.capability import check_contract
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped_steps import TEACHER
+from fp8core.config.shipped import FILTER, TEACHER, is_shipped
 from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import import_spec
 from fp8core.errors import UserError
@@ -48,6 +48,8 @@ def pipeline_of(config: RunConfig) -> StepGraph:
         UserError: the pipeline is broken, or nothing in it provides metrics or the log-probs that the loss asks for;
             or `logprobs.source` cannot give these; or both sides might truncate distributions differently.
     """
+    uses = {step.uses for step in config.pipeline.steps}
+    _check_declared_steps(config, uses)
     graph = check_pipeline(config.pipeline, CARRIED_KINDS, import_spec)
     if not any("metrics" in planned.spec.outputs.values() for planned in graph.steps):
         raise UserError("pipeline.steps: no step provides an artifact of kind metrics; add tasks.record:record")
@@ -63,12 +65,42 @@ def pipeline_of(config: RunConfig) -> StepGraph:
             f"loss.distillation.weight={config.loss.distillation.weight} needs log-probs of the teacher: insert the "
             "step tasks.teacher:teacher, and rewire train: {teacher: teacher} (as configs/distil.yaml does)"
         )
-    if config.loss.distillation.teacher is None and any(planned.uses == TEACHER for planned in graph.steps):
+    if config.loss.distillation.teacher is None and TEACHER in uses:
         raise UserError(f"step {TEACHER}: loss.distillation.teacher names no checkpoint")
+    # The teacher's step alone measures how far it is.
+    if config.loss.distillation.teacher is not None and not config.loss.distillation.weight and TEACHER not in uses:
+        raise UserError("loss.distillation.teacher: nothing reads it: set loss.distillation.weight, or unset this")
+    # A step of the user's own may choose, too.
+    if config.rollout.oversample > 1 and FILTER not in uses and all(map(is_shipped, uses)):
+        raise UserError(
+            f"rollout.oversample={config.rollout.oversample:g}: no step chooses among the prompts: insert the step "
+            "tasks.filter:filter, and rewire train: {rewards: filtered} (as configs/dapo.yaml does), or set it to 1"
+        )
+    by_turn = config.environment is not None and config.environment.advantage == "turn"
+    for planned in graph.steps if by_turn else ():
+        if planned.uses == FILTER and "turns" not in planned.inputs:
+            raise UserError(
+                f"step {planned.name}: needs names no turns, which environment.advantage=turn compares; add them: "
+                f"pipeline.rewire={{{planned.name}: {{turns: turns}}}}"
+            )
     _refuse_source(config)
     refuse_truncation(config)
     _refuse_ahead(config)
     return graph
+
+
+def _check_declared_steps(config: RunConfig, uses: set[str]) -> None:
+    """Refuse steps of another mode, environment or source of log-probs; those of pipeline.yaml follow the settings."""
+    has_environment = config.environment is not None
+    is_ahead = config.pipeline.mode != "synchronous"
+    for setting, needed, steps in (
+        (f"pipeline.mode={config.pipeline.mode}", is_ahead, ("tasks.stream:finish", "tasks.stream:finish_episodes")),
+        ("environment", has_environment, ("tasks.rollout:episodes", "tasks.stream:finish_episodes")),
+        (f"logprobs.source={config.logprobs.source}", config.logprobs.source != "pass", ("tasks.train:train_scoring",)),
+    ):
+        if needed == uses.isdisjoint(steps):
+            found = f"none of {', '.join(steps)}" if needed else next(step for step in steps if step in uses)
+            raise UserError(f"{setting}: pipeline.steps has {found}; take the steps of `base: pipeline.yaml`")
 
 
 def _refuse_source(config: RunConfig) -> None:
@@ -122,7 +154,6 @@ def _refuse_ahead(config: RunConfig) -> None:
         )
     if (reason := unverifiable(config)) is not None:
         _refuse_unverified(config, reason)
-    _refuse_nothing_ahead(config)
     others = {
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
@@ -133,7 +164,6 @@ def _refuse_ahead(config: RunConfig) -> None:
     }
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
-    _refuse_inert_correction(config)
 
 
 def _refuse_kept_cache(config: RunConfig) -> None:
@@ -141,8 +171,6 @@ def _refuse_kept_cache(config: RunConfig) -> None:
     place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
     if not engine_entry(config).keeps_cache:
         raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
-    if not config.pipeline.in_flight_weight_updates:
-        raise UserError(f"{place}: with pipeline.in_flight_weight_updates=false no update finds a cache; unset one")
     if config.replay.level != "tolerant":
         raise UserError(
             f"{place}: a replay and a resumed run lack that cache; replay.level={config.replay.level} promises equal "
@@ -162,47 +190,6 @@ def _refuse_unverified(config: RunConfig, reason: str) -> None:
             f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "
             f"unverifiable ({reason}), and nothing weighs its tokens; set it to token_tis, or "
             "precision.accept_mismatch to true"
-        )
-
-
-def _refuse_nothing_ahead(config: RunConfig) -> None:
-    """Refuse settings with which the prompts of later steps wait for the part beside the update, which is empty."""
-    pipeline = config.pipeline
-    if pipeline.max_staleness == 0 and not pipeline.in_flight_weight_updates:
-        raise UserError(
-            "pipeline.in_flight_weight_updates=false: with pipeline.max_staleness=0 no update finds a completion in "
-            "flight; unset one of both"
-        )
-    if pipeline.ahead_tokens != 0:
-        return
-    waiting = {
-        "environment": config.environment is not None,
-        "pipeline.in_flight_weight_updates=false": not pipeline.in_flight_weight_updates,
-        "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
-        "pipeline.max_inflight_prompts": pipeline.max_inflight_prompts is not None and pipeline.drop_or_wait == "wait",
-    }
-    for setting in (setting for setting, used in waiting.items() if used):
-        raise UserError(f"pipeline.ahead_tokens=0: with {setting} nothing would be generated ahead; unset one of both")
-
-
-def _refuse_inert_correction(config: RunConfig) -> None:
-    """Refuse to weigh old over rollout where both are the log-probs of the version that wrote the token."""
-    source, mode = config.logprobs.source, config.pipeline.mode
-    if source != "rollout" or not ratio_holds_age(config):
-        return
-    named, threshold = named_correction(config.correction), config.correction.seq_logprob_error_threshold
-    correction, bypassed = config.correction, named.mode == "bypass"
-    name = f"preset={correction.preset}" if correction.method == "preset" else f"method={correction.method}"
-    inert = {
-        f"correction.{name}": _weighs_or_rejects(named.rule) and not bypassed,
-        f"correction.baseline={correction.baseline}": bypassed and correction.baseline == "kept",
-        f"correction.seq_logprob_error_threshold={threshold}": threshold is not None,
-    }
-    for setting in (setting for setting, used in inert.items() if used):
-        raise UserError(
-            f"logprobs.source={source} with pipeline.mode={mode}: old log-probs are the rollout's own, of whatever "
-            f"version, so {setting} changes nothing; set correction.method to none, or correction.preset to one in "
-            "bypass mode, or logprobs.source to pass"
         )
 
 

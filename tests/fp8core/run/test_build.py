@@ -23,12 +23,10 @@ from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.build import build_base, build_engine, build_trainer
-from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_engine, check_memory
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.machine import engine_environment
 from fp8core.run.open import open_directory, open_run
-from fp8core.store.layout import LEDGER
 from fp8core.training.registry import packages_of, trainer_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
@@ -277,25 +275,6 @@ def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
     assert settings.deterministic
     needed = engine_environment(megatron, this_node(packages_of(megatron))).required
     assert needed["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_a_dual_clip_that_the_loss_of_a_preset_has_not_is_refused_of_a_new_run(loop_run):
-    """A run that has begun goes on with it."""
-    preset = {"correction.method": "preset", "correction.preset": "verl/bypass_pg_is", "loss.dual_clip": 3.0}
-    config = load_config("tiny", preset)
-    refused = r"^loss.dual_clip: with correction.preset=verl/bypass_pg_is policy=reinforce"
-    with pytest.raises(UserError, match=refused):
-        check_inputs(config)
-    with pytest.raises(UserError, match=refused):
-        loop_run("deployed", **preset)  # No command has asked before.
-    check_inputs(load_config("tiny", preset | {"correction.preset": "verl/bypass_ppo_clip"}))
-    begun = loop_run("begun", steps=1).folder
-    stored = config.model_copy(update={"run": begun.name, "runs": begun.parent})
-    check_inputs(stored)
-    lines = (begun / LEDGER).read_text().splitlines(keepends=True)
-    (begun / LEDGER).write_text("".join(line for line in lines[:1]))
-    with pytest.raises(UserError, match=refused):
-        check_inputs(stored)  # It was killed in its warm start, before any work was over.
 
 
 def test_a_warm_start_has_the_moments_of_the_training_after_it():

@@ -79,38 +79,13 @@ def length_of(config, *messages):
     return len(tokenizer.encode(tokenizer.render(told)))
 
 
-def test_prompts_that_fit_pass_and_one_of_them_is_begun(checked):
+def test_the_longest_problem_is_begun_and_refused_with_its_place(checked):
     config, begun = checked([*SHORT, LONG], rules=RULES)
     assert begun == [LONG]
     exactly = length_of(config, ("system", RULES), ("user", LONG))
     checked([*SHORT, LONG], most=exactly, rules=RULES)
     with pytest.raises(UserError, match=rf"train\.jsonl:21: .* has {exactly} tokens .*; 1 to {exactly - 1} fit"):
         checked([*SHORT, LONG], most=exactly - 1, rules=RULES)
-
-
-def test_the_first_that_is_too_long_is_named_with_its_place_and_the_setting(checked, tmp_path):
-    config, _ = checked(SHORT)
-    without = length_of(config, ("user", SHORT[0]))
-    with pytest.raises(UserError) as raised:
-        checked([*SHORT, LONG], most=without + 20, rules=RULES)
-    said = str(raised.value)
-    assert said.startswith(f"{tmp_path}/train.jsonl:1: prompt ")
-    assert f"tokens as environment.name={tmp_path}/own.py:Own begins it; 1 to {without + 20} fit" in said
-    assert f"(data.max_prompt_tokens={without + 20}, " in said
-    assert (tmp_path / "begun").read_text().splitlines() == [LONG, SHORT[0]]
-
-
-def test_a_problem_that_only_seems_too_long_begins_and_passes(checked):
-    """It has fewer bytes than the longest and more tokens, and gets no rules."""
-    config, _ = checked(SHORT)
-    words, odd = "How many apples does Tom have now? " * 3, "zqxj" * 20
-    most = length_of(config, ("system", RULES), ("user", words))
-    assert len(odd) < len(words)
-    assert length_of(config, ("user", odd)) > length_of(config, ("user", words))
-    _, begun = checked([*SHORT, words, odd], most=most, rules=RULES, only_for=words)
-    assert begun == [words, odd]
-    with pytest.raises(UserError, match=r"train\.jsonl:22: "):
-        checked([*SHORT, words, odd], most=most, rules=RULES)
 
 
 def test_an_episode_that_ends_at_once_is_left_to_the_run(checked):
