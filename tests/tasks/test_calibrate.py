@@ -1,4 +1,3 @@
-import json
 from dataclasses import asdict
 
 import pyarrow as pa
@@ -7,10 +6,9 @@ import torch
 
 from fp8core.config.load import load_config
 from fp8core.config.steps import NoOptions
-from fp8core.errors import UserError
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.rollout.engine import PolicyScales
-from fp8core.run.scales import covered, lag_error, read_histograms, scales_of
+from fp8core.run.scales import covered, lag_error, scales_of
 from tasks.calibrate import calibrate, evenly_spaced
 
 
@@ -22,11 +20,6 @@ def statistics() -> KvStatistics:
     collected = KvStatistics(1)
     collected.observe(0, (x, x, x), torch.ones(1, 5000, dtype=torch.bool), None)
     return collected
-
-
-def test_histograms_survive_json(statistics):
-    stored = json.loads(json.dumps({"histograms": [asdict(layer) for layer in statistics.histograms()]}))
-    assert read_histograms(stored) == statistics.histograms()
 
 
 def test_statistic_chooses_what_the_scales_cover(statistics):
@@ -68,9 +61,3 @@ def test_the_average_weighs_the_steps_before(run_copy):
 )
 def test_a_fresh_pass_reads_rollouts_from_all_over_the_step(count, kept):
     assert evenly_spaced(pa.table({"row": range(7)}), count)["row"].to_pylist() == kept
-
-
-@pytest.mark.parametrize("value", [49.9, 100.1])
-def test_percentile_is_bounded(value):
-    with pytest.raises(UserError, match=r"calibration\.percentile"):
-        load_config("tiny", [f"calibration.percentile={value}"])

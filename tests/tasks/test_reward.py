@@ -4,17 +4,11 @@ import shutil
 import zlib
 from collections import Counter
 
-import pyarrow as pa
 import pytest
 
-from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.rewards.verifier import ChainVerifier, InProcess
 from fp8core.run.commit import stored_metrics
 from fp8core.run.execute import carried, finished_steps
-from fp8core.run.loop import train
-from fp8core.run.step_metrics import reward_metrics
-from tasks.reward import reward_table
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """
@@ -64,15 +58,6 @@ def test_every_verdict_is_recorded_with_its_reason(scored):
             assert metrics[f"reward/outcome_{outcome}"] == shares[outcome] / len(rows)
 
 
-def test_the_record_says_what_scored(scored, function):
-    for record in scored.records:
-        assert record["executed"]["reward"]["verifier"] == f"{function}:score"
-        assert len(record["executed"]["reward"]["source"]) == 64
-    evaluated = scored.store.get_json(scored.ledger.artifacts(2)["evaluation"])
-    assert sum(evaluated["outcomes"].values()) == evaluated["prompts"]
-    assert evaluated["outcomes"]["crashed"] > 0
-
-
 def copy_of(run, folder):
     shutil.copytree(run.folder.parent, folder / "loop")
     return type(run)(folder / "loop" / run.folder.name)
@@ -85,19 +70,6 @@ def test_failures_are_told_and_a_step_goes_on(scored, tmp_path):
     assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in run.said
     assert "crashed): ValueError: no good: " in run.said
     assert "held-out prompts: " in run.said
-
-
-def test_a_second_try_is_recorded(scored, function):
-    artifacts = scored.ledger.artifacts(1)
-    prompts, rollouts = (scored.store.get_table(artifacts[name]) for name in ("prompts", "rollouts"))
-    function.with_name("killed").touch()
-    with scored.opened(steps=len(scored.records)) as run:
-        details = reward_table(run, prompts, rollouts).column("detail").to_pylist()
-    assert not function.with_name("killed").exists()
-    first = [row["detail"] for row in scored.store.get_table(artifacts["rewards"]).to_pylist()]
-    ((before, after),) = {(old, new) for old, new in zip(first, details, strict=True) if old != new}
-    assert after.startswith(f"{before}; second try")
-    assert "SIGKILL" in after
 
 
 def test_a_changed_function_scores_the_open_step_anew(scored, function, tmp_path):
@@ -122,29 +94,3 @@ def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):
     (tmp_path / "broken.py").write_text("def score(*_): return 1 / 0")
     with pytest.raises(UserError, match=r"broken\.py:score: 8 of 8 answers could not be checked \(8 crashed\): Zero"):
         loop_run("broken", **{"reward.verifier": f"{tmp_path / 'broken.py'}:score", "reward.workers": 1})
-
-
-def test_finished_groups_are_handed_to_the_verifier_before_the_reward_step(run_copy):
-    begun, verified = [], []
-
-    class Recorder(InProcess):
-        def begin(self, answers):
-            begun.append(list(answers))
-
-        def verify(self, answers):
-            verified.append(list(answers))
-            return super().verify(answers)
-
-    with run_copy.opened(steps=5) as run:
-        run.verifier = Recorder("chain", ChainVerifier())
-        train(run)
-    assert begun
-    assert sorted(answer for group in begun for answer in group) == sorted(verified[0])
-
-
-def test_the_spread_of_rewards_is_that_of_the_rewards_themselves():
-    """And is no estimate for a population: of 0 and 1 it is a half."""
-    row = {"group": 0, "outcome": "right", "keep": True}
-    rewards = pa.Table.from_pylist([{**row, "sample": sample, "reward": float(sample)} for sample in (0, 1)])
-    metrics = reward_metrics(rewards, load_config("tiny"))
-    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)

@@ -1,23 +1,14 @@
 """Staleness and policy lag of a run that generates ahead, and its loss, against loops over the rows of its files."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from statistics import fmean, pstdev
 
-import pyarrow as pa
 import pytest
-import torch
 
 from fp8core.config.load import load_config
-from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run, read_runs
-from fp8core.report.training_charts import ahead_charts
-from fp8core.rl.correction import CorrectionRule, Weighting
-from fp8core.rl.losses import ClipRange
-from fp8core.rl.staleness import lag_metrics
 from fp8core.run.checks.settings import uncorrected_lag
 from fp8core.run.commit import stored_metrics
-from fp8core.run.step_metrics import age_metrics
 from fp8core.store.diff import compare
 from fp8core.store.run_view import RunView
 
@@ -97,32 +88,6 @@ def test_metrics_by_age_are_those_of_the_files(lagging):
     assert seen == {"_age_0", "_age_1", "_age_2"}
 
 
-@pytest.mark.parametrize("cap", [2.0, 10.0])
-def test_the_sample_size_by_age_is_of_weights_with_the_cap_of_the_correction(cap):
-    d, ages = torch.tensor([[0.0, 0.0, 0.0, 2.0]]), torch.zeros(1, 4, dtype=torch.int64)
-    rule = CorrectionRule(weighting=Weighting(level="token", action="truncate", high=cap))
-    found = lag_metrics(d - 3, torch.full((1, 4), -3.0), ages, ages == 0, rule, ClipRange(low=0.2, high=0.28))
-    capped = [min(math.exp(each), cap) for each in d[0].tolist()]
-    expected = fmean(capped) ** 2 / fmean(v * v for v in capped)
-    assert [found["ess"], found["ess_age_0"]] == pytest.approx([expected, expected], rel=1e-6)
-
-
-def test_dropped_completions_have_no_part_in_what_a_correction_does():
-    rollouts = {"written": [[True, True], [True]], "versions": [[1, 2], [0]], "logprobs": [[-1.0, -1.0], [-1.0]]}
-    scored, rewards = {"logprobs": [[-1.5, -1.0], [-9.0]]}, {"keep": [True, False]}
-    config = load_config("tiny", SETTINGS)
-
-    def measured(count):
-        tables = ({name: rows[:count] for name, rows in each.items()} for each in (rollouts, rewards, scored))
-        return age_metrics(*(pa.table(each) for each in tables), 2, config)
-
-    both, kept = measured(2), measured(1)
-    assert both["rollout/staleness_max"] == 2
-    assert {n: v for n, v in both.items() if n.startswith("correction/")} == {
-        n: v for n, v in kept.items() if n.startswith("correction/")
-    }
-
-
 def test_the_stream_is_counted(lagging):
     run, _ = lagging
     in_flight = 0
@@ -165,43 +130,6 @@ def test_the_loss_weighs_a_token_by_the_policy_that_wrote_it(lagging):
         assert metrics["train/loss"] == pytest.approx(-sum(a * weight for a, weight in kept) / len(kept), abs=1e-5)
         learnt += any(a and token["age"] for (a, *_), token in zip(weighed, tokens(run, step), strict=True))
     assert learnt, "a step learns from tokens of an older policy"
-
-
-def test_a_synchronous_run_has_none_of_it(whole_run):
-    for step in range(1, 5):
-        names = Counter(stored_metrics(whole_run.ledger, whole_run.store, step))
-        assert not [name for name in names if "_age_" in name or "staleness" in name or "prompts_" in name]
-        assert "correction/ess" not in names
-
-
-def test_the_report_draws_what_only_a_run_that_generates_ahead_has(lagging, whole_run):
-    run, _ = lagging
-    folders = [run.folder, whole_run.folder]
-    both, alone = report_html(read_runs(folders)), report_html(read_runs(folders[1:]))
-    charts = "Effective sample size by age", "Clip fraction by age"
-    for words in ("Generation ahead", *charts, "age 2", "staleness of tokens, largest"):
-        assert words in both
-        assert words not in alone
-    # The engines agree, however old a token is.
-    tokens = read_run(run.folder, "lagging").tokens
-    assert len(tokens.difference)
-    assert not tokens.difference.any()
-
-
-def test_a_chart_by_age_has_a_line_for_each_age(lagging):
-    """Of the metrics that are checked above, in the order of age."""
-    run, _ = lagging
-    history = read_run(run.folder, "lagging").history
-    *_, sizes, clipped = ahead_charts([("lagging", history)])
-    for chart, metric in ((sizes, "correction/ess"), (clipped, "correction/share_outside_clip")):
-        assert [line.label for line in chart.series] == ["age 0", "age 1", "age 2"]
-        for age, line in enumerate(chart.series):
-            key = f"{metric}_age_{age}"
-            assert [*zip(line.x, line.y, strict=True)] == [(row["step"], row[key]) for row in history if key in row]
-    assert [line.label for line in ahead_charts([("a", history), ("b", history)])[-1].series][::3] == [
-        "a, age 0",
-        "b, age 0",
-    ]
 
 
 def test_a_comparison_names_the_mode_and_not_the_steps_that_it_makes(lagging, whole_run):

@@ -1,22 +1,15 @@
 """On-policy distillation in a run: the teacher scores what the policy wrote, and the policy learns from that alone."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 
-from fp8core.config.derived import sft_training, teacher_config
 from fp8core.config.load import load_config
-from fp8core.data.chain import ALPHABET, EOS
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
+from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.tokenizer import character_tokenizer
 from fp8core.models.weights import load_policy, reference_formats, stored_weights
 from fp8core.numerics.recipe import POW2
 from fp8core.run.build import build_base
-from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.commit import stored_metrics
 from fp8core.run.scoring import token_batch
 
@@ -117,57 +110,3 @@ def test_what_is_missing_is_one_line(loop_run, teacher_folder, settings, reason)
     with pytest.raises(UserError, match=reason) as raised:
         loop_run("missing", **{**given, **settings})
     assert "\n" not in str(raised.value)
-
-
-def test_another_vocabulary_is_refused_before_anything_is_trained(loop_run, teacher_folder, tmp_path):
-    arch = load_checkpoint(teacher_folder).architecture
-    other = character_tokenizer(ALPHABET[::-1], arch.vocab_size, EOS)
-    save_checkpoint(tmp_path / "other", arch, initial_weights(arch, seed=0), other)
-    settings = {"teacher": str(tmp_path / "other"), "weight": 1.0}
-    with pytest.raises(UserError, match=r"another vocabulary than the model: token '.*' is \d+ here and \d+ there"):
-        loop_run("foreign", **{"loss.distillation": settings, "pipeline": PIPELINE})
-
-
-SMALLER = {
-    "max_positions": "it has 16 positions, and a prompt with its completion may have 64 tokens; lower data.max_prompt_",
-    "vocab_size": r"its vocab_size=32 is below the model's 64, of which every token may be written; take another teac",
-}
-
-
-@pytest.mark.parametrize("key", SMALLER)
-def test_a_teacher_that_cannot_score_the_policy_is_refused_before_there_is_a_run(whole_run, tmp_path, key):
-    """One that is as large scores it, and a run that has begun goes on with the smaller one."""
-    base = build_base(load_config("tiny", {"architecture.max_positions": 64}))
-    tokenizer = character_tokenizer(ALPHABET, 32, EOS)
-    policy = replace(base.arch, vocab_size=64)
-    for name, arch in (("policy", policy), ("teacher", replace(policy, **{key: {"max_positions": 16}.get(key, 32)}))):
-        save_checkpoint(tmp_path / name, arch, initial_weights(arch, seed=0), tokenizer)
-
-    def given(teacher):
-        distilled = {"loss.distillation": {"teacher": str(tmp_path / teacher), "weight": 1.0}, "pipeline": PIPELINE}
-        model = {"model": str(tmp_path / "policy"), "architecture": None, "warm_start": None}
-        return load_config("tiny", {**distilled, **model, "runs": str(tmp_path / "runs"), "run": "new"})
-
-    check_inputs(given("policy"))
-    with pytest.raises(UserError, match=f"^loss.distillation.teacher={tmp_path}/teacher: {SMALLER[key]}") as raised:
-        check_inputs(given("teacher"))
-    check_inputs(given("teacher").model_copy(update={"run": whole_run.folder.name, "runs": whole_run.folder.parent}))
-    assert "\n" not in str(raised.value)
-
-
-def test_a_teacher_of_a_model_that_nothing_scores_is_refused_before_anything_is_trained(
-    loop_run, teacher_folder, tmp_path
-):
-    config = json.loads((teacher_folder / "config.json").read_text())
-    for path in teacher_folder.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Gemma2ForCausalLM"]}))
-    with pytest.raises(UserError, match=rf"^loss\.distillation\.teacher={tmp_path}: .*Gemma2ForCausalLM"):
-        loop_run("foreign", **{"loss.distillation": {"teacher": str(tmp_path), "weight": 1.0}, "pipeline": PIPELINE})
-
-
-def test_a_teacher_scores_as_many_sequences_at_once_as_the_run():
-    """The policy of a warm start has no part in it: its settings are in the key that it is found by."""
-    config = load_config("tiny", {"training.micro_batch": 3})
-    assert teacher_config(config).training.micro_batch == 3
-    assert sft_training(config) == sft_training(load_config("tiny"))

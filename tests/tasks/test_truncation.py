@@ -7,9 +7,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.numerics.logprobs import Truncation
 from fp8core.run.checks.settings import pipeline_of
-from fp8core.run.player import EpisodePlayer
 
 CUT = {"rollout.top_k": 5, "rollout.top_p": 0.9}
 PACKED = {"training.packed": True, "precision.rounding_points": "kernels"}
@@ -58,13 +56,6 @@ def test_a_run_that_is_cut_and_a_replay_are_equal(truncated, tmp_path):
     assert verdict.outcome == "equal"
 
 
-def test_evaluations_keep_the_whole_distribution(bpe_tokenizer):
-    player = EpisodePlayer(load_config("tiny", CUT), bpe_tokenizer, 100)
-    assert player.sampling().truncation == Truncation.of(5, 0.9)
-    found = player.evaluation_sampling(0.25)
-    assert (found.temperature, found.truncation) == (0.25, None)
-
-
 def test_the_packed_trainer_is_equal_too(loop_run):
     assert_equal_sides(loop_run("packed", **CUT, **PACKED, steps=1), range(1, 2))
 
@@ -83,8 +74,3 @@ def test_the_packed_trainer_is_equal_too(loop_run):
 def test_sides_that_may_leave_different_tokens_are_refused(name, settings, reason, cut):
     with pytest.raises(UserError, match=rf"^rollout.top_[kp]=.*{reason}"):
         pipeline_of(load_config(name, {**settings, **cut}))
-
-
-def test_a_second_update_is_refused():
-    with pytest.raises(UserError, match=r"training\.minibatches=2"):
-        load_config("tiny", {**CUT, "training.minibatches": 2})
