@@ -283,13 +283,15 @@ def _step(names: Sequence[str], launches: Sequence[Sequence[int]], before: Seque
 
 
 def prompt_table(rows: Sequence[Row]) -> str:
-    """Prompt tokens per second; each row has one generated token a request."""
-    lines = []
+    """Prompt tokens per second by shape, a column a precision; each row has one generated token a request."""
+    speeds, names = dict[str, dict[str, str]](), list[str]()
     for row in rows:
-        name = PRECISIONS[row["precision"]] + (", aligned" if row["forward"] == "aligned" else "")
-        speed = f"{row['prompt'] * row['tokens_per_s']:,.0f}"
-        lines.append([f"{row['requests']} of {row['prompt']:,}", name, speed])
-    return table(["prompts", "precision", "tokens/s"], lines)
+        names.append(PRECISIONS[row["precision"]] + (", aligned" if row["forward"] == "aligned" else ""))
+        found = speeds.setdefault(f"{row['requests']} of {row['prompt']:,}", {})
+        found[names[-1]] = f"{row['prompt'] * row['tokens_per_s']:,.0f}"
+    columns = sorted(set(names))
+    lines = [[prompts, *(found.get(name, "") for name in columns)] for prompts, found in speeds.items()]
+    return table(["prompts, tokens/s", *columns], lines)
 
 
 def _median(nanoseconds: Sequence[int]) -> float:

@@ -170,15 +170,13 @@ def timed_generation(engine: Any, requests: int, prompt: int, generated: int, se
 
 
 def sglang_table(rows: Sequence[Row]) -> str:
-    """SGLang by cell: the last update before it, and its rollouts."""
-    lines, update = [], ""
-    for row in rows:
-        if row["kind"] == "sync":
-            update = f"{1000 * row['seconds']:.0f}"
-        elif row["kind"] == "rollout":
-            cell = f"{row['requests']} x ({row['prompt']} + {row['generated']})"
-            lines.append([CASES[row["case"]], cell, update, f"{row['tokens_per_s']:,.0f}"])
-    return table(["Qwen3-8B", "requests", "update, ms", "tokens/s"], lines)
+    """Tokens per second by shape, a column a case; the newest row of each."""
+    speeds = dict[str, dict[str, str]]()
+    for row in (row for row in rows if row["kind"] == "rollout"):
+        cell = f"Qwen3-8B, {row['requests']} x ({row['prompt']} + {row['generated']})"
+        speeds.setdefault(cell, {})[row["case"]] = f"{row['tokens_per_s']:,.0f}"
+    lines = [[cell, *(found.get(case, "") for case in CASES)] for cell, found in speeds.items()]
+    return table(["tokens/s", *CASES.values()], lines)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,13 @@ def learning_table(runs: Sequence[Row]) -> str:
 
 def cost_table(runs: Sequence[Row]) -> str:
     """Seconds of each run by part."""
-    tasks = ("warm_start", "rollout", "logprobs", "train", "evaluate", "commit")
+    tasks = ("warm_start", "rollout", "logprobs", "train")
     lines = []
     for run in runs:
         seconds, overhead = run["seconds"], run["overhead_ms_per_step"]
         parts = [f"{seconds['total']:.0f}", *(f"{seconds[task]:.1f}" for task in tasks)]
-        lines.append([run["name"], *parts, f"{overhead['median']:.0f} / {overhead['mean']:.0f} ms"])
-    return table(["run", "seconds", *tasks, "overhead a step, median / mean"], lines)
+        lines.append([run["name"], *parts, f"{overhead['median']:.0f}"])
+    return table(["run", "seconds", *tasks, "orchestration, ms a step"], lines)
 
 
 if __name__ == "__main__":

@@ -181,12 +181,13 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
 
 
 def _setting(key: str, value: Schema, required: bool) -> str:
-    """A default that shows its type stands for it; bounds are in the schema."""
+    """The default comes last. One that shows its type stands for it; bounds and reasons are in the schema."""
     default, words = value.get("default"), _values(value)
+    default = default["limit"] if isinstance(default, dict) and "limit" in default else default
     if required:
         about = f"{words}; required"
-    elif "default" not in value:
-        about = words
+    elif "default" not in value or default is None:
+        about = words.removesuffix(" or null") + ("" if "default" not in value else " or `null`")
     else:
         shown = f"`{json.dumps(default, ensure_ascii=False)}`"
         about = shown if isinstance(default, int | float | str) and "enum" not in value else f"{words}; {shown}"
