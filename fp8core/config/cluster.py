@@ -13,10 +13,10 @@ class ClusterConfig(Section):
     address: str | None = Field(
         None,
         pattern=r"^(auto|[^\s:/@]+:\d{1,5})$",
-        description="Ray cluster: HOST:PORT of its head, or auto; null starts one here where processes are asked for.",
+        description="Ray cluster: HOST:PORT of its head, or auto; null starts one here if it is needed.",
     )
     placement: Literal["colocated", "separate"] = Field(
-        "colocated", description="colocated: engine i and rank i share a GPU in turn. separate: each has its own."
+        "colocated", description="colocated: engine i and rank i share a GPU in turn."
     )
     engines: int = Field(1, ge=1, le=4096, description="Rollout engines; prompts are shared out among them.")
     ranks: int = Field(1, ge=1, le=4096, description="Processes that train one policy together.")
@@ -24,7 +24,7 @@ class ClusterConfig(Section):
         180.0, gt=0, le=86_400, description="Time for the cluster to give the processes their places."
     )
     answer_seconds: float = Field(
-        3600.0, gt=0, le=86_400, description="Longest wait for an answer of a process; it then counts as lost."
+        3600.0, gt=0, le=86_400, description="Longest wait for an answer of a process, which is lost then."
     )
     replacements: int = Field(3, ge=0, le=1000, description="How often lost processes are replaced before a run fails.")
 

@@ -18,9 +18,7 @@ class ChainTaskConfig(Section):
 
     min_operands: int = Field(5, ge=2, le=64, description="Fewest numbers in a chain.")
     max_operands: int = Field(5, ge=2, le=64, description="Above min_operands the prompts are ragged.")
-    modulus: Literal[10, 100, 1000] = Field(
-        10, description="Every result is taken modulo this; numbers have one, two or three digits (`07*45-03=`)."
-    )
+    modulus: Literal[10, 100, 1000] = Field(10, description="Every result is taken modulo this.")
     operations: str = Field("+-*", pattern=r"^[-+*]{1,3}$", description="Operations that are drawn from, each once.")
 
     @property
@@ -65,15 +63,15 @@ class DataConfig(Section):
     columns: list[str] = Field(
         default_factory=list,
         max_length=100,
-        description="Further fields of each row, for the parameter `columns` of your verifier.",
+        description="Further fields, for the parameter `columns` of a verifier of your own.",
     )
     unreadable: Literal["refuse", "skip"] = Field(
-        "refuse", description="Rows whose reference the verifier cannot read: refuse the data, or leave them out."
+        "refuse", description="Rows whose reference the verifier cannot read: refuse the data, or skip them."
     )
     template: str = Field(_QUESTION, description="Prompt text, inside the chat template; {question} alone is replaced.")
     chat: bool = Field(True, description="Apply the tokenizer's chat template when it has one.")
     template_arguments: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Variables for the chat template, as `enable_thinking: false`."
+        default_factory=dict, description="Variables of the chat template, as `enable_thinking: false`."
     )
     max_prompt_tokens: int = Field(512, ge=1, le=1 << 20, description="Longer prompts are an error with their line.")
 

@@ -26,8 +26,7 @@ class VllmConfig(Section):
 
     model: Literal["stock", "aligned"] = Field(
         "stock",
-        description="stock runs vLLM's own model; aligned runs ours, which computes with the functions that train, so "
-        "that both sides have equal log-probs (dense models in FP8 on Hopper, rounding_points=kernels).",
+        description="stock: vLLM's own model; aligned: ours, with the log-probs of training (docs/guides/vllm.md).",
     )
     gpu_memory_utilization: Annotated[float, SAME_SPEED] = Field(
         0.85, gt=0, le=0.98, description="Share of the device's memory for weights, workspace and KV cache."
@@ -42,37 +41,31 @@ class VllmConfig(Section):
         8192,
         ge=256,
         le=1 << 17,
-        description="On a GPU: tokens of one step of the engine, prompts and completions (max_num_batched_tokens).",
+        description="Tokens of one step of the engine on a GPU, prompts and completions together.",
     )
     block_size: int | None = Field(
         None, ge=1, le=1024, description="Tokens of a cache block, the unit of prefix caching; null leaves it to vLLM."
     )
     graphs: bool = Field(
-        True, description="torch.compile (not of the aligned model) and, on a GPU, CUDA graphs; false runs eagerly."
+        True, description="torch.compile (not of the aligned model) and CUDA graphs; false runs eagerly."
     )
     captured_tokens: int | None = Field(
         None,
         ge=0,
         le=1 << 17,
-        description="Of the aligned model on a GPU: steps with prompts of up to this many tokens are captured in CUDA "
-        "graphs, 20 s at the start. null: 2,048 with an environment or an asynchronous pipeline, else 0.",
+        description="Aligned model: steps with prompts of up to this many tokens are CUDA graphs; null chooses.",
     )
-    batch_invariant: bool = Field(
-        False, description="VLLM_BATCH_INVARIANT: results that do not depend on the batch where vLLM can do that."
-    )
+    batch_invariant: bool = Field(False, description="Results that do not depend on the batch, where vLLM can do that.")
     decode_kernel: Literal["fp8_decode", "flash_attention"] = Field(
         "fp8_decode", description="Decoding from an FP8 cache on a GPU: our kernel, or FlashAttention 3."
     )
-    sleep: bool = Field(
-        False, description="Give weights and cache back to the device between rollout and sync (vLLM's sleep mode)."
-    )
+    sleep: bool = Field(False, description="Free weights and cache between rollout and sync.")
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="GPUs of one host that share an engine; needs cluster.placement=separate."
     )
     experts: Literal["deep_gemm", "triton"] = Field(
         "deep_gemm",
-        description="Kernel of FP8 experts: deep_gemm rounds a token's output once; triton rounds every expert's "
-        "share of it, and is the one that batch_invariant knows.",
+        description="Kernel of FP8 experts; batch_invariant needs triton.",
     )
 
 
@@ -81,8 +74,7 @@ class SglangConfig(Section):
 
     model: Literal["stock", "aligned"] = Field(
         "stock",
-        description="stock runs SGLang's own model; aligned runs ours, as rollout.vllm.model, with pages of a multiple "
-        "of 16 tokens.",
+        description="stock: SGLang's own model; aligned: ours, with pages of a multiple of 16 tokens.",
     )
     mem_fraction_static: Annotated[float, SAME_SPEED] = Field(
         0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
@@ -100,8 +92,6 @@ class SglangConfig(Section):
     graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
     batch_invariant: bool = Field(
         False,
-        description="SGLang's deterministic inference: results that do not depend on the batch, where it has them.",
+        description="SGLang's deterministic inference.",
     )
-    sleep: bool = Field(
-        False, description="Give weights, cache and graphs back to the device between rollout and sync."
-    )
+    sleep: bool = Field(False, description="Free weights, cache and graphs between rollout and sync.")

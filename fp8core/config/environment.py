@@ -24,7 +24,7 @@ class EnvironmentConfig(Section):
         None, ge=1, le=1 << 20, description="Of an observation; a longer one ends the episode. null: what is left."
     )
     format: Literal["auto", "qwen", "llama3", "plain"] = Field(
-        "auto", description="How a tool call is written; auto: as the model's chat template writes it, else plain."
+        "auto", description="How a tool call is written; auto: as in the model's chat template, else plain."
     )
     advantage: Literal["episode", "turn"] = Field(
         "episode", description="`turn`: tokens learn from the rewards of their turn and later ones."
@@ -35,9 +35,7 @@ class EnvironmentConfig(Section):
     )
     timeout_seconds: float = Field(10.0, gt=0, le=3600, description="Longest wait for one answer of an environment.")
     cpu_seconds: float = Field(5.0, gt=0, le=3600, description="Processor time of one answer.")
-    memory_mb: int = Field(
-        1024, ge=16, le=1 << 20, description="Memory (MiB) of an episode, beyond what the loaded environment takes."
-    )
+    memory_mb: int = Field(1024, ge=16, le=1 << 20, description="MiB of an episode, beyond the loaded environment.")
     output_kb: int = Field(1024, ge=1, le=1 << 20, description="KiB of one answer.")
     processes: int = Field(32, ge=1, le=4096, description="That an episode may start.")
     at_once: int = Field(64, ge=1, le=4096, description="Episodes that have a process at the same time; others wait.")

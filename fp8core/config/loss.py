@@ -96,8 +96,7 @@ class LogprobsConfig(Section):
 
     source: Literal["pass", "training", "rollout"] = Field(
         "pass",
-        description="pass: a scoring pass of its own; training: the forward of the step's one update; rollout: the "
-        "rollout's, where both sides are equal bit for bit (docs/concepts/iteration.md).",
+        description="A pass of its own, the update's forward, or the rollout (docs/concepts/iteration.md).",
     )
     audit_share: float = Field(
         1 / 16,
@@ -112,8 +111,7 @@ class LossConfig(Section):
 
     policy: UserSource = Field(
         "clipped",
-        description="Policy loss (docs/guides/losses.md): clipped (PPO, GRPO), gspo, cispo, reinforce, binary_tv, "
-        "clip_cov, kl_cov, geo_mean, sapo, or a function of your own: `module:function` or `path/to/file.py:function`.",
+        description="Name of a policy loss, or a function of your own (docs/guides/losses.md).",
         json_schema_extra={"pattern": name_pattern(SHIPPED_LOSSES)},
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Hyperparameters of your function.")
@@ -121,7 +119,7 @@ class LossConfig(Section):
     clip_high: float = Field(0.28, ge=0, le=10, description="The ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(None, gt=1, le=100, description="Bound of the loss of negative advantages.")
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
-        "token-mean", description="From per-token terms to the loss, by the names of verl (fp8core/rl/losses.py)."
+        "token-mean", description="From per-token terms to the loss, by verl's names."
     )
     length_normaliser: int | None = Field(
         None, ge=1, description="Dr.GRPO: divide sums over tokens by this constant instead of `aggregation`."
@@ -141,12 +139,11 @@ class LossConfig(Section):
         description="Times the divergence from the reference, taken off rewards; needs the reference step.",
     )
     reward_kl_estimate: Literal["k1", "abs", "k2", "k3"] = Field(
-        "k1", description="Estimate of that divergence by token (verl's kl_penalty: kl, abs, mse, low_var_kl)."
+        "k1", description="Estimate of that divergence by token."
     )
     reference_kl_gradient: Literal["estimate", "unbiased", "importance"] = Field(
         "estimate",
-        description="estimate: its derivative alone, as in GRPO; unbiased: also that of the probability of the sample, "
-        "as in NeMo RL; importance: weighted by current / rollout, NeMo RL's use_on_policy_kl_approximation.",
+        description="What the estimate is multiplied by (docs/guides/losses.md).",
     )
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig, description="Of policy=clip_cov.")

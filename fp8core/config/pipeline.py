@@ -35,8 +35,7 @@ class PipelineConfig(Section):
 
     mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
         "synchronous",
-        description="`one_step_off` generates the completions of the next step beside the update. `asynchronous` goes "
-        "on with what is in flight under the next policy.",
+        description="What is generated beside the update (docs/guides/asynchronous.md).",
     )
     max_staleness: int = Field(
         1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."
@@ -51,16 +50,16 @@ class PipelineConfig(Section):
         32, ge=1, le=1 << 20, description="`asynchronous`: tokens that completions write before more prompts enter."
     )
     max_inflight_prompts: int | None = Field(
-        None, ge=1, le=1 << 20, description="Prompts that are answered at a time; null: all that staleness allows."
+        None, ge=1, le=1 << 20, description="Prompts in flight; null: all that staleness allows."
     )
     drop_or_wait: Literal["wait", "drop"] = Field(
-        "wait", description="`wait`: a step learns from its own prompts. `drop`: from those complete first."
+        "wait", description="drop: a step learns from the prompts that are complete first."
     )
     in_flight_weight_updates: bool = Field(
         True, description="false, `asynchronous`: completions that have begun end before engines take new weights."
     )
     recompute_kv_cache_after_weight_update: bool = Field(
-        True, description="false: the embedded engine keeps the cache of older weights, and the run is `unverifiable`."
+        True, description="false: the embedded engine keeps older caches, and the run is `unverifiable`."
     )
     verified_share: float = Field(
         0.0625,
@@ -71,7 +70,7 @@ class PipelineConfig(Section):
     steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
     carries: dict[str, str] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
-        description="Artifact at the start of an iteration -> the one that replaces it at the end.",
+        description="Artifact at the start -> artifact that replaces it at the end.",
     )
 
     @model_validator(mode="after")

@@ -20,13 +20,11 @@ PointsName = Literal["stepwise", "native", "kernels", "fused"]
 class SidePrecision(Section):
     """Formats of one side of the loop (rollout or training)."""
 
-    linear: LinearFormat = Field(
-        "fp8_block", description="Linear layers: E4M3 in 1x128 groups and 128x128 tiles, or BF16; fp32 rounds nothing."
-    )
+    linear: LinearFormat = Field("fp8_block", description="Linear layers.")
     kv_cache: CacheFormat = Field(
         "fp8", description="K and V in the cache; fp8 in training emulates the rollout's cache and attention."
     )
-    head: HeadFormat = Field("fp32", description="Logits: BF16 weights with FP32 or BF16 output.")
+    head: HeadFormat = Field("fp32", description="Logits.")
 
     @model_validator(mode="after")
     def _fp32_is_all_or_nothing(self) -> "SidePrecision":
@@ -66,22 +64,18 @@ class PrecisionContract(Section):
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
     scale_rule: RecipeName = Field(
         "fp32_activations",
-        description="Scales of block FP8: FP32 for activations and output gradients alone, or one rule for all.",
+        description="Recipe of block FP8 (docs/concepts/precision.md).",
     )
     attention: AttentionProducts | None = Field(
-        None, description="Q and P of attention over an FP8 cache: FP16, or E4M3 (fp8). null: as scale_rule has them."
+        None, description="Q and P of attention over an FP8 cache; null: as in the recipe."
     )
     rounding_points: PointsName = Field(
         "stepwise",
-        description="What is rounded inside norms, rotary positions, SwiGLU, BF16 attention and routers, on both "
-        "sides. vLLM has points of its own: native on a CPU, kernels or (compiled) fused on a GPU; stepwise leaves "
-        "them to it.",
+        description="Places where a forward rounds (docs/concepts/precision.md).",
     )
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")
-    accept_mismatch: bool = Field(
-        False, description="Allow sides of different formats without any correction (to measure what that does)."
-    )
+    accept_mismatch: bool = Field(False, description="Allow different formats without a correction.")
 
     @property
     def recipe(self) -> Recipe:
@@ -103,7 +97,7 @@ class StopConfig(Section):
         None, description="Upper bound of the token multiplicative probability error; 1 is equality."
     )
     tokens_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
-        None, description="Tokens of a step whose log-probs may differ between rollout and training policy."
+        None, description="Tokens of a step that may differ between rollout and training."
     )
     k3: Annotated[float, Field(ge=0, le=1e6)] | _Unbounded | None = Field(
         None, description="Upper bound of the k3 estimate of KL(rollout, training)."
@@ -115,33 +109,32 @@ class StopConfig(Section):
         None, description="Upper bound of |mean importance ratio - 1| in the first update of a step."
     )
     ratio_deviation: Annotated[float, Field(ge=0, le=1e9)] | _Unbounded | None = Field(
-        None, description="Upper bound of the largest |importance ratio - 1| of a token in the first update."
+        None, description="Upper bound of the largest |importance ratio - 1| in the first update."
     )
     ratio_clipped: Annotated[float, Field(ge=0, le=1)] | _Unbounded | None = Field(
-        None, description="Upper bound of the share of tokens that the clip removes in the first update."
+        None, description="Upper bound of the share of tokens clipped in the first update."
     )
     reward_slope: Annotated[float, Field(ge=-1e6, le=1e6)] | _Unbounded | None = Field(
-        None, description="Lower bound of the slope of the expected reward along the first update's gradient."
+        None, description="Lower bound of the slope of the reward along the first update."
     )
     mask_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
-        None, description="Tokens that the loss counts and the policy did not write, or the other way round."
+        None, description="Tokens in the loss that the policy did not write, or the reverse."
     )
     probe_differing: Annotated[int, Field(ge=0)] | _Unbounded | None = Field(
         None, description="Tokens of the probe after a sync that engine and trainer score differently."
     )
     probe_error: Annotated[float, Field(ge=1, le=1e6)] | _Unbounded | None = Field(
-        None, description="Upper bound of the token multiplicative probability error over the probe after a sync."
+        None, description="Upper bound of the error over the probe after a sync."
     )
     patience: int | None = Field(
         None,
         ge=1,
         le=1_000_000,
-        description="Steps in a row beyond a bound before the action; null is 1 where equal bits are promised, else 3.",
+        description="Steps in a row beyond a bound before the action; null: 1 where equal bits are promised, else 3.",
     )
     action: Literal["none", "warn", "pause", "fail"] | None = Field(
         None,
-        description="warn goes on; pause stops after a checkpoint until the run is resumed; fail fails the run; none "
-        "judges nothing. null fails, and warns where a mismatch is accepted.",
+        description="What happens then (docs/guides/operate.md); null fails, and warns where a mismatch is accepted.",
     )
 
 

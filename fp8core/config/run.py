@@ -92,10 +92,10 @@ class WarmStartConfig(Section):
         0.4, ge=0, le=1, description="Share of the chain task's demonstrations that work step by step."
     )
     tool_share: float = Field(
-        0, ge=0, le=1, description="Share that hands the arithmetic to environment.name=calculator; the rest is bare."
+        0, ge=0, le=1, description="Share that calls environment.name=calculator; the rest is bare."
     )
     step_by_step_target: float = Field(
-        0.9, ge=0, le=1, description="Sampled accuracy of the step-by-step style below which the run warns."
+        0.9, ge=0, le=1, description="Sampled accuracy of that style below which the run warns."
     )
     bare_target: float = Field(0.1, ge=0, le=1, description="Same for the bare-answer style.")
 
@@ -120,17 +120,13 @@ class RolloutConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="Then from the fewest of the most likely whose probability is at least this. With top_k or top_p, "
-        "log-probs and entropy of rollout and training are those of what is left, normalised anew. Both sides must be "
-        "equal bit for bit: the embedded engine, and a torch trainer on a CPU. Evaluations, reference and teacher keep "
-        "the whole distribution, so that a policy that equals its reference has a divergence above 0.",
+        description="Then from the fewest of the most likely whose probability is at least this; on a CPU alone, as top_k.",
     )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[str] = Field(
         default_factory=list,
         max_length=16,
-        description="A completion ends with the token that completes one of these texts, as well as with the model's "
-        "end of sequence. The verifier gets the text up to there. Engines do not stop sooner: this saves no time.",
+        description="A completion ends with the token that completes one of these texts, too.",
     )
     router_replay: bool = Field(
         False, description="Mixture of experts: score and train with the experts that the rollout chose."
@@ -170,7 +166,7 @@ class CalibrationConfig(Section):
         "amax", description="Magnitude that scales cover: the largest, or a percentile of the elements."
     )
     percentile: float = Field(
-        99.99, ge=50, le=100, description="Share of elements that are covered, in percent, for statistic=percentile."
+        99.99, ge=50, le=100, description="Of percentile: share of elements that are covered, in percent."
     )
     margin: float = Field(2.0, ge=1, le=64, description="Headroom: the scale covers the statistic times margin.")
     average: float = Field(
@@ -194,9 +190,7 @@ class EvaluationConfig(Section):
         32,
         ge=0,
         le=1_000_000,
-        description="Held-out prompts, of those above, that step 0 also answers in BF16, to say how far FP8 is from "
-        "it; 0 measures nothing. Nor does a rollout without FP8, a model with random weights, or another engine than "
-        "the embedded one: `fp8-grpo evaluate` compares precisions there.",
+        description="Held-out prompts that step 0 also answers in BF16; 0 measures nothing.",
     )
 
 
@@ -245,8 +239,7 @@ class ReplayConfig(Section):
 
     level: Literal["exact", "deterministic", "tolerant"] = Field(
         "exact",
-        description="exact and deterministic: every digest (they differ in scope: docs/concepts/durability.md); "
-        "tolerant: the metrics within the bounds below, and a redo that differs is recorded instead of refused.",
+        description="What a replay compares (docs/concepts/durability.md).",
     )
     relative: float = Field(0.05, ge=0, le=1, description="Of tolerant: largest relative difference of a metric.")
     absolute: float = Field(0.01, ge=0, le=1, description="Of tolerant: differences below this always pass.")
@@ -260,8 +253,7 @@ class TrackingConfig(Section):
 
     uri: str | None = Field(
         None,
-        description="Tracking server or store; null uses MLFLOW_TRACKING_URI, else sqlite beside the runs. No run "
-        "stores its password, and `resume` takes it from here or from MLFLOW_TRACKING_URI.",
+        description="Tracking server or store; null: MLFLOW_TRACKING_URI, else sqlite beside the runs.",
     )
     experiment: str = Field("fp8-grpo", min_length=1, description="MLflow's experiment that runs are logged to.")
     sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")

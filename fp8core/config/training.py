@@ -38,11 +38,9 @@ class MegatronConfig(Section):
         False, description="Norms and the residual stream are shared as well; needs tensor_parallel above 1."
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="What the backward pass computes again: nothing, attention, or all layers."
+        "none", description="Recompute in the backward: nothing, attention, or all layers."
     )
-    distributed_optimizer: bool = Field(
-        True, description="Share FP32 masters and moments out among the data-parallel GPUs (ZeRO stage 1)."
-    )
+    distributed_optimizer: bool = Field(True, description="Share masters and moments among data-parallel GPUs.")
     micro_batch_tokens: int = Field(
         8192, ge=128, le=1 << 22, multiple_of=128, description="Tokens of one packed forward and backward pass."
     )
@@ -58,9 +56,7 @@ class ScheduleConfig(Section):
     """The learning rate after the warm-up, as a share of `training.learning_rate`."""
 
     kind: Literal["constant", "linear", "cosine"] = Field("constant", description="How it falls to final_share.")
-    final_share: float = Field(
-        0.1, ge=0, le=1, description="Share that is left when the schedule is over; it stays so in later steps."
-    )
+    final_share: float = Field(0.1, ge=0, le=1, description="Share that is left at the end, and later.")
     over_steps: int | None = Field(
         None,
         ge=1,
@@ -74,13 +70,12 @@ class TrainingConfig(Section):
 
     trainer: Literal["torch", "megatron"] = Field(
         "torch",
-        description="torch: exact on the CPU, or packed on one GPU; megatron: Megatron Core with Transformer Engine.",
+        description="torch: exact on a CPU, packed on a GPU; megatron: Megatron Core.",
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(
         None,
-        description="Torch trainer for packed sequences, with Hopper's kernels or, on a CPU, their references; false "
-        "is the exact trainer that the embedded engine equals. null packs on a GPU.",
+        description="Torch trainer for packed sequences; false: the exact trainer; null packs on a GPU.",
     )
     learning_rate: float = Field(1e-4, gt=0, le=1, description="Of AdamW, at its highest.")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
@@ -98,9 +93,7 @@ class TrainingConfig(Section):
     tokens_per_pass: int = Field(
         16384, ge=128, le=1 << 22, description="Tokens in one forward and backward pass that are packed."
     )
-    activation_checkpointing: bool = Field(
-        False, description="Packed: keep each layer's input and attention, compute the rest again."
-    )
+    activation_checkpointing: bool = Field(False, description="Packed: recompute inside layers for the backward.")
     optimiser_state: Literal["fp32", "bf16"] = Field(
         "fp32", description="Packed: format of AdamW's moments; bf16 takes half the memory."
     )
@@ -108,9 +101,7 @@ class TrainingConfig(Section):
         "per_update",
         description="Packed ranks exchange gradients once an update (ZeRO stage 1), or in each pass (stage 2).",
     )
-    deterministic: bool = Field(
-        True, description="On a GPU: only kernels whose result is the same every time, which replays need."
-    )
+    deterministic: bool = Field(True, description="On a GPU: only repeatable kernels, which replays need.")
     lora: LoraConfig | None = Field(
         None, description="Torch trainers: adapters learn, and the model is frozen; null trains all weights."
     )
@@ -148,12 +139,11 @@ class WeightingConfig(Section):
 
     level: Literal["none", "token", "sequence", "geometric"] = Field(
         "token",
-        description="What has one weight: none, each token, or each row, by the product of its ratios or their mean.",
+        description="What has one weight: each token, or each row by the product or mean of its ratios.",
     )
     action: Literal["keep", "truncate", "clip", "band", "mask"] = Field(
         "truncate",
-        description="truncate lowers weights to `high`, clip also raises them to `low`; band gives those outside "
-        "weight 0, mask takes their tokens out of the loss, and keep leaves all.",
+        description="What happens outside the bounds (docs/reference/numerics.md).",
     )
     low: float = Field(0.0, ge=0, le=1e6, description="Lower bound of a weight.")
     high: float = Field(2.0, gt=0, le=1e6, description="Upper bound of a weight.")
@@ -183,27 +173,26 @@ class CorrectionConfig(Section):
     veto: float | None = Field(None, gt=0, le=1, description="Of custom: a token below this ratio rejects its row.")
     normalise: Literal["none", "token", "sequence"] = Field("none", description="Of custom: weights average 1.")
     normalise_over: Literal["kept", "all"] = Field(
-        "kept", description="Of custom: weights average 1 over what was kept, or, before rejection, over all (slime)."
+        "kept", description="Of custom: weights average 1 over what was kept, or over all."
     )
     order: Literal["joint", "in_turn"] = Field(
-        "joint", description="Of custom: each test looks at all tokens, or at what veto and filters before it left."
+        "joint", description="Of custom: tests look at all tokens, or at what earlier ones left."
     )
     denominator: Literal["kept", "all"] | None = Field(
         None,
-        description="Of custom: whether rejected tokens leave the loss's denominator (kept), or stay in it with weight "
-        "0 (all); null is kept, and all in bypass mode.",
+        description="Of custom: rejected tokens leave the loss's denominator (kept), or stay in it with weight 0.",
     )
     mode: Literal["decoupled", "bypass"] = Field(
         "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
     )
     seq_logprob_error_threshold: float | None = Field(
-        None, ge=1, le=1e6, description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss (NeMo RL)."
+        None, ge=1, le=1e6, description="Rows whose mean of exp(|old - rollout|) exceeds this leave the loss."
     )
     off_policy_delta: float | None = Field(
         None, gt=0, le=100, description="Bad rows whose mean of rollout - current exceeds this weigh 0 (DeepSeek-V3.2)."
     )
     baseline: Literal["all", "kept"] = Field(
-        "all", description="Whether rows that the correction rejects stay in the baseline of their group."
+        "all", description="Whether rejected rows stay in the baseline of their group."
     )
 
     @model_validator(mode="after")
