@@ -120,7 +120,7 @@ class RolloutConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="Then from the fewest of the most likely whose probability is at least this; on a CPU alone, as top_k.",
+        description="Then from the fewest of the most likely whose probability is at least this; both on a CPU alone.",
     )
     max_batch: int = Field(256, ge=1, le=65536, description="Sequences that one engine decodes together.")
     stop_strings: list[str] = Field(
