@@ -13,7 +13,6 @@ with must stay as it is.
 
 import argparse
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,12 +31,10 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
 from fp8core.resources.memory import GPUS
 from fp8core.rl import alignment_metrics, correction
-from fp8core.rl.correction import CorrectionRule, Filter
-from fp8core.rl.presets import PRESETS, Preset
-from fp8core.store.artifacts import Ref
+from fp8core.rl.presets import PRESETS
 from fp8core.store.deletion_log import Deletion
-from fp8core.store.ledger import BoundEntry, CheckpointEntry, Entry, RedoEntry, SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord
+from fp8core.store.ledger import Entry
+from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
 
 DOCS = Path(__file__).resolve().parent
@@ -73,17 +70,8 @@ _CLI = """# Command line
 """
 _VERSION = StepManifest.model_fields["schema_version"].default
 _MANIFEST_MODELS: dict[str, type[BaseModel]] = {
-    "manifest": StepManifest,
     "record": StepRecord,
-    "content": Content,
     "observed": StepObservations,
-    "task": TaskEntry,
-    "step": StepEntry,
-    "checkpoint": CheckpointEntry,
-    "segment": SegmentEntry,
-    "redo": RedoEntry,
-    "bound": BoundEntry,
-    "ref": Ref,
     "run": RunDescription,
 }
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", NoneType: "null"}
@@ -257,7 +245,7 @@ def numerics_tables() -> dict[str, str]:
         "actions": actions,
         "filters": filters,
         "denominators": denominators,
-        "presets": "\n".join(f"- `{name}`: {preset_text(preset)}" for name, preset in PRESETS.items()),
+        "presets": preset_names(),
     }
 
 
@@ -281,36 +269,13 @@ def _metric(name: str, formula: str, ideal: str, estimates: str, systems: str) -
     return f"- `{name}`: `{formula}`" + "".join(f"; {note}" for note in notes if note)
 
 
-def preset_text(preset: Preset) -> str:
-    """Weight, rejection and mode of a preset in words."""
-    rule = preset.rule
-    mode = preset.mode + ("" if preset.loss == "clipped" else f", {preset.loss}")
-    return "; ".join(filter(None, [_weight(rule), _rejection(rule), mode]))
-
-
-def _weight(rule: CorrectionRule) -> str:
-    weighting = rule.weighting
-    if weighting.level == "none":
-        return ""
-    bounds = {"low": weighting.low if weighting.low > 0 else math.inf, "high": weighting.high}
-    shown = [f"{name} {bound:g}" for name, bound in bounds.items() if math.isfinite(bound)]
-    normalised = [] if rule.normalise == "none" else ["normalised"]
-    return ", ".join([f"{weighting.level} {weighting.action}", *shown, *normalised])
-
-
-def _rejection(rule: CorrectionRule) -> str:
-    tests = []
-    if rule.veto is not None:
-        upper = f" <= {rule.veto.high:g}" if math.isfinite(rule.veto.high) else ""
-        tests.append(f"every {rule.veto.low:g} <= rho{upper}")
-    tests += [_filter(test) for test in rule.filters]
-    return f"keeps {', '.join(tests)}" if tests else ""
-
-
-def _filter(test: Filter) -> str:
-    if test.bounds_ratio:
-        return f"{test.name}: {test.low:g} <= rho <= {test.high:g}"
-    return f"{test.name} <= {test.high:g}"
+def preset_names() -> str:
+    """Names of the presets, a line for each system."""
+    systems = dict[str, list[str]]()
+    for name in PRESETS:
+        system, _, rule = name.rpartition("/")
+        systems.setdefault(system or name, []).append(f"`{rule}`")
+    return "\n".join(f"- `{system}`: {', '.join(rules)}" for system, rules in systems.items())
 
 
 def fields(model: type[BaseModel]) -> str:
