@@ -51,7 +51,7 @@ _CONFIG = """# Configuration
 
 A configuration file lists differences from its `base`. `--set key=value` is the last layer, with the keys below joined
 by points. `fp8-grpo config CONFIG` prints every value with its place. Editors take [run.json](../schemas/run.json),
-which has all bounds.
+which has all bounds. Of choices the default is bold; a setting with `null` is null by default.
 
 Files are YAML 1.2: `on` and `010` are texts; quote a text that looks like a number or has ` #` or `: ` in it. Where a
 setting holds text, `--set` takes the characters as they are, and takes off quotes around the whole. Numbers are
@@ -169,30 +169,30 @@ def _section_of(value: Schema, schema: Schema) -> str | None:
 
 
 def _setting(key: str, value: Schema, required: bool) -> str:
-    """The default comes last. One that shows its type stands for it; bounds and reasons are in the schema."""
+    """A default that shows its type stands for it, and of choices it is bold; bounds are in the schema."""
     default, words = value.get("default"), _values(value)
     default = default["limit"] if isinstance(default, dict) and "limit" in default else default
-    if required:
-        about = f"{words}; required"
-    elif "default" not in value or default is None:
-        about = words.removesuffix(" or null") + ("" if "default" not in value else " or `null`")
+    shown = f"`{json.dumps(default, ensure_ascii=False)}`"
+    if "enum" in value and default is not None:
+        about = words.replace(f"`{default}`", f"**`{default}`**")
+    elif isinstance(default, int | float | str):
+        about = shown
     else:
-        shown = f"`{json.dumps(default, ensure_ascii=False)}`"
-        about = shown if isinstance(default, int | float | str) and "enum" not in value else f"{words}; {shown}"
+        about = words + (", required" if required else "" if default in (None, [], {}) else f", {shown}")
     return f"- `{key}` ({about}): {value.get('description', '').replace(chr(10), ' ')}"
 
 
 def _values(value: Schema) -> str:
     """The values that a setting takes, in words."""
     if "anyOf" in value:
-        return " or ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
+        return ", ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
     if "enum" in value or "const" in value:
         return ", ".join(f"`{choice}`" for choice in value.get("enum", [value.get("const")]))
     if "$ref" in value:
         return f"`{value['$ref'].rpartition('/')[2]}`"
     if value.get("type") == "array":
         return f"list of {_values(value.get('items', {}))}"
-    kinds = {"object": "mapping", "string": "text", "boolean": "true or false", "null": "null"}
+    kinds = {"object": "mapping", "string": "text", "boolean": "boolean", "null": "`null`"}
     kind = value.get("type", "any")
     return kinds.get(kind, kind)
 
