@@ -37,7 +37,7 @@ from urllib.parse import quote
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, sync_playwright
 
-from flows.tracking.publish import COMPLETIONS
+from flows.tracking.backlog import COMPLETIONS
 from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import is_server
 from fp8core.report.pages import report_html

@@ -20,7 +20,7 @@ from flows.launch import long_part, say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
 from flows.parameters import FlowOverrides, OptionalConfigName
 from flows.termination import StopRequest, stop_on_sigterm
-from flows.tracking.publish import evaluated_prompts
+from flows.tracking.datasets import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from fp8core.config.run import RunConfig

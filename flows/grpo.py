@@ -31,8 +31,7 @@ from flows.parameters import ConfigName, FlowOverrides, RunName
 from flows.run_lookup import load_settings
 from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
-from flows.tracking.publish import step_speed, write_report
-from flows.tracking.record import Guardian
+from flows.tracking.backlog import step_speed, write_report
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from fp8core.alignment.bounds import stop_bounds
@@ -119,7 +118,6 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     set_engine_variables(config)
     kernels = compile_first(config, console)
     with (
-        Guardian(config.runs / name, config.tracking.uri),
         artifact_client() as client,
         step_client() as client_of_steps,
         # Left last: `launch.end_without_prefect` bounds the wait of a training that has ended.
@@ -129,7 +127,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         stop_on_sigterm() as stop,
     ):
         artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
-        session.publisher.add(artifacts)
+        session.add(artifacts)
         execution = FlowExecution(session, artifacts, step_runs, interrupt, stop)
         try:
             loop.train(session.run, execution)
@@ -223,7 +221,7 @@ class FlowExecution(PrefectExecution):
             self._stop.carry_out()
 
     def written(self, run: RunContext) -> None:
-        self._session.publisher.wake()
+        self._session.wake()
 
     def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
         self.end_step()
@@ -238,7 +236,7 @@ class FlowExecution(PrefectExecution):
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
         self._artifacts.step_done(index)
-        self._session.publisher.wake()
+        self._session.wake()
 
 
 def _note_missing_metric(run: RunContext, index: int, metrics: Mapping[str, float]) -> None:
@@ -280,7 +278,7 @@ def finish(session: Session, console: Console) -> Summary:
     run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
     write_report(run)
     session.mlflow.add_result()
-    session.publisher.wake()
+    session.wake()
     result = "collapsed" if diagnosis is not None and diagnosis.cause == "collapsed" else learning
     console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, result)
     return summary

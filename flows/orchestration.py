@@ -33,7 +33,7 @@ from rich.text import Text
 
 from flows.launch import say
 from flows.step_runs import StepRuns
-from flows.tracking.store import Outage
+from flows.tracking.tracker import Outage
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import UserError, first_line, printable_lines
 from fp8core.report.text import progress_markdown
@@ -314,7 +314,6 @@ class PrefectArtifacts:
 
     name = "Prefect"
     outage_note = "what its UI shows of the run follows"
-    idle_seconds = None
 
     def __init__(self, run: RunContext, page: str, flow_run: str | None, client: SyncPrefectClient) -> None:
         """`page` is the address of the MLflow run, `client` that of `artifact_client`."""

@@ -311,7 +311,7 @@ def up(options: argparse.Namespace) -> int:
                     )
                     if waiting := unserved.deployments():
                         say(_elsewhere(waiting, prefect, mlflow))
-                    wait(services, _look(client, unserved))
+                    wait(services, _look(client, unserved, runs, mlflow))
         except ServiceError as error:
             return stopped(str(error), ExitCode.FAILED)
         except Stopped as stop:
@@ -394,14 +394,18 @@ def _start_workers(
     return pools.Unserved(client, others)
 
 
-def _look(client: "SyncPrefectClient", unserved: "Unserved") -> Callable[[], None]:
+def _look(client: "SyncPrefectClient", unserved: "Unserved", runs: Path, mlflow: str) -> Callable[[], None]:
     from flows.ended_trainings import EndedTrainings
+    from flows.tracking.record import mark_dead
+    from flows.tracking.store import default_tracking_uri
 
     ended = EndedTrainings(client)
 
     def look() -> None:
         unserved.tell()
         ended.look()
+        for store in (mlflow, default_tracking_uri(runs)):
+            mark_dead(runs, store)
 
     return look
 

@@ -127,8 +127,8 @@ def _anchors(
     view: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
 ) -> "tuple[dict[str, str], list[Finding]]":
     from flows.environment import bound_mlflow_requests
+    from flows.tracking.chain_head import compare_with_mlflow
     from flows.tracking.store import quiet_store_logs
-    from flows.tracking.tracker import compare_with_mlflow
     from fp8core.store.heads import signature_lines
     from fp8core.store.run_view import Finding
 

@@ -2,20 +2,17 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput, Metric, Param
+from mlflow.entities import Dataset, LoggedModelInput, Metric, Param
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
+from flows.tracking.mlflow_tracker import NOTE, dataset_input
 from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import (
-    STORE_ERRORS,
-    Outage,
-    cause_line,
-    client_of_existing_store,
+    existing_store,
     get_or_create_experiment,
     prepare_store,
     refuse_strange_artifacts,
@@ -23,9 +20,10 @@ from flows.tracking.store import (
     store_errors,
     store_of_folder,
 )
+from flows.tracking.tracker import Outage, Prompts
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, printable_lines, without_passwords
-from fp8core.evaluation.measure import Estimate, EvaluationResult
+from fp8core.evaluation.measure import EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
 from fp8core.run.export import ORIGIN, Tracked, read_origin
@@ -44,28 +42,25 @@ def link_export(run_folder: Path, step: int, target: Path) -> str:
 
     Returns a line that names what was tagged, or the reason why nothing was: MLflow may be away, and the export stands.
     """
-    tags = {f"exported_{read_origin(target).format}": str(target.absolute())}
-    tracking = read_record(run_folder)
-    if tracking is None:
+    name, place = f"exported_{read_origin(target).format}", str(target.absolute())
+    record = read_record(run_folder)
+    if record is None:
         return "the run was never tracked in MLflow: the export is not linked"
     try:
-        client = _client(run_folder, tracking)
-        model_id = find_model(client, tracking.run_id, step)
-        if model_id is not None:
-            client.set_logged_model_tags(model_id, tags)
-            return f"linked to the MLflow model {model_id}"
-        for key, value in tags.items():
-            client.set_tag(tracking.run_id, key, value)
-        return f"linked to the MLflow run {tracking.run_id}"
-    except UserError as error:
+        with store_errors(record.uri):
+            client = _client(run_folder, record)
+            if (model_id := find_model(client, record.run_id, step)) is not None:
+                client.set_logged_model_tags(model_id, {name: place})
+                return f"linked to the MLflow model {model_id}"
+            client.set_tag(record.run_id, name, place)
+            return f"linked to the MLflow run {record.run_id}"
+    except (Outage, UserError) as error:
         return f"the export is not linked: {error}"
-    except STORE_ERRORS as error:
-        return f"the export is not linked: {tracking.uri}: {cause_line(error)}"
 
 
 def _client(folder: Path, record: TrackingRecord) -> MlflowClient:
     """Of the store that a run's folder names. Raises MLflow's errors; UserError: it may not be used."""
-    return client_of_existing_store(store_of_folder(record.uri, folder, record.lay_at))
+    return existing_store(store_of_folder(record.uri, folder))
 
 
 def tracked(folder: Path, step: int) -> Tracked:
@@ -73,10 +68,9 @@ def tracked(folder: Path, step: int) -> Tracked:
     record = read_record(folder)
     if record is None:
         return Tracked(None, None)
-    try:
+    with suppress(Outage, UserError), store_errors(record.uri):  # `link_export`, which comes next, reports the error.
         return Tracked(record.run_id, find_model(_client(folder, record), record.run_id, step))
-    except (UserError, *STORE_ERRORS):
-        return Tracked(record.run_id, None)  # `link_export`, which comes next, reports the error.
+    return Tracked(record.run_id, None)
 
 
 def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
@@ -86,33 +80,33 @@ def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
     return found[0].model_id if found else None
 
 
-@dataclass(frozen=True)
-class EvaluationPlace:
-    uri: str
-    experiment_id: str
-    model_id: str | None
+def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, prompts: Prompts) -> str:
+    """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
 
-
-def place_of_run(folder: Path, step: int, configured: str | None) -> EvaluationPlace | None:
-    """Beside the training's own MLflow run; None when it was never tracked. Raises MLflow's errors, UserError.
-
-    `configured` is the store that the user names (`store_of_folder`).
+    `folder` is of the run when the result has a step, else of a checkpoint, whose store `config` names. The MLflow run
+    is linked to the model of the step, or to the one that an export of ours names.
     """
-    record = read_record(folder)
-    if record is None:
-        return None
-    uri = store_of_folder(record.uri, folder, record.lay_at, configured)
-    client = client_of_existing_store(uri)
-    return EvaluationPlace(uri, record.experiment_id, find_model(client, record.run_id, step))
-
-
-def place_of_folder(folder: Path, config: RunConfig) -> EvaluationPlace:
-    """In the configured store; the model is the one that an export of ours names. Raises MLflow's errors, UserError."""
-    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
-    prepare_store(uri, config.runs)
-    client = MlflowClient(tracking_uri=uri)
-    experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-    return EvaluationPlace(uri, experiment, _exported_model(client, folder))
+    try:
+        if result.step is None:
+            uri = resolve_tracking_uri(config.tracking.uri, config.runs)
+            with store_errors(uri):
+                client = prepare_store(uri, config.runs)
+                experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+                model_id = _exported_model(client, folder)
+        else:
+            record = read_record(folder)
+            if record is None:
+                return "the run was never tracked in MLflow: the evaluation is not logged"
+            uri, experiment = store_of_folder(record.uri, folder, config.tracking.uri), record.experiment_id
+            with store_errors(uri):
+                client = existing_store(uri)
+                model_id = find_model(client, record.run_id, result.step)
+        with store_errors(uri):
+            run_id = _log(client, uri, experiment, model_id, result, prompts, config.tracking.uri)
+    except (Outage, UserError) as error:
+        return f"the evaluation is not logged: {error}"
+    linked = "" if model_id is None else f", linked to the model {model_id}"
+    return f"logged as MLflow run {run_id} in {without_passwords(uri)}{linked}"
 
 
 def _exported_model(client: MlflowClient, folder: Path) -> str | None:
@@ -127,43 +121,24 @@ def _exported_model(client: MlflowClient, folder: Path) -> str | None:
         return None  # Exported from a run of another store.
 
 
-def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, dataset: Dataset) -> str:
-    """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
-
-    `folder` is of the run when the result has a step, else of the checkpoint, whose store `config` names.
-    """
-    try:
-        with store_errors(_store_of(folder, config, result)):
-            if result.step is None:
-                place: EvaluationPlace | None = place_of_folder(folder, config)
-            else:
-                place = place_of_run(folder, result.step, config.tracking.uri)
-            if place is None:
-                return "the run was never tracked in MLflow: the evaluation is not logged"
-            run_id = _log(place, result, dataset, config.tracking.uri)
-    except (Outage, UserError) as error:
-        return f"the evaluation is not logged: {error}"
-    linked = "" if place.model_id is None else f", linked to the model {place.model_id}"
-    return f"logged as MLflow run {run_id} in {without_passwords(place.uri)}{linked}"
-
-
-def _store_of(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
-    if result.step is None:
-        return resolve_tracking_uri(config.tracking.uri, config.runs)
-    record = read_record(folder)
-    return config.tracking.uri or ("" if record is None else record.uri)
-
-
-def _log(place: EvaluationPlace, result: EvaluationResult, dataset: Dataset, configured: str | None) -> str:
-    client = MlflowClient(tracking_uri=place.uri)
+def _log(
+    client: MlflowClient,
+    uri: str,
+    experiment: str,
+    model_id: str | None,
+    result: EvaluationResult,
+    prompts: Prompts,
+    configured: str | None,
+) -> str:
     of = result.name if result.step is None else f"{result.name}-{result.step:05d}"
-    run = client.create_run(place.experiment_id, None, {EVALUATION: of}, f"evaluate-{of}")
+    run = client.create_run(experiment, None, {EVALUATION: of}, f"evaluate-{of}")
     run_id, ended = str(run.info.run_id), "FAILED"
     try:
-        refuse_strange_artifacts(place.uri, run, configured)
-        models = [] if place.model_id is None else [LoggedModelInput(place.model_id)]
-        client.log_inputs(run_id, [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "evaluation")])], models)
-        client.log_batch(run_id, _metrics(place, result, dataset), [Param(*item) for item in _params(result).items()])
+        refuse_strange_artifacts(uri, run, configured)
+        data = dataset_input(prompts)
+        client.log_inputs(run_id, [data], [] if model_id is None else [LoggedModelInput(model_id)])
+        params = [Param(*item) for item in _params(result).items()]
+        client.log_batch(run_id, _metrics(model_id, result, data.dataset), params)
         client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
         client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
         ended = "FINISHED"
@@ -179,8 +154,9 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     estimates |= {f"{name}_minus_{first}": by for name, by in result.differences.items()}
     values: dict[str, float] = {}
     for name, measured in estimates.items():
-        for key, estimate in measured.items():
-            values |= _ends(f"evaluation/{name}/{key.replace('@', '_at_')}", estimate)
+        for key, each in measured.items():
+            shown = f"evaluation/{name}/{key.replace('@', '_at_')}"
+            values |= {shown: each.value, f"{shown}_low": each.low, f"{shown}_high": each.high}
     for name, done in result.precisions.items():
         total = sum(done.outcomes.values())
         values |= {f"evaluation/{name}/outcome_{key}": count / total for key, count in done.outcomes.items()}
@@ -193,22 +169,10 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     return values
 
 
-def _ends(key: str, estimate: Estimate) -> dict[str, float]:
-    return {key: estimate.value, f"{key}_low": estimate.low, f"{key}_high": estimate.high}
-
-
-def _metrics(place: EvaluationPlace, result: EvaluationResult, dataset: Dataset) -> list[Metric]:
-    now, step = time.time_ns() // 1_000_000, result.step or 0
+def _metrics(model_id: str | None, result: EvaluationResult, data: Dataset) -> list[Metric]:
+    now, about = time.time_ns() // 1_000_000, {"dataset_name": data.name, "dataset_digest": data.digest}
     return [
-        Metric(
-            key,
-            value,
-            now,
-            step,
-            model_id=place.model_id,
-            dataset_name=dataset.name,
-            dataset_digest=dataset.digest,
-        )
+        Metric(key, value, now, result.step or 0, model_id=model_id, **about)
         for key, value in evaluation_metrics(result).items()
     ]
 
@@ -228,8 +192,7 @@ def log_parity(result: ParityResult, config: RunConfig, files: list[Path], train
     uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     try:
         with store_errors(uri):
-            prepare_store(uri, config.runs)
-            client = MlflowClient(tracking_uri=uri)
+            client = prepare_store(uri, config.runs)
             experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
             run_id = _run_of(client, experiment, result)
             client.log_batch(run_id, _parity_metrics(result))
@@ -237,10 +200,10 @@ def log_parity(result: ParityResult, config: RunConfig, files: list[Path], train
                 client.log_artifact(run_id, str(path))
             for training in map(read_record, trainings):
                 if training is not None and training.uri == without_passwords(uri):
-                    client.set_tag(training.run_id, MLFLOW_PARENT_RUN_ID, run_id)
+                    client.set_tag(training.run_id, "mlflow.parentRunId", run_id)
             for key, value in {"fp8_grpo.verdict": result.outcome, "verdict": result.outcome.lower()}.items():
                 client.set_tag(run_id, key, value)
-            client.set_tag(run_id, MLFLOW_RUN_NOTE, result.headline)
+            client.set_tag(run_id, NOTE, result.headline)
             client.set_terminated(run_id, _STATUS[result.outcome])
     except (Outage, UserError) as error:
         return f"the verdict is not logged: {error}"

@@ -1,6 +1,6 @@
-"""The tables of an MLflow run: samples and artifacts of a step, and whole groups of completions early and late."""
+"""Tables of completions: samples of a step, whole groups early and late, held-out prompts at first and last."""
 
-from flows.tracking.tracker import Table
+from flows.tracking.tracker import Completions, Table
 from fp8core.report.completions import (
     Row,
     heldout_pairs,
@@ -11,14 +11,12 @@ from fp8core.report.completions import (
 )
 from fp8core.report.run_data import compared_artifacts
 from fp8core.run.context import RunContext
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.ledger import START
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import key_of
 
 SAMPLED_KINDS = ("prompts", "rollouts", "rewards")
 SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcome")
-ARTIFACT_COLUMNS = ("step", "task", "artifact", "kind", "digest", "bytes", "path")
 # As wide as MLflow shows them, the first six fit beside its list of files.
 COMPLETION_COLUMNS = (
     *("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample"),
@@ -30,104 +28,66 @@ HELDOUT_COLUMNS = (
 )
 
 
-def sample_table(run: RunContext, index: int) -> Table:
-    """The first completion of each of the first `tracking.sample_completions` prompts."""
-    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
-    store = run.directory.store
-    # Only these columns become Python objects: a step's tokens are millions.
-    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
-    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"])
-    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"])
-    asked = {row["group"]: row for row in prompts}
-    rows = [
-        (
-            index,
-            asked[completion["group"]]["text"],
-            completion["text"],
-            asked[completion["group"]]["reference"],
-            verdict["reward"],
-            verdict["outcome"],
-        )
-        for completion, verdict in zip(rollouts.to_pylist(), rewards.to_pylist(), strict=True)
-        if completion["sample"] == 0
-    ]
-    return SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions]
-
-
-def artifact_table(run: RunContext, index: int) -> Table:
-    root = run.directory.path
-    rows = [
-        (index, task, name, ref.kind, ref.digest, ref.size, str(root / ref.uri))
-        for task, entry in run.directory.ledger.tasks(index).items()
-        for name, ref in entry.outputs.items()
-    ]
-    return ARTIFACT_COLUMNS, rows
-
-
-def tables_due(run: RunContext, index: int) -> bool:
-    """The first step, every `tracking.sample_every`, and the last."""
-    chosen = index == START + 1 or index % run.config.tracking.sample_every == 0 or index == run.config.steps
-    return index > START and chosen
-
-
 def samples_due(run: RunContext, index: int) -> bool:
-    """True if completions of a step are to be shown, and `fp8-grpo gc` has left them."""
-    if not (tables_due(run, index) and run.config.tracking.sample_completions):
+    """True in the first step, every `tracking.sample_every` and the last, where gc has left the completions."""
+    chosen = index in (START + 1, run.config.steps) or index % run.config.tracking.sample_every == 0
+    if index == START or not chosen or not run.config.tracking.sample_completions:
         return False
-    sampled = [ref for ref in run.directory.ledger.artifacts(index).values() if ref.kind in SAMPLED_KINDS]
-    if not {ref.kind for ref in sampled}.issuperset(SAMPLED_KINDS):
-        return False  # The pipeline has no such step.
-    missing = [ref for ref in sampled if not run.directory.store.path(ref).exists()]
-    return not missing or not read_deletions(run.directory.path).keys() & {ref.digest for ref in missing}
+    store = run.directory.store
+    kinds = {ref.kind for ref in run.directory.ledger.artifacts(index).values() if store.path(ref).exists()}
+    return kinds.issuperset(SAMPLED_KINDS)
 
 
 def published_kinds(run: RunContext, index: int) -> set[str]:
     return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
 
 
-def completion_table(run: RunContext) -> Table | None:
+def sample_table(run: RunContext, index: int) -> Table:
+    """The first completion of each of the first `tracking.sample_completions` prompts."""
+    by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}
+    store = run.directory.store
+    # Only these columns become Python objects: a step's tokens are millions.
+    prompts = store.get_table(by_kind["prompts"], ["group", "text", "reference"]).to_pylist()
+    rollouts = store.get_table(by_kind["rollouts"], ["group", "sample", "text"]).to_pylist()
+    rewards = store.get_table(by_kind["rewards"], ["reward", "outcome"]).to_pylist()
+    asked = {row["group"]: (row["text"], row["reference"]) for row in prompts}
+    rows = []
+    for completion, verdict in zip(rollouts, rewards, strict=True):
+        if completion["sample"] == 0:
+            prompt, reference = asked[completion["group"]]
+            rows.append((index, prompt, completion["text"], reference, verdict["reward"], verdict["outcome"]))
+    return Table(SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions])
+
+
+def completion_groups(run: RunContext) -> Completions | None:
     """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
 
     `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
-    thinned out, or that an earlier version or another task trained, has no advantages.
+    thinned out, or that another task trained, has no advantages. Each turn of an episode has the same number and how
+    many tokens differ, as `mismatch` and `differing`.
     """
     view = RunView.read(run.directory.path)
     # The report names the unreadable files.
     picked = pick_completions(view, compared_artifacts(view), [])
     if picked is None:
         return None
-    groups = picked.in_order()
-    steps = {rows[0]["step"] for rows in groups}
-    prompts = {step: _prompts(run, step) for step in steps}
-
-    def cells(row: Row) -> tuple[object, ...]:
-        step, key = row["step"], key_of(row)
-        prompt = prompts[step].get(row["prompt_id"], row["prompt_id"])
-        numbers = (row["reward"], row["advantage"], largest_difference(row))
-        shown = (None if number is None else _short(number) for number in numbers)
-        return prompt, row["text"], *shown, step, *key, row["outcome"], row["detail"]
-
-    return COMPLETION_COLUMNS, [cells(row) for rows in groups for row in rows]
+    rows = [row for group in picked.in_order() for row in group]
+    prompts = {step: _prompts(run, step) for step in {row["step"] for row in rows}}
+    table = Table(COMPLETION_COLUMNS, [_cells(row, prompts[row["step"]]) for row in rows])
+    turns = {} if run.config.environment is None else {(row["step"], *key_of(row)): _turns(row) for row in rows}
+    return Completions(table, turns, {step: run.directory.ledger.steps()[step].committed_ms for step in prompts})
 
 
-def episode_turns(run: RunContext) -> dict[tuple[int, int, int], list[Row]]:
-    """Turns of the episodes in the table of completions, by step, group and sample; none without an environment.
+def _cells(row: Row, prompts: dict[str, str]) -> tuple[object, ...]:
+    numbers = (row["reward"], row["advantage"], largest_difference(row))
+    shown = (None if number is None else _short(number) for number in numbers)
+    prompt = prompts.get(row["prompt_id"], row["prompt_id"])
+    return prompt, row["text"], *shown, row["step"], *key_of(row), row["outcome"], row["detail"]
 
-    Each has the largest |log p - log g| of its tokens, and how many differ, as `mismatch` and `differing`. Both are
-    None where it was not compared.
-    """
-    if run.config.environment is None:
-        return {}
-    view = RunView.read(run.directory.path)
-    picked = pick_completions(view, compared_artifacts(view), [])
-    rows = [] if picked is None else [row for rows in picked.in_order() for row in rows]
-    found = {}
-    for row in rows:
-        told = [(turn, turn_mismatch(row, turn) or (None, None)) for turn in row["turns"]]
-        found[row["step"], *key_of(row)] = [
-            {**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told
-        ]
-    return found
+
+def _turns(row: Row) -> list[Row]:
+    told = [(turn, turn_mismatch(row, turn) or (None, None)) for turn in row["turns"]]
+    return [{**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told]
 
 
 def heldout_table(run: RunContext) -> Table | None:
@@ -139,7 +99,7 @@ def heldout_table(run: RunContext) -> Table | None:
         )
         for pair in heldout_pairs(RunView.read(run.directory.path), [])
     ]
-    return (HELDOUT_COLUMNS, rows) if rows else None
+    return Table(HELDOUT_COLUMNS, rows) if rows else None
 
 
 def _short(number: float) -> float:

@@ -6,7 +6,7 @@ entries that are not committed yet are left out.
 
 The chain alone proves that no record was changed without those after it. A folder whose records were all made anew is
 found by what lies outside of it. This is a head that the reader noted, signatures (`store.heads`), and the head that
-MLflow holds (`flows.tracking.tracker`).
+MLflow holds (`flows.tracking.chain_head`).
 """
 
 import itertools

@@ -6,8 +6,8 @@ import pytest
 
 from flows import cli
 from flows.environment import kernel_folders
+from flows.tracking.backlog import publish_step
 from flows.tracking.metric_names import TIMED
-from flows.tracking.publish import publish_step
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.run.commit import step_metrics, stored_manifest
 from fp8core.run.loop import Execution, train
@@ -62,10 +62,7 @@ class Metrics:
     def log_step(self, step, metrics, timestamp, tags):
         self.of_step = metrics
 
-    def log_text(self, *_):
-        pass
-
-    def log_tables(self, *_):
+    def log_artifact(self, *_):
         pass
 
 

@@ -249,7 +249,8 @@ def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path
     experiment = client.create_experiment("fp8-grpo")
     run_id = client.create_run(experiment).info.run_id
     model = client.create_logged_model(experiment, name="whole-00004", source_run_id=run_id, tags={"step": "4"})
-    write_record(run_copy.folder, TrackingRecord.begun(uri, experiment, run_id))
+    folder = str(run_copy.folder)
+    write_record(run_copy.folder, TrackingRecord(uri=uri, experiment_id=experiment, run_id=run_id, folder=folder))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     _, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert printed.endswith(f"linked to the MLflow model {model.model_id}\n")
@@ -265,10 +266,11 @@ def test_the_export_is_linked_to_its_model_or_its_run(run_copy, export, tmp_path
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:////nowhere/mlflow.db"])
 def test_an_mlflow_that_is_away_is_a_note(run_copy, export, tmp_path, uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    write_record(run_copy.folder, TrackingRecord.begun(uri, "1", "0" * 32))
+    folder = str(run_copy.folder)
+    write_record(run_copy.folder, TrackingRecord(uri=uri, experiment_id="1", run_id="0" * 32, folder=folder))
     code, printed, _ = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
     assert code == 0
-    assert printed.splitlines()[-1].startswith(f"the export is not linked: {uri}: ")
+    assert printed.splitlines()[-1].startswith(f"the export is not linked: tracking.uri {uri}: ")
     assert origin(tmp_path / "bf16")["mlflow_run_id"] == "0" * 32
 
 

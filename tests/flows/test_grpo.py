@@ -21,7 +21,7 @@ from prefect.client.schemas.filters import (
 from flows.step_runs import FLOW
 from flows.tracking.store import default_tracking_uri
 from flows.tracking.traces import log_traces
-from flows.tracking.tracker import Tracker
+from flows.tracking.tracker import Completions, Table
 from fp8core.config.load import load_config
 from fp8core.run.checks.settings import graph_of
 from fp8core.store.artifacts import ArtifactStore
@@ -165,9 +165,9 @@ def test_mlflow_has_a_trace_of_a_completion_of_each_group_once(three_steps):
     table = json.loads(Path(three_steps.mlflow.download_artifacts(run.run_id, "completions.json")).read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     first = {(row["step"], row["group"]): row for row in reversed(rows)}
-    tracker = Tracker(default_tracking_uri(three_steps.runs), run.experiment_id, run.run_id)
-    again = list(table["columns"]), table["data"]
-    log_traces(tracker, again, {number: entry.committed_ms for number, entry in three_steps.ledger.steps().items()})
+    times = {number: entry.committed_ms for number, entry in three_steps.ledger.steps().items()}
+    again = Completions(Table(table["columns"], table["data"]), {}, times)
+    log_traces(default_tracking_uri(three_steps.runs), run.experiment_id, run.run_id, again)
     traces = three_steps.mlflow.search_traces(locations=[run.experiment_id], run_id=run.run_id)
     shown = [
         (trace.data.spans[0].inputs, trace.data.spans[0].outputs, trace.data.spans[0].attributes) for trace in traces

@@ -49,7 +49,8 @@ def ending(folder: Path, api: str, status: str, error: str = "") -> tuple[subpro
     folder.mkdir()
     (folder / "summary.json").write_text("{}")
     # The end of an earlier process is none of this one's.
-    write_record(folder, TrackingRecord.begun("sqlite:///x", "1", "run").ended("FINISHED", None, 1))
+    record = TrackingRecord(uri="sqlite:///x", experiment_id="1", run_id="run", folder=str(folder))
+    write_record(folder, record.ended("FINISHED", None, 1))
     words = [str(folder), api, str(folder.with_name("summary")), status, error]
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", TRAINING, *words], capture_output=True, text=True, timeout=50)

@@ -1,7 +1,6 @@
 """Prefect shows the progress, the reports and the MLflow run of a training, which does not wait for it."""
 
 import io
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from waiting import wait_for
 
 from flows.orchestration import PrefectArtifacts
-from flows.tracking import session as module
-from flows.tracking.session import Publisher, publishing
-from flows.tracking.store import Outage, Refusal
+from flows.tracking import publisher as module
+from flows.tracking.publisher import Publisher
+from flows.tracking.tracker import Outage, Refusal
+from fp8core.errors import UserError
 from fp8core.report.console import Console
 
 
@@ -72,13 +72,14 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
     prefect.error = error
     with run_copy.opened(**{"tracking.report_every": 2}) as run:
         artifacts = PrefectArtifacts(run, "http://mlflow", None, prefect)
-        with publishing(run.console, artifacts) as publisher:
-            for index in range(1, 5):
-                artifacts.step_done(index)
-                publisher.wake()
-            wait_for(lambda: prefect.refused, seconds=20)
-            prefect.error = None
-            wait_for(lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted), seconds=20)
+        publisher = Publisher(artifacts, run.console)
+        for index in range(1, 5):
+            artifacts.step_done(index)
+            publisher.wake()
+        wait_for(lambda: prefect.refused, seconds=20)
+        prefect.error = None
+        wait_for(lambda: any(posted.description == "Step 4 of 4" for posted in prefect.posted), seconds=20)
+        publisher.close()
     assert prefect.keys() == ["whole-1-progress", "whole-3-mlflow", "whole-2-report", "whole-2-report"]
     progress, link, *reports = prefect.posted
     assert progress.data == 100.0
@@ -90,8 +91,8 @@ def test_a_server_that_is_away_gets_everything_when_it_is_back(error, prefect, r
 
 def test_what_is_refused_is_said_and_left_out(prefect, run_copy) -> None:
     prefect.error = status_error(422)
-    with run_copy.opened() as run, publishing(run.console, PrefectArtifacts(run, "http://mlflow", None, prefect)):
-        pass
+    with run_copy.opened() as run:
+        Publisher(PrefectArtifacts(run, "http://mlflow", None, prefect), run.console).close()
     assert run_copy.said.count("left out of what Prefect shows: status 422") == 2
 
 
@@ -99,8 +100,8 @@ def test_metrics_that_are_gone_cost_a_report_only(prefect, run_copy) -> None:
     run_copy.file(4, "metrics").unlink()
     with run_copy.opened() as run:
         artifacts = PrefectArtifacts(run, "http://mlflow", None, prefect)
-        with publishing(run.console, artifacts):
-            artifacts.step_done(4)
+        artifacts.step_done(4)
+        Publisher(artifacts, run.console).close()
     assert "left out of what Prefect shows" in run_copy.said
     assert prefect.keys() == ["whole-1-progress", "whole-3-mlflow"]
 
@@ -111,10 +112,11 @@ def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, 
     with run_copy.opened() as run:
         artifacts = PrefectArtifacts(run, "http://mlflow", None, prefect)
         began = time.perf_counter()
-        with publishing(run.console, artifacts) as publisher:
-            for _ in range(1000):
-                artifacts.step_done(1)
-                publisher.wake()
+        publisher = Publisher(artifacts, run.console)
+        for _ in range(1000):
+            artifacts.step_done(1)
+            publisher.wake()
+        publisher.close()
         assert time.perf_counter() - began < 2.0
     assert prefect.posted == []
 
@@ -122,57 +124,36 @@ def test_the_end_of_a_training_does_not_wait_for_a_server_that_is_away(prefect, 
 class Service:
     """A destination of the publisher: `error` is what an attempt raises."""
 
-    outage_note = "it follows"
-    idle_seconds = None
+    name, outage_note, patience = "Service", "it follows", 0.2
 
-    def __init__(self, name: str, patience: float = 0.2) -> None:
-        self.name, self.patience = name, patience
-        self.error: Exception | None = None
-        self.waiting = 0
-        self.got: list[float] = []
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+        self.got = 0
 
     def publish(self) -> Iterator[None]:
-        while self.waiting:
-            if self.error is not None:
-                raise self.error
-            self.waiting -= 1
-            self.got.append(time.monotonic())
-            yield
+        if self.error is not None:
+            raise self.error
+        self.got += 1
+        yield
 
     def caught_up(self) -> str:
         return ""
 
 
 @pytest.mark.parametrize("error", [Outage("gone"), Refusal("no")])
-def test_an_outage_of_one_service_does_not_delay_the_other(error, monkeypatch) -> None:
-    """The first one's pause is longer than the test."""
+def test_the_end_of_a_training_ends_a_pause(error, monkeypatch) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", (60.0,))
-    away, sound, out = Service("First"), Service("Second"), io.StringIO()
-    away.error, away.waiting = error, 1
-    publisher = Publisher(Console(out, 1), away)
-    publisher.add(sound)
-    for count in range(1, 6):
-        sound.waiting += 1
-        publisher.wake()
-        wait_for(lambda count=count: len(sound.got) == count, seconds=5)
+    service, out = Service(error), io.StringIO()
+    publisher = Publisher(service, Console(out, 1))
+    wait_for(lambda: out.getvalue().count("Service") == 1, seconds=5)
+    service.error = None
     began = time.monotonic()
     publisher.close()
     assert time.monotonic() - began < 5
-    assert out.getvalue().count("First") == 1
-    assert "Second" not in out.getvalue()
+    assert service.got == 1
 
 
-def test_one_thread_serves_both_in_turn(monkeypatch) -> None:
-    """A long backlog of the first does not hold up the second."""
-    first, second, out = Service("First"), Service("Second"), io.StringIO()
-    begin = threading.Event()
-    monkeypatch.setattr(first, "publish", lambda original=first.publish: (begin.wait(10), original())[1])
-    first.waiting, second.waiting = 200, 3
-    before = threading.active_count()
-    publisher = Publisher(Console(out, 1), first)
-    publisher.add(second)
-    assert threading.active_count() == before + 1
-    begin.set()
-    publisher.close()
-    assert sum(at < second.got[-1] for at in first.got) < 50
-    assert len(first.got) == 200
+def test_what_a_service_finds_wrong_with_the_run_reaches_the_training() -> None:
+    publisher = Publisher(Service(UserError("rewritten")), Console(io.StringIO(), 1))
+    with pytest.raises(UserError, match="rewritten"):
+        publisher.close()

@@ -1,27 +1,28 @@
-"""A finished small training, and places to publish it: a store on sqlite, a server, a network that can fail."""
+"""A finished small training, and places to publish it: a store on sqlite, and MLflow's server."""
 
 import io
-import re
+import os
 import shutil
-import socket
+import signal
 import sqlite3
-import threading
+import subprocess
+import sys
+import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlflow
 import pytest
-import uvicorn
 from mlflow import MlflowClient
 
 from flows.environment import bound_mlflow_requests
-from flows.tracking.publish import write_report
-from flows.tracking.store import create_sqlite_store, default_tracking_uri, quiet_store_logs
-from flows.tracking.tracker import Tracker
+from flows.tracking.backlog import write_report
+from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.session import Session, open_session
+from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.report.console import Console
@@ -34,47 +35,31 @@ from fp8core.run.open import open_directory, open_run
 STEPS = 3
 
 
-class FreshStore(NamedTuple):
-    runs: Path
-    printed: str
-
-
-@pytest.fixture(scope="session")
-def fresh_store(tmp_path_factory: pytest.TempPathFactory) -> FreshStore:
-    runs = tmp_path_factory.mktemp("runs")
-    # As a kill in the middle of the schema's migrations leaves it.
-    (runs / "mlflow.db.new").write_bytes(b"torn")
-    printed = io.StringIO()
-    quiet_store_logs()
+@pytest.fixture(scope="session", autouse=True)
+def bounded() -> None:
     bound_mlflow_requests()
-    with redirect_stdout(printed), redirect_stderr(printed):
-        create_sqlite_store(runs / "mlflow.db")
-    return FreshStore(runs, printed.getvalue())
 
 
 @pytest.fixture(scope="session")
-def runs(fresh_store: FreshStore) -> Path:
-    return fresh_store.runs
+def runs(mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mlflow_store(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
-def open_tracker(runs: Path) -> Callable[..., Tracker]:
-    """A new MLflow run, or that of a training which has one."""
+def open_tracker(runs: Path, tmp_path: Path) -> Callable[..., MlflowTracker]:
+    """The MLflow run of a training, by default of a new one: open_tracker(training)."""
 
-    def open_it(training: str | None = None, experiment: str = "exp") -> Tracker:
-        return Tracker.open(default_tracking_uri(runs), experiment, "tiny", runs, training or uuid.uuid4().hex)
+    def open_it(training: str | None = None, known: str | None = None) -> MlflowTracker:
+        config = load_config("tiny", {"runs": str(runs), "tracking.experiment": "exp"})
+        uri = default_tracking_uri(runs)
+        return MlflowTracker.open(config, uri, "tiny", training or uuid.uuid4().hex, tmp_path, known)
 
     return open_it
 
 
 @pytest.fixture
-def tracker(open_tracker: Callable[..., Tracker]) -> Tracker:
+def tracker(open_tracker: Callable[..., MlflowTracker]) -> MlflowTracker:
     return open_tracker()
-
-
-@pytest.fixture(scope="session")
-def settings(small: dict[str, Any]) -> dict[str, Any]:
-    return {**small, "steps": STEPS}
 
 
 SUMMARY = Summary(
@@ -99,6 +84,11 @@ SUMMARY = Summary(
 
 
 @pytest.fixture(scope="session")
+def settings(small: dict[str, Any]) -> dict[str, Any]:
+    return {**small, "steps": STEPS, "tracking.system_metrics": False}
+
+
+@pytest.fixture(scope="session")
 def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that was never published to MLflow."""
     config = load_config("tiny", {**settings, "runs": str(tmp_path_factory.mktemp("trained"))})
@@ -117,6 +107,24 @@ class Copy(NamedTuple):
     config: RunConfig
     folder: Path
 
+    @contextmanager
+    def session(self) -> Iterator[tuple[Session, io.StringIO]]:
+        out = io.StringIO()
+        with open_session(self.config, self.folder.name, Console(out, self.config.steps)) as session:
+            session.mlflow.follow_ledger()
+            session.wake()
+            yield session, out
+
+    def publish(self) -> str:
+        """Open a training whose steps are done, and close it; returns what the console said after its header."""
+        with self.session() as (session, out):
+            session.mlflow.add_result()
+        return "".join(out.getvalue().splitlines(keepends=True)[3:])
+
+    def at(self, folder: Path) -> "Copy":
+        """The same training where its folder lies now."""
+        return Copy(self.config.model_copy(update={"runs": folder.parent, "run": folder.name}), folder)
+
 
 @pytest.fixture(scope="session")
 def copy_of_trained(
@@ -131,159 +139,52 @@ def copy_of_trained(
     return make
 
 
-@pytest.fixture(scope="session")
-def mlflow_server(fresh_store: FreshStore, free_port: Callable[[], int]) -> Iterator[str]:
-    """The address of MLflow's own server application, in this process; it keeps artifacts itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("_MLFLOW_SERVER_FILE_STORE", default_tracking_uri(fresh_store.runs))
-        patch.setenv("_MLFLOW_SERVER_ARTIFACT_ROOT", "mlflow-artifacts:/")
-        patch.setenv("_MLFLOW_SERVER_SERVE_ARTIFACTS", "true")
-        patch.setenv("_MLFLOW_SERVER_ARTIFACT_DESTINATION", str(fresh_store.runs / "served"))
-        from mlflow.server.fastapi_app import app
+class Server:
+    """`mlflow server` on the store in `root`, always on the same port, until it is killed."""
 
-        port = free_port()
-        server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1)
-        )
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            thread.join(0.01)
-        # The first request makes the server's store, which becomes the store of the whole process.
-        MlflowClient(f"http://127.0.0.1:{port}").search_experiments()
-        mlflow.set_tracking_uri(None)
-        yield f"http://127.0.0.1:{port}"
-        server.should_exit = True
-        thread.join()
-
-
-class Network:
-    """A proxy between a training and its server: requests pass, or their answers are lost, or nothing answers.
-
-    `lose(pattern, action, skip)` is for one request, "METHOD /path", after `skip` others that match. The request
-    reaches the server, which answers. Then `action` is called, and the client is hung up on without the answer.
-    `answer_for(pattern, status, body)` is for all of them, which do not reach the server until `pass_all`.
-    """
-
-    def __init__(self, server: str, port: int) -> None:
-        """Before `server`, at a port of its own."""
-        self._server = ("127.0.0.1", int(server.rpartition(":")[2]))
-        self._port = port
-        self._listener: socket.socket | None = None
-        self._open: set[socket.socket] = set()
-        self._faults: list[Fault] = []
-        self._instead: tuple[re.Pattern[str], bytes] | None = None
-        self.requests: list[str] = []
-        self.plug_in()
+    def __init__(self, root: Path, port: int) -> None:
+        self.root, self._port = root, port
+        self.start()
 
     @property
     def uri(self) -> str:
         return f"http://127.0.0.1:{self._port}"
 
-    def plug_in(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self._port))
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self._port)]
+        places = ["--backend-store-uri", default_tracking_uri(self.root), "--artifacts-destination", str(self.root)]
+        self._process = subprocess.Popen(
+            [*command, *places, "--workers", "1"],
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 180
+        while not self._answers():
+            assert self._process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
-    def unplug(self) -> None:
-        assert self._listener is not None
-        # Closing alone would not wake the thread that accepts.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in list(self._open):
-            _hang_up(connection)
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-    def lose(self, pattern: str, action: Callable[[], None] = lambda: None, skip: int = 0) -> None:
-        self._faults.append(Fault(re.compile(pattern), action, skip))
-
-    def answer_for(self, pattern: str, status: str, body: bytes) -> None:
-        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._instead = re.compile(pattern), head.encode() + body
-
-    def pass_all(self) -> None:
-        self._instead = None
-
-    def lose_no_more(self) -> None:
-        self._faults.clear()
-
-    @property
-    def faults_left(self) -> list[str]:
-        return [fault.pattern.pattern for fault in self._faults]
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        self._open.add(client)
+    def _answers(self) -> bool:
         try:
-            with suppress(OSError), client:
-                while request := _read_message(client):
-                    answer = self._own_answer(request) or self._forward(request)
-                    if (fault := self._fault(request)) is not None:
-                        fault.action()
-                        return _hang_up(client)
-                    client.sendall(answer)
-        finally:
-            self._open.discard(client)
-
-    def _forward(self, request: bytes) -> bytes:
-        with socket.create_connection(self._server) as server:
-            server.sendall(request)
-            return _read_message(server)
-
-    def _own_answer(self, request: bytes) -> bytes | None:
-        line = request.partition(b" HTTP/")[0].decode()
-        return self._instead[1] if self._instead is not None and self._instead[0].search(line) else None
-
-    def _fault(self, request: bytes) -> "Fault | None":
-        line = request.partition(b" HTTP/")[0].decode()
-        self.requests.append(line)
-        for fault in self._faults:
-            if fault.pattern.search(line):
-                fault.skip -= 1
-                if fault.skip < 0:
-                    self._faults.remove(fault)
-                    return fault
-        return None
+            urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
+        except OSError:
+            return False
+        return True
 
 
-@dataclass
-class Fault:
-    pattern: re.Pattern[str]
-    action: Callable[[], None]
-    skip: int
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _read_message(connection: socket.socket) -> bytes:
-    """One HTTP message, whose length is in its head or which is chunked; empty at the end of the connection."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        if not (part := connection.recv(65536)):
-            return b""
-        data += part
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-    chunked = re.search(rb"(?i)\r\ntransfer-encoding: *chunked", head)
-    while (chunked and not body.endswith(b"0\r\n\r\n")) or (length and len(body) < int(length[1])):
-        if not (part := connection.recv(65536)):
-            break
-        body += part
-    return head + b"\r\n\r\n" + body
-
-
-@pytest.fixture
-def network(mlflow_server: str, free_port: Callable[[], int]) -> Iterator[Network]:
-    between = Network(mlflow_server, free_port())
-    yield between
-    between.unplug()
+@pytest.fixture(scope="session")
+def server(
+    mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
+) -> Iterator[Server]:
+    server = Server(mlflow_store(tmp_path_factory.mktemp("server")), free_port())
+    yield server
+    server.kill()
 
 
 class Shown(NamedTuple):
@@ -294,8 +195,8 @@ class Shown(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def shown(runs: Path) -> Callable[[RunConfig], Shown]:
-    return lambda config: what_mlflow_shows(config, runs / "mlflow.db")
+def shown(runs: Path) -> Callable[..., Shown]:
+    return lambda config, root=runs: what_mlflow_shows(config, root / "mlflow.db")
 
 
 def what_mlflow_shows(config: RunConfig, database: Path) -> Shown:
@@ -316,6 +217,7 @@ def _run_content(client: MlflowClient, run_id: str, models: dict[str, str], data
     run = client.get_run(run_id)
     files = [file.path for folder in ("", *(file.path for file in client.list_artifacts(run_id) if file.is_dir))
              for file in client.list_artifacts(run_id, folder) if not file.is_dir]  # fmt: skip
+    traces = client.search_traces(locations=[run.info.experiment_id], run_id=run_id)
     return {
         "status": run.info.status,
         "params": {key: value for key, value in run.data.params.items() if not key.startswith(("runs", "tracking"))},
@@ -324,6 +226,7 @@ def _run_content(client: MlflowClient, run_id: str, models: dict[str, str], data
         "datasets": sorted((each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs),
         "outputs": sorted((models[each.model_id], each.step) for each in run.outputs.model_outputs),
         "files": sorted(files),
+        "traces": sorted((trace.info.request_preview, trace.info.response_preview) for trace in traces),
     }
 
 
@@ -338,7 +241,7 @@ def _metric_rows(database: Path, run_id: str) -> dict[str, list[tuple[int, float
 
 
 def _model_content(model: Any) -> dict[str, Any]:
-    metrics = [(each.key, each.step, each.value, each.dataset_name, each.dataset_digest) for each in model.metrics]
+    metrics = sorted((each.key, each.step, each.value) for each in model.metrics)
     tags = {key: value for key, value in model.tags.items() if key != "checkpoint"}
     fields = {"name": model.name, "status": str(model.status), "type": model.model_type, "params": model.params}
-    return {**fields, "tags": tags, "metrics": sorted(metrics)}
+    return {**fields, "tags": tags, "metrics": metrics}

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flows.tracking.tables import COMPLETION_COLUMNS, completion_table, episode_turns
-from flows.tracking.traces import log_traces
-from flows.tracking.tracker import Tracker
+from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.tables import COMPLETION_COLUMNS, completion_groups
+from flows.tracking.tracker import Completions, Table
 from fp8core.config.load import load_config
 from fp8core.report.console import Console
 from fp8core.run.checks.settings import graph_of
@@ -24,25 +24,25 @@ SPOKEN = {
 
 
 def test_an_episode_is_a_trace_with_a_span_for_each_turn(
-    small: dict[str, Any], tracker: Tracker, tmp_path: Path
+    small: dict[str, Any], tracker: MlflowTracker, tmp_path: Path
 ) -> None:
     config = load_config("tiny", {**small, **SPOKEN, "steps": 1, "runs": str(tmp_path)})
     console = Console(io.StringIO(), 1)
     with open_directory(config, "spoken") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
-        table, spoken = completion_table(run), episode_turns(run)
+        completions = completion_groups(run)
         artifacts = directory.ledger.artifacts(1)
         stored = directory.store.get_table(artifacts["turns"]).to_pylist()
-    assert table is not None
+    assert completions is not None
     # Means over the turns of an episode, which the update weighed one by one.
-    advantages = [row[COMPLETION_COLUMNS.index("advantage")] for row in table[1]]
+    advantages = [row[COMPLETION_COLUMNS.index("advantage")] for row in completions.table.rows]
     assert all(math.isfinite(each) for each in advantages)
     assert any(advantages)
     # The second time they replace themselves.
     for _ in range(2):
-        log_traces(tracker, table, {1: 1_700_000_000_000}, spoken)
+        tracker.log_completions("completions.json", completions)
     traces = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
-    assert len(traces) == len({row[COMPLETION_COLUMNS.index("group")] for row in table[1]})
+    assert len(traces) == len({row[COMPLETION_COLUMNS.index("group")] for row in completions.table.rows})
     for trace in traces:
         whole, *turns = sorted(trace.data.spans, key=lambda span: span.start_time_ns)
         place = whole.attributes["group"], whole.attributes["sample"]
@@ -57,7 +57,7 @@ def test_an_episode_is_a_trace_with_a_span_for_each_turn(
     assert max(len(trace.data.spans) for trace in traces) > 2, "no episode of several turns"
 
 
-def test_only_the_trace_of_a_right_answer_is_green(tracker: Tracker) -> None:
+def test_only_the_trace_of_a_right_answer_is_green(tracker: MlflowTracker) -> None:
     """A turn before the last is judged by nothing; the last one of an episode that the verifier judges, by that."""
     judged: dict[str | None, tuple[str, str]] = {
         **{"right": ("OK", ""), "wrong": ("ERROR", "wrong: 7, not 5"), "unparsed": ("ERROR", "unparsed: 7, not 5")},
@@ -72,7 +72,8 @@ def test_only_the_trace_of_a_right_answer_is_green(tracker: Tracker) -> None:
     turn = {**told, "mismatch": None, "differing": None, "detail": ""}
     turns = [{**turn, "turn": number, "outcome": outcome} for number, outcome in enumerate(["", "", JUDGE])]
     spoken = {(1, group, 0): turns for group in range(len(judged))}
-    log_traces(tracker, (COMPLETION_COLUMNS, rows), {1: 1_700_000_000_000}, spoken)
+    completions = Completions(Table(COMPLETION_COLUMNS, rows), spoken, {1: 1_700_000_000_000})
+    tracker.log_completions("completions.json", completions)
     traces = tracker.client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
     assert len(traces) == len(judged)
     for trace in traces:
@@ -91,20 +92,20 @@ def test_an_episode_that_was_played_ahead_has_no_lag_for_a_mismatch(small: dict[
     console = Console(io.StringIO(), 3)
     with open_directory(config, "ahead") as directory, open_run(config, graph_of(config), directory, console) as run:
         train(run)
-        table, spoken = completion_table(run), episode_turns(run)
+        completions = completion_groups(run)
         verified = {
             (step, row["group"], row["sample"])
             for step in (1, 2, 3)
             for row in directory.store.get_table(directory.ledger.artifacts(step)["behaviour"]).to_pylist()
         }
-    assert table is not None
+    assert completions is not None
     columns = [COMPLETION_COLUMNS.index(name) for name in ("step", "group", "sample", "mismatch")]
-    shown = [[row[column] for column in columns] for row in table[1]]
+    shown = [[row[column] for column in columns] for row in completions.table.rows]
     assert {step for step, *_ in shown} == {1, 3}
     for *place, mismatch in shown:
         expected = 0 if tuple(place) in verified else None
         assert mismatch == expected
-        turns = spoken[place[0], place[1], place[2]]
+        turns = completions.turns[place[0], place[1], place[2]]
         assert {(turn["mismatch"], turn["differing"]) for turn in turns} == {(expected, expected)}
     assert {mismatch for *_, mismatch in shown} == {0, None}
 

@@ -1,0 +1,264 @@
+"""The part of a training that a tracking service has not got yet: the ledger beyond the cursor in tracking.json."""
+
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+import yaml
+
+from flows.tracking.chain_head import refuse_other_chain
+from flows.tracking.datasets import read_prompts
+from flows.tracking.metric_names import (
+    ACCURACY,
+    COMPILED,
+    CORE,
+    ERROR,
+    K3,
+    MEAN_REWARD,
+    model_metrics,
+    seconds_name,
+    shown_metrics,
+    speed,
+)
+from flows.tracking.record import TrackingFile, mark_dead
+from flows.tracking.tables import completion_groups, heldout_table, sample_table, samples_due
+from flows.tracking.tracker import HEAD, RUN_DIRECTORY, Checkpoint, Tracker
+from fp8core.alignment.bounds import stop_bounds
+from fp8core.config.run import RunConfig, public_dump
+from fp8core.report.pages import report_html
+from fp8core.report.run_data import read_runs
+from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary
+from fp8core.report.text import pipeline_mermaid, pipeline_text
+from fp8core.run.commit import committed_step, step_metrics, stored_manifest
+from fp8core.run.context import RunContext
+from fp8core.store.checkpoints import last_written
+from fp8core.store.layout import POLICY, SUMMARY, manifest_place
+from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
+from fp8core.store.manifest import Head
+
+COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
+SIGNED_BY = "signed_by"
+# Longest wait of a finished training for a service that does not answer.
+OUTAGE_PATIENCE_SECONDS = 60.0
+
+
+class Backlog:
+    """A run's data to publish (`publisher.Destination`)."""
+
+    name = "MLflow"
+    outage_note = "metrics stay in the ledger and follow"
+
+    def __init__(self, run: RunContext, tracker: Tracker, file: TrackingFile) -> None:
+        self.patience = OUTAGE_PATIENCE_SECONDS
+        self._run, self._tracker, self._file = run, tracker, file
+        self._begun = self._readable = self._finished = False
+        self._error: str | None = None
+        self._shown: tuple[BoundEntry | None, bool] = (None, False)
+
+    @property
+    def published(self) -> int:
+        """The last step up to which the service holds all; -1: none."""
+        return self._file.record.published
+
+    def follow_ledger(self) -> None:
+        """The files of committed steps can be read from now on."""
+        self._readable = True
+
+    def add_report(self, error: str) -> None:
+        """The training failed: its report follows what is committed."""
+        self._error = error
+
+    def add_result(self) -> None:
+        """Picture, summary and report are in the run's folder, and nothing more will be committed."""
+        self._finished = True
+
+    def publish(self) -> Iterator[None]:
+        try:
+            yield from self._pieces()
+        except Exception:
+            self._begun = False  # What a service did not get, or lost, at the start.
+            raise
+
+    def caught_up(self) -> str:
+        return f"; it has every step up to {self.published}"
+
+    def _pieces(self) -> Iterator[None]:
+        run, tracker = self._run, self._tracker
+        if not self._begun:
+            self._skip_published(refuse_other_chain(run.directory, tracker))
+            publish_description(run, tracker)
+            mark_dead(run.directory.path.parent, tracker.uri)
+            self._begun = True
+            yield
+        if self._readable:
+            yield from self._publish_committed()
+        if self._finished:
+            publish_result(run, tracker)
+            self._finished = False
+        if self._error is not None and run.directory.ledger.last_step() is not None:
+            tracker.log_artifact(REPORT, write_report(run, self._error))
+            self._error = None
+
+    def _skip_published(self, head: Head | None) -> None:
+        """A folder that was put back is behind its MLflow run: the steps that it redoes are there, and equal."""
+        if head is not None and head.step > (self._run.directory.ledger.last_step() or START):
+            self._file.change(published=max(self.published, head.step))
+
+    def _publish_committed(self) -> Iterator[None]:
+        ledger = self._run.directory.ledger
+        while ledger.step(step := self.published + 1) is not None:
+            publish_step(self._run, self._tracker, step)
+            self._file.change(published=step)
+            yield
+        # A redo may come at any time: what a later step reads was damaged.
+        if (state := (ledger.last_bound(), bool(ledger.inexact_steps()))) != self._shown:
+            publish_state(self._tracker, *state)
+            self._shown = state
+            yield
+        newest = takewhile(lambda entry: entry.step > self._file.record.models, last_written(ledger))
+        for entry in reversed(list(newest)):
+            self._tracker.log_checkpoint(checkpoint_of(self._run, entry))
+            self._file.change(models=entry.step)
+            yield
+
+
+def publish_description(run: RunContext, tracker: Tracker) -> None:
+    bounds, config = stop_bounds(run.config), public_dump(run.config)
+    tracker.start(flat(config) | bounds.described(), read_prompts(run.config, run.source))
+    tags = {
+        "alignment_contract": bounds.contract,
+        "alignment_bounds": bounds.summary,
+        "config": run.config.name,
+        "precision": precision(run.config),
+        "code_version": run.code_version,
+        RUN_DIRECTORY: str(run.directory.path),
+    }
+    tracker.set_tags(tags if run.signing_key is None else {**tags, SIGNED_BY: run.signing_key.fingerprint}, _note(run))
+    tracker.log_artifact("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    tracker.log_artifact("graph.txt", pipeline_text(run.graph))
+    tracker.log_artifact("graph.md", f"```mermaid\n{pipeline_mermaid(run.graph)}\n```\n")
+
+
+def publish_state(tracker: Tracker, crossed: BoundEntry | None, inexact: bool) -> None:
+    """Tags of a bound that was crossed, and of a run that went on from another policy than before a stop."""
+    tags = {"inexact": "true"} if inexact else {}
+    if crossed is not None:
+        tags |= {"bounds": "crossed", "bound_crossed": f"{crossed.reason}; {crossed.action} after step {crossed.step}"}
+    tracker.set_tags(tags)
+
+
+def step_speed(run: RunContext, index: int) -> dict[str, float]:
+    """`speed` of a committed step; empty for step 0, and for a step that was cut: no process ran for a part of it."""
+    if index == START or run.directory.ledger.was_cut(index):
+        return {}
+    ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
+    return speed(ran, committed_step(run, index).committed_ms / 1000, step_metrics(run, index))
+
+
+def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
+    manifest, entry = stored_manifest(run, index), committed_step(run, index)
+    seconds, answers = manifest.observed.timings, manifest.observed.environment
+    total = sum(seconds.values())
+    shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
+    shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
+    shown = shown_metrics({**step_metrics(run, index), **shares}) | step_speed(run, index)
+    shown |= {seconds_name(task): value for task, value in seconds.items()}
+    if entry.compiled is not None:
+        shown[COMPILED] = entry.compiled
+    tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
+    tracker.log_artifact(manifest_place(index), manifest.model_dump_json(indent=2) + "\n")
+    if samples_due(run, index):
+        tracker.log_artifact(f"samples/step_{index:06d}.json", sample_table(run, index))
+
+
+def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
+    """Tag `checkpoint` names the folder that `transformers` loads."""
+    description, config, folder = run.directory.description(), run.config, run.directory.path
+    assert description is not None, "an open run has its run.json"
+    contract = config.precision
+    return Checkpoint(
+        entry.step,
+        # Without characters that MLflow allows in no model's name.
+        re.sub(r"""[/:.%"']""", "-", f"{folder.name}-{entry.step:05d}"),
+        committed_step(run, entry.step).committed_ms,
+        tags={
+            "fp8_grpo.run": description.id,
+            "run": folder.name,
+            "step": str(entry.step),
+            "weights_digest": entry.weights_digest,
+            "checkpoint": str(folder / entry.uri / POLICY),
+            "code_version": run.code_version,
+        },
+        settings={
+            "config": config.name,
+            "seed": str(config.seed),
+            "step": str(entry.step),
+            "rollout.linear": contract.rollout.linear,
+            "rollout.kv_cache": contract.rollout.kv_cache,
+            "training.linear": contract.training.linear,
+            "training.kv_cache": contract.training.kv_cache,
+            "scale_rule": contract.scale_rule,
+        },
+        metrics=model_metrics(step_metrics(run, entry.step)),
+    )
+
+
+def publish_result(run: RunContext, tracker: Tracker) -> None:
+    folder = run.directory.path
+    for place in (f"pictures/{CURVES}", SUMMARY, REPORT):
+        tracker.log_artifact(place, folder / Path(place).name)
+    if (heldout := heldout_table(run)) is not None:
+        tracker.log_artifact(HELDOUT_COMPLETIONS, heldout)
+    if (completions := completion_groups(run)) is not None:
+        tracker.log_completions(COMPLETIONS, completions)
+    judged = "kept" if stop_bounds(run.config).limits else "not judged"
+    bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
+    summary = Summary.model_validate_json((folder / SUMMARY).read_bytes())
+    compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
+    note = [_note(run), _headline(run), f"`{ERROR.removeprefix(CORE)}` is over {compared.words}."]
+    note += [] if summary.diagnosis is None else [summary.diagnosis]
+    tracker.set_tags({"bounds": bounds, "diagnosis": summary.diagnosis or "none"}, "\n\n".join(note))
+
+
+def write_report(run: RunContext, error: str | None = None) -> Path:
+    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError.
+
+    `error` is what the training fails with.
+    """
+    page = report_html(read_runs([run.directory.path], error_of=lambda _: error))
+    return run.directory.write_text(REPORT, page)
+
+
+def precision(config: RunConfig) -> str:
+    """Formats of linears and cache: `fp8_block+fp8`, or those of rollout and training where they differ."""
+    sides = [f"{side.linear}+{side.kv_cache}" for side in (config.precision.rollout, config.precision.training)]
+    return sides[0] if sides[0] == sides[1] else f"{sides[0]} / {sides[1]}"
+
+
+def flat(value: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Nested settings as dotted keys; the pipeline stays one value."""
+    leaves: dict[str, object] = {}
+    for key, item in value.items():
+        if isinstance(item, dict) and key != "pipeline":
+            leaves |= flat(item, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = item
+    return leaves
+
+
+def _note(run: RunContext) -> str:
+    config = run.config
+    what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
+    return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
+
+
+def _headline(run: RunContext) -> str:
+    steps = range(START, (run.directory.ledger.last_step() or START) + 1)
+    rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
+    lines = ["| metric | first | last |", "| --- | --- | --- |"]
+    for name in (MEAN_REWARD, ACCURACY, ERROR, K3):
+        measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
+        if measured:
+            lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
+    return "\n".join(lines)

@@ -1,0 +1,275 @@
+"""One training is one MLflow run (`tracker.Tracker`).
+
+The primary key of MLflow's metric rows is (key, timestamp, step, run, value, is_nan). So a step logged twice with the
+ledger's commit time and values leaves one row. Parameters are written once; files are replaced. No active run and no
+tracking URI is set for the process: the steps of several trainings may run in it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from mlflow import MlflowClient
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModel,
+    LoggedModelOutput,
+    LoggedModelStatus,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+)
+from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+from flows.tracking.store import (
+    get_or_create_experiment,
+    is_server,
+    prepare_store,
+    public_address,
+    refuse_strange_artifacts,
+    store_errors,
+)
+from flows.tracking.traces import log_traces
+from flows.tracking.tracker import RUN_DIRECTORY, Checkpoint, Completions, Prompts, Refusal, RunOutcome, Table
+from fp8core.config.run import RunConfig
+from fp8core.errors import printable_lines, without_passwords
+
+TRAINING = "fp8_grpo.run"
+"""Tag of an MLflow run: the `id` of the training's run.json."""
+ERROR = "error"
+MODEL_TYPE = "policy"
+NOTE = "mlflow.note.content"
+UI_ADDRESS = "http://127.0.0.1:5000"
+# MLflow's limits: metrics of a request, parameters or tags of one, characters of a parameter (of a tag 8000).
+_METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
+# Tag with the tables that the UI previews. It takes 8000 characters, which are 145 of ours.
+_TABLES, _LISTED = "mlflow.loggedArtifacts", 100
+# Columns of data are text: the question, and the reference that the verifier compares with.
+_SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
+# MLflow prints the digest in every place that names the data, and allows 36 characters.
+_DIGEST_DIGITS = 12
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["MlflowTracker", P], R]
+
+
+def _with_our_errors(method: Method[P, R]) -> Method[P, R]:
+    @wraps(method)
+    def call(self: "MlflowTracker", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with store_errors(self.uri):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@dataclass
+class MlflowTracker:
+    uri: str
+    experiment_id: str
+    run_id: str
+    system_metrics: bool = False
+    _monitor: SystemMetricsMonitor | None = field(default=None, init=False)
+
+    @classmethod
+    def open(
+        cls, config: RunConfig, uri: str, name: str, training: str, folder: Path, known: str | None
+    ) -> "MlflowTracker":
+        """The MLflow run `known`, else the one that a killed process left, else a new one.
+
+        A missing store or experiment is created; several processes may do so at once.
+
+        Args:
+            config: names the experiment, and the folder of runs, which takes artifacts unless `uri` is a server.
+            uri: the store, with its password.
+            name: of a new run.
+            training: the `id` of run.json.
+            folder: of the run; a copy of it has another, and gets an MLflow run of its own.
+            known: the MLflow run that the folder names, if any.
+
+        Raises:
+            Outage: the store does not answer.
+            UserError: the run or experiment is deleted, or the store refuses us or is not to be used.
+        """
+        with store_errors(uri):
+            client = prepare_store(uri, config.runs)
+            run = None if known is None else _find_run(client, known)
+            if run is None:
+                experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
+                tags = {TRAINING: training, RUN_DIRECTORY: str(folder)}
+                run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, name)
+            opened = cls(uri, run.info.experiment_id, run.info.run_id, config.tracking.system_metrics)
+            opened.refuse_deleted()
+            refuse_strange_artifacts(uri, run, config.tracking.uri)
+        return opened
+
+    @cached_property
+    def client(self) -> MlflowClient:
+        """Made when it is first needed: MLflow connects to a database at once."""
+        return MlflowClient(tracking_uri=self.uri)
+
+    @property
+    def page(self) -> str:
+        """Address once the UI runs; without its last word the UI shows its pages for agents."""
+        server = public_address(self.uri) if is_server(self.uri) else UI_ADDRESS
+        run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{run}/model-metrics?workflowType=machine_learning"
+
+    def refuse_deleted(self) -> None:
+        experiment, run = self.client.get_experiment(self.experiment_id), self.client.get_run(self.run_id)
+        for what, stage in (
+            (f"experiment {experiment.name}", experiment.lifecycle_stage),
+            (f"run {self.run_id}", run.info.lifecycle_stage),
+        ):
+            if stage != "active":
+                place = without_passwords(self.uri)
+                raise Refusal(f"MLflow {what} is deleted in {place}: restore it or start a run of another name")
+
+    @_with_our_errors
+    def start(self, settings: Mapping[str, object], prompts: Sequence[Prompts]) -> None:
+        run = self.client.get_run(self.run_id)
+        self.client.update_run(self.run_id, status="RUNNING")
+        if ERROR in run.data.tags:
+            self.client.delete_tag(self.run_id, ERROR)
+        known, texts = run.data.params, {name: _text(value) for name, value in settings.items()}
+        new = [Param(name, text) for name, text in texts.items() if name not in known]
+        for batch in _batches(new, _PARAMS):
+            self.client.log_batch(self.run_id, params=batch)
+        # A parameter cannot change.
+        self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
+        self.client.log_inputs(self.run_id, [dataset_input(each) for each in prompts])
+        self._watch_load()
+
+    def _watch_load(self) -> None:
+        """Begin or go on with MLflow's own samples of the load: an outage ends its thread."""
+        if self._monitor is not None:
+            self._monitor.finish()
+        if self.system_metrics:
+            self._monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=self.uri)
+            self._monitor.start()
+
+    @_with_our_errors
+    def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
+        rows = [RunTag(name, printable_lines(text)[:_LONGEST]) for name, text in tags.items()]
+        rows += [] if note is None else [RunTag(NOTE, note)]
+        for batch in _batches(rows, _PARAMS):
+            self.client.log_batch(self.run_id, tags=batch)
+
+    @_with_our_errors
+    def tag(self, name: str) -> str | None:
+        text: str | None = self.client.get_run(self.run_id).data.tags.get(name)
+        return text
+
+    @_with_our_errors
+    def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
+        rows = [Metric(name, float(value), committed_ms, step) for name, value in metrics.items()]
+        for batch in _batches(rows, _METRICS):
+            self.client.log_batch(self.run_id, batch, tags=[RunTag(name, text) for name, text in tags.items()])
+
+    @_with_our_errors
+    def log_artifact(self, place: str, content: str | Path | Table) -> None:
+        match content:
+            case Path():
+                self.client.log_artifact(self.run_id, str(content), place.rpartition("/")[0] or None)
+            case str():
+                text = content if place.endswith(".json") else printable_lines(content)
+                self.client.log_text(self.run_id, text, place)
+            case Table():
+                self._log_table(place, content)
+
+    def _log_table(self, place: str, table: Table) -> None:
+        """As MLflow's `log_table`, which appends to a table that is there, and fails when a run has many."""
+        cells = [[printable_lines(cell) if isinstance(cell, str) else cell for cell in row] for row in table.rows]
+        self.client.log_text(self.run_id, json.dumps({"columns": list(table.columns), "data": cells}), place)
+        listed = json.loads(self.client.get_run(self.run_id).data.tags.get(_TABLES, "[]"))
+        entry = {"path": place, "type": "table"}
+        if entry not in listed:
+            self.client.set_tag(self.run_id, _TABLES, json.dumps([*listed, entry][-_LISTED:]))
+
+    @_with_our_errors
+    def log_completions(self, place: str, completions: Completions) -> None:
+        self.log_artifact(place, completions.table)
+        log_traces(self.uri, self.experiment_id, self.run_id, completions)
+
+    @_with_our_errors
+    def log_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """As a READY model; one that a kill left PENDING is completed. The files stay where they are."""
+        model = self._model(checkpoint)
+        outputs = self.client.get_run(self.run_id).outputs
+        assert outputs is not None, "MLflow's stores give a run's outputs"
+        if model.model_id not in {output.model_id for output in outputs.model_outputs}:
+            self.client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, checkpoint.step)])
+        rows = [
+            Metric(name, value, checkpoint.committed_ms, checkpoint.step, model_id=model.model_id)
+            for name, value in checkpoint.metrics.items()
+        ]
+        self.client.log_batch(self.run_id, rows)
+        if model.status != LoggedModelStatus.READY:
+            self.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+    def _model(self, checkpoint: Checkpoint) -> LoggedModel:
+        own = f"source_run_id = '{self.run_id}' AND name = '{checkpoint.name}'"
+        found = self.client.search_logged_models([self.experiment_id], own, max_results=1)
+        return (
+            found[0]
+            if found
+            else self.client.create_logged_model(
+                self.experiment_id,
+                name=checkpoint.name,
+                source_run_id=self.run_id,
+                tags=dict(checkpoint.tags),
+                params=dict(checkpoint.settings),
+                model_type=MODEL_TYPE,
+            )
+        )
+
+    @_with_our_errors
+    def end(self, outcome: RunOutcome, error: str | None, ended_ms: int) -> None:
+        if self._monitor is not None:
+            self._monitor.finish()
+        if error is not None:
+            self.set_tags({ERROR: error})
+        self.client.set_terminated(self.run_id, outcome, ended_ms)
+
+
+def dataset_input(prompts: Prompts) -> DatasetInput:
+    dataset = Dataset(
+        name=prompts.name,
+        digest=prompts.digest[:_DIGEST_DIGITS],
+        source_type=prompts.place["type"],
+        source=json.dumps(prompts.place),
+        schema=json.dumps(_SCHEMA),
+        profile=json.dumps({"num_rows": prompts.rows}),
+    )
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", prompts.context)])
+
+
+def _find_run(client: MlflowClient, run_id: str) -> Run | None:
+    """None: the store was made anew, or the run was deleted for good."""
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+
+
+def _tagged(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -> Run | None:
+    runs = client.search_runs([experiment], f"tags.`{TRAINING}` = '{tags[TRAINING]}'")
+    return next((run for run in runs if tags.items() <= run.data.tags.items()), None)
+
+
+def _text(value: object) -> str:
+    text = printable_lines(value) if isinstance(value, str) else json.dumps(value)
+    return text[:_LONGEST]
+
+
+def _batches(items: Sequence[R], size: int) -> list[Sequence[R]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -1,0 +1,191 @@
+"""The one tracker there is, on a real store."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows.tracking.datasets import read_prompts
+from flows.tracking.metric_names import model_metrics
+from flows.tracking.mlflow_tracker import MlflowTracker
+from flows.tracking.store import default_tracking_uri, store_errors
+from flows.tracking.tracker import Outage, Table
+from fp8core.config.data import DataConfig
+from fp8core.config.load import load_config
+from fp8core.data.source import build_source
+from fp8core.errors import UserError
+
+METRICS = {"reward/mean": 0.5, "train/loss": 0.1 + 0.2, "alignment/token_mult_prob_error": 1.0}
+
+
+def metric_rows(runs: Path, run_id: str) -> list[tuple[str, int, float, int]]:
+    with sqlite3.connect(runs / "mlflow.db") as connection:
+        query = "select key, step, value, timestamp from metrics where run_uuid = ? order by step, key"
+        return connection.execute(query, (run_id,)).fetchall()
+
+
+def artifact_text(tracker: MlflowTracker, file: str, tmp_path: Path) -> str:
+    return Path(tracker.client.download_artifacts(tracker.run_id, file, str(tmp_path))).read_text(encoding="utf-8")
+
+
+def test_a_step_that_is_logged_again_leaves_the_same_rows(runs: Path, tracker: MlflowTracker) -> None:
+    many = METRICS | {f"kv/{layer}": 1.0 for layer in range(1500)}
+    tracker.log_step(1, METRICS, 1_700_000_000_123, {})
+    for _ in range(2):
+        tracker.log_step(1, many, 1_700_000_000_123, {"chain_head": "1:a"})
+    rows = metric_rows(runs, tracker.run_id)
+    assert rows == sorted((key, 1, value, 1_700_000_000_123) for key, value in many.items())
+    assert tracker.tag("chain_head") == "1:a"
+
+
+def test_a_run_is_found_by_its_training_and_folder(open_tracker: Callable[..., MlflowTracker]) -> None:
+    created = open_tracker("training-1")
+    assert open_tracker("training-1").run_id == created.run_id, "a killed process left it"
+    assert open_tracker("training-2").run_id != created.run_id
+    assert open_tracker("training-2", created.run_id).run_id == created.run_id
+    assert open_tracker("training-1", "0" * 32).run_id == created.run_id
+
+
+def test_parameters_are_json_and_one_that_changed_is_a_tag(tracker: MlflowTracker) -> None:
+    config = {f"extra.{index}": index for index in range(120)}
+    config |= {"steps": 80, "model": None, "exact": True, "pipeline.steps": ["x" * 7000]}
+    tracker.start(config, [])
+    params = tracker.client.get_run(tracker.run_id).data.params
+    assert len(params) == len(config)
+    assert (params["model"], params["exact"], len(params["pipeline.steps"])) == ("null", "true", 6000)
+    tracker.start(config | {"steps": 120, "new": 1}, [])
+    data = tracker.client.get_run(tracker.run_id).data
+    assert data.params == params | {"new": "1"}
+    assert data.tags["steps"] == "120"
+    assert "model" not in data.tags
+
+
+def test_artifacts_are_replaced_and_tables_listed_for_the_preview(tracker: MlflowTracker, tmp_path: Path) -> None:
+    columns, right, wrong = ("step", "prompt", "reward"), (10, "2+3=", 1.0), (10, '1"<b>é', 0.0)
+    picture = tmp_path / "curves.png"
+    for content, rows in (("old", [right]), ("new", [right, wrong])):
+        picture.write_text(content)
+        tracker.log_artifact("pictures/curves.png", picture)
+        tracker.log_artifact("graph.txt", content)
+        tracker.log_artifact("samples/10.json", Table(columns, rows))
+    assert artifact_text(tracker, "pictures/curves.png", tmp_path / "pictures") == "new"
+    assert artifact_text(tracker, "graph.txt", tmp_path) == "new"
+    table = json.loads(artifact_text(tracker, "samples/10.json", tmp_path))
+    assert table == {"columns": list(columns), "data": [list(right), list(wrong)]}
+    # MLflow's own method writes the same file and tag: the format that its UI previews.
+    named = dict(zip(columns, zip(right, wrong, strict=True), strict=True))
+    tracker.client.log_table(tracker.run_id, {column: list(values) for column, values in named.items()}, "own.json")
+    assert json.loads(artifact_text(tracker, "own.json", tmp_path)) == table
+    tag = json.loads(tracker.client.get_run(tracker.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": path, "type": "table"} for path in ("samples/10.json", "own.json")]
+
+
+def test_a_run_of_many_tables_lists_the_newest(tracker: MlflowTracker) -> None:
+    listed = [{"path": f"samples/step_{step:06d}.json", "type": "table"} for step in range(145)]
+    tracker.client.set_tag(tracker.run_id, "mlflow.loggedArtifacts", json.dumps(listed))
+    tracker.log_artifact("samples/step_000145.json", Table(("step",), []))
+    paths = [entry["path"] for entry in json.loads(tracker.tag("mlflow.loggedArtifacts") or "")]
+    assert paths == [f"samples/step_{step:06d}.json" for step in range(46, 146)]
+
+
+def test_texts_of_others_are_escaped_and_without_passwords(tracker: MlflowTracker, tmp_path: Path) -> None:
+    hostile = "\x1b]0;mine\x07 \u202e https://me:secret@host"
+    tracker.start({"data.source": hostile}, [])
+    tracker.set_tags({"name": hostile})
+    tracker.end("FAILED", hostile, 5_000)
+    tracker.log_artifact("graph.txt", hostile)
+    tracker.log_artifact("samples/1.json", Table(("prompt",), [(hostile,)]))
+    run = tracker.client.get_run(tracker.run_id)
+    ((cell,),) = json.loads(artifact_text(tracker, "samples/1.json", tmp_path))["data"]
+    graph = artifact_text(tracker, "graph.txt", tmp_path)
+    for text in (run.data.params["data.source"], run.data.tags["name"], run.data.tags["error"], cell, graph):
+        assert text == "\\x1b]0;mine\\x07 \\u202e https://me:***@host"
+    assert (run.info.status, run.info.end_time) == ("FAILED", 5_000)
+
+
+def test_the_load_is_logged_by_mlflow_itself(runs: Path, tracker: MlflowTracker, monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
+    tracker.system_metrics = True
+    for _ in range(2):  # An outage ends its thread; the next start goes on.
+        tracker.start({}, [])
+        tracker._monitor._shutdown_event.wait(1.2)
+    tracker.end("FINISHED", None, 1)
+    steps = [step for key, step, *_ in metric_rows(runs, tracker.run_id) if key == "system/cpu_utilization_percentage"]
+    assert len(steps) > 1
+    assert len(steps) == len(set(steps))
+
+
+def test_data_is_told_apart_by_what_is_in_it(tmp_path: Path, tracker: MlflowTracker) -> None:
+    def of(**settings: object) -> list[tuple[str, str]]:
+        config = load_config("tiny", {"evaluation.prompts": 4, **settings})
+        read = read_prompts(config, build_source(config.data, config.evaluation))
+        for _ in range(2):
+            tracker.start({}, read)
+        return [(each.name, each.digest) for each in read]
+
+    chain = of()
+    assert [name for name, _ in chain] == ["chain-training", "chain-heldout"]
+    assert of(seed=1) == chain
+    assert of(**{"data.chain.min_operands": 3})[0] != chain[0]
+    path = tmp_path / "problems.v2.jsonl"
+    file = {"data.source": str(path), "warm_start": None, "reward.verifier": "integer"}
+    digests = []
+    for rows in (80, 81):
+        problems = [{"question": f"{number} plus one?", "answer": str(number + 1)} for number in range(rows)]
+        path.write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+        digests += of(**file)
+    assert [name for name, _ in digests] == 2 * ["problems-training", "problems-heldout"]
+    assert digests[0] != digests[2]
+    inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
+    assert len({each.dataset.digest for each in inputs}) == len(inputs)
+    assert DataConfig(source="openai/gsm8k").source == "openai/gsm8k"
+
+
+def test_a_checkpoint_has_the_metrics_of_its_step_alone() -> None:
+    metrics = {"alignment/token_mult_prob_error": 1.5, "alignment/kl": 0.1, "reward/mean": 0.25, "train/loss": 3.0}
+    assert model_metrics(metrics) == {"core/error_minus_1": 0.5, "core/reward": 0.25}
+    assert model_metrics(metrics | {"reward/heldout_accuracy": 0.75})["core/heldout"] == 0.75
+
+
+def test_models_are_found_by_alignment(runs: Path, copy_of_trained) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    with copy.session() as (session, _):
+        pass
+    client, experiments = session.tracker.client, [session.tracker.experiment_id]
+    assert client.search_logged_models(experiments, "metrics.`core/error_minus_1` > 0.01") == []
+    (last,) = client.search_logged_models(experiments, "metrics.`core/error_minus_1` < 0.01 AND params.step = '3'")
+    assert last.tags["checkpoint"] == str(copy.folder / "checkpoints" / "00003" / "policy")
+    assert (last.model_type, last.source_run_id) == ("policy", session.tracker.run_id)
+
+
+MISTAKES = {
+    "sqlite:///{}/mlflow.db": r"tracking\.uri sqlite:.*not a database",
+    "sqlite:///{}/a_file/mlflow.db": "a_file: File exists",
+    "sqlite://": "name a file",
+    "http://127.0.0.1:9": r"tracking\.uri http://127\.0\.0\.1:9: no server answers there",
+}
+
+
+@pytest.mark.parametrize("uri", MISTAKES)
+def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path, uri: str) -> None:
+    (tmp_path / "mlflow.db").write_text("not a database, but long enough to have a header")
+    (tmp_path / "a_file").touch()
+    config, place = load_config("tiny", {"runs": str(tmp_path)}), uri.format(tmp_path)
+    with pytest.raises((UserError, Outage), match=MISTAKES[uri]):
+        MlflowTracker.open(config, place, "tiny", "training", tmp_path, None)
+
+
+def test_a_read_only_database_is_named_with_the_cause(runs: Path, tracker: MlflowTracker) -> None:
+    """SQLAlchemy begins with a line about its flush, and MLflow repeats it."""
+    uri = f"sqlite:///file:{runs / 'mlflow.db'}?mode=ro&uri=true"
+    cause = r"^tracking\.uri sqlite:.*: attempt to write a readonly database$"
+    with pytest.raises(Outage, match=cause), store_errors(uri):
+        MlflowTracker(uri, "", "").client.create_run(tracker.experiment_id)
+
+
+def test_the_page_is_that_of_the_run() -> None:
+    path = "/#/experiments/1/runs/a/model-metrics?workflowType=machine_learning"
+    assert MlflowTracker("sqlite:///x", "1", "a").page == f"http://127.0.0.1:5000{path}"
+    assert MlflowTracker("http://me:secret@tracking:8080/", "1", "a").page == f"http://tracking:8080{path}"

@@ -1,0 +1,235 @@
+"""What is committed arrives in MLflow once, whatever fails on the way, and the training does not wait for it."""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from waiting import wait_for
+
+from flows.tracking.record import TrackingRecord, mark_dead, read_record, write_record
+from flows.tracking.store import default_tracking_uri
+from fp8core.errors import UserError
+from fp8core.store.layout import LEDGER
+from fp8core.store.ledger import ENTRY, RedoEntry
+from fp8core.store.lock import RunLock
+
+AWAY = "MLflow does not answer"
+BACK = "MLflow answers again; it has every step up to "
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.tracking.publisher.RETRY_SECONDS", (0.05,))
+
+
+@pytest.fixture(scope="module")
+def expected(runs, copy_of_trained, shown) -> Any:
+    """What MLflow shows when nothing fails, on sqlite without a server."""
+    copy = copy_of_trained(default_tracking_uri(runs))
+    assert copy.publish() == ""
+    return shown(copy.config)
+
+
+def mlflow_run(folder: Path) -> Any:
+    record = read_record(folder)
+    assert record is not None
+    return MlflowClient(record.uri).get_run(record.run_id)
+
+
+def test_everything_is_there(expected) -> None:
+    (run,) = expected.runs
+    assert run["status"] == "FINISHED"
+    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
+    assert [step for step, _ in run["metrics"]["core/heldout"]] == [0, 2, 3]
+    tags = {key: run["tags"][key] for key in ("config", "precision", "bounds")}
+    assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "bounds": "kept"}
+    reward = run["metrics"]["core/reward"]
+    first, last = (f"{value:.4g} (step {step})" for step, value in (reward[0], reward[-1]))
+    assert f"| reward | {first} | {last} |" in run["tags"]["mlflow.note.content"]
+    assert run["params"]["training.group_size" if "training.group_size" in run["params"] else "seed"]
+    steps = {f"manifests/{step:05d}.json" for step in range(4)} | {f"samples/step_00000{step}.json" for step in (1, 3)}
+    result = {"pictures/curves.png", "summary.json", "report.html", "completions.json", "heldout.json"}
+    assert {*steps, *result, "config.yaml", "graph.md", "graph.txt"} == set(run["files"])
+    assert [name for name, _ in run["datasets"]] == ["chain-heldout", "chain-training"]
+    assert run["outputs"] == [("tiny-run-00002", 2), ("tiny-run-00003", 3)]
+    assert run["traces"]
+    assert [(model["name"], model["status"]) for model in expected.models] == [
+        ("tiny-run-00002", "READY"),
+        ("tiny-run-00003", "READY"),
+    ]
+
+
+def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, runs, shown) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    copy.publish()
+    (copy.folder / "tracking.json").unlink()
+    copy.publish()
+    assert shown(copy.config) == expected
+
+
+WRITES = ("create_experiment", "create_run", "log_batch", "log_inputs", "log_text", "log_artifact", "log_outputs",
+          "create_logged_model", "finalize_logged_model", "set_terminated")  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_kill_after_any_kind_of_write_leaves_nothing_twice(expected, copy_of_trained, runs, shown, write) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    if (child := os.fork()) == 0:
+        original = getattr(MlflowClient, write)
+        setattr(MlflowClient, write, lambda *given, **named: (original(*given, **named), os._exit(9)))
+        try:
+            copy.publish()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert copy.publish() == ""
+    assert shown(copy.config) == expected
+
+
+# --- outages ---
+
+
+def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, server, shown, monkeypatch) -> None:
+    """The server is killed in mid-training, stays away beyond the end and into the next start, and comes back."""
+    copy = copy_of_trained(server.uri)
+    with copy.session() as (session, out):
+        wait_for(lambda: read_record(copy.folder).published >= 1)
+        server.kill()
+        monkeypatch.setattr("flows.tracking.backlog.OUTAGE_PATIENCE_SECONDS", 0.3)
+        session.mlflow.patience = 0.3
+        session.mlflow.add_result()
+        session.wake()
+        wait_for(lambda: AWAY in out.getvalue())
+        began = time.perf_counter()
+        for _ in range(100):
+            session.wake()
+    assert time.perf_counter() - began < 3
+    assert out.getvalue().count(f"{AWAY} (tracking.uri {server.uri}: ") == 1
+    follows = f"will follow: fp8-grpo resume {copy.folder} --set tracking.uri={server.uri}\n"
+    assert out.getvalue().endswith(follows)
+    record = read_record(copy.folder)
+    assert (record.status, record.told) == ("FINISHED", False)
+    # Continued while the server is still away: what it does not know waits on.
+    assert copy.publish().endswith(follows)
+
+    with pytest.raises(UserError, match=rf"^tracking\.uri {server.uri}: no server answers there .*refused"):
+        copy_of_trained(server.uri).publish()  # A new run needs its server.
+    monkeypatch.setattr("flows.tracking.backlog.OUTAGE_PATIENCE_SECONDS", 60.0)
+    with copy.session() as (session, out):
+        wait_for(lambda: AWAY in out.getvalue())
+        server.start()
+        session.mlflow.add_result()
+    assert BACK in out.getvalue()
+    assert "will follow" not in out.getvalue()
+    assert shown(copy.config, server.root) == expected
+
+
+def test_a_failed_or_stopped_training_says_so(copy_of_trained, runs, shown) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    (copy.folder / "report.html").write_text("of before")
+    with pytest.raises(KeyboardInterrupt), copy.session():
+        raise KeyboardInterrupt
+    assert shown(copy.config).runs[0]["status"] == "KILLED"
+    with pytest.raises(ValueError, match="broken"), copy.session():
+        raise ValueError("broken at https://me:hunter2@host\x1b")
+    (run,) = shown(copy.config).runs
+    assert (run["status"], run["tags"]["error"]) == ("FAILED", "broken at https://me:***@host\\x1b")
+    assert "report.html" in run["files"]
+    assert [step for step, _ in run["metrics"]["core/reward"]] == [1, 2, 3]
+    assert "its last start failed: broken" in (copy.folder / "report.html").read_text()
+    copy.publish()
+    (run,) = shown(copy.config).runs
+    assert (run["status"], "error" in run["tags"]) == ("FINISHED", False)
+
+
+@pytest.mark.parametrize("what", ["run", "experiment"])
+def test_what_is_deleted_in_mlflow_is_to_be_restored_before_a_resume(copy_of_trained, runs, what) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    copy.publish()
+    with copy.session() as (session, out):
+        tracker = session.tracker
+        number = tracker.run_id if what == "run" else tracker.experiment_id
+        getattr(tracker.client, f"delete_{what}")(number)
+        session.mlflow.add_result()
+    assert "MLflow refuses a request (" in out.getvalue()
+    assert f" will follow: fp8-grpo resume {copy.folder}" in out.getvalue().splitlines()[-1]
+    with pytest.raises(UserError, match=r" is deleted in .*: restore it or "):
+        copy.publish()
+    getattr(tracker.client, f"restore_{what}")(number)
+    assert copy.publish() == ""
+
+
+# --- one folder, one MLflow run ---
+
+
+def test_a_moved_run_stays_in_its_mlflow_run_and_a_copy_gets_its_own(copy_of_trained, runs, tmp_path, shown) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    copy.publish()
+    first, rows = read_record(copy.folder).run_id, shown(copy.config).runs[0]["metrics"]
+    moved = copy.at(copy.folder.rename(tmp_path / "renamed"))
+    assert moved.publish() == ""
+    assert read_record(moved.folder).run_id == first
+    second = moved.at(Path(shutil.copytree(moved.folder, tmp_path / "second")))
+    for _ in range(2):
+        second.publish()
+        own = read_record(second.folder).run_id
+        assert own != first
+    assert [run["metrics"] for run in shown(copy.config).runs] == [rows, rows], "everything, once each"
+
+
+def test_a_store_that_lost_the_run_gets_everything_again(copy_of_trained, runs, expected) -> None:
+    """As after `rm runs/mlflow.db`, of which this process would hold the file open."""
+    copy = copy_of_trained(default_tracking_uri(runs))
+    copy.publish()
+    first = read_record(copy.folder)
+    MlflowClient(first.uri).delete_tag(first.run_id, "fp8_grpo.run")
+    write_record(copy.folder, first.changed(run_id="0" * 32))
+    assert copy.publish() == ""
+    assert read_record(copy.folder).run_id not in ("0" * 32, first.run_id)
+    assert mlflow_run(copy.folder).data.metrics.keys() == expected.runs[0]["metrics"].keys()
+
+
+def test_a_redo_that_gave_another_policy_is_tagged(copy_of_trained, runs) -> None:
+    copy = copy_of_trained(default_tracking_uri(runs))
+    entries = [ENTRY.validate_json(line) for line in (copy.folder / LEDGER).read_text().splitlines()]
+    update = [entry for entry in entries if entry.event == "task" and entry.task == "train"][-1]
+    with copy.session() as (session, _):
+        wait_for(lambda: session.mlflow.published == 3, seconds=20)
+        assert "inexact" not in mlflow_run(copy.folder).data.tags
+        redo = RedoEntry(step=update.step, task=update.task, outputs=update.outputs, code_version="c")
+        session.run.directory.ledger.append(redo)
+        session.wake()
+    assert mlflow_run(copy.folder).data.tags["inexact"] == "true"
+
+
+# --- trainings that were killed ---
+
+
+def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:
+    trackers = {name: open_tracker() for name in ("killed", "ended", "alive", "elsewhere")}
+    for name, tracker in trackers.items():
+        tracker.client.update_run(tracker.run_id, "RUNNING")
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / LEDGER).touch()
+        os.utime(folder / LEDGER, (1_700_000_000, 1_700_000_000))
+        uri = "http://127.0.0.1:9" if name == "elsewhere" else tracker.uri
+        record = TrackingRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id, folder=str(folder))
+        write_record(folder, record.ended("FINISHED", None, 123_000) if name == "ended" else record)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tracking.json").write_text("{")
+    shutil.copytree(tmp_path / "killed", tmp_path / "copied")
+    lock = RunLock.acquire(tmp_path / "alive" / "lock")
+    for _ in range(2):
+        mark_dead(tmp_path, trackers["killed"].uri)
+    lock.release()
+    infos = {name: tracker.client.get_run(tracker.run_id).info for name, tracker in trackers.items()}
+    assert {name: info.status for name, info in infos.items()} == {
+        **{"killed": "KILLED", "ended": "FINISHED", "alive": "RUNNING", "elsewhere": "RUNNING"}
+    }
+    assert (infos["killed"].end_time, infos["ended"].end_time) == (1_700_000_000_000, 123_000)
+    assert read_record(tmp_path / "killed").told
