@@ -21,7 +21,7 @@ from flows.tracking.metric_names import (
     shown_metrics,
     speed,
 )
-from flows.tracking.record import TrackingFile, mark_dead
+from flows.tracking.record import change_record, mark_dead
 from flows.tracking.tables import completion_groups, heldout_table, sample_table, samples_due
 from flows.tracking.tracker import HEAD, RUN_DIRECTORY, Checkpoint, Tracker
 from fp8core.alignment.bounds import stop_bounds
@@ -49,9 +49,10 @@ class Backlog:
     name = "MLflow"
     outage_note = "metrics stay in the ledger and follow"
 
-    def __init__(self, run: RunContext, tracker: Tracker, file: TrackingFile) -> None:
+    def __init__(self, run: RunContext, tracker: Tracker) -> None:
         self.patience = OUTAGE_PATIENCE_SECONDS
-        self._run, self._tracker, self._file = run, tracker, file
+        self._run, self._tracker = run, tracker
+        self._sent = change_record(run.directory.path)
         self._begun = self._readable = self._finished = False
         self._error: str | None = None
         self._shown: tuple[BoundEntry | None, bool] = (None, False)
@@ -59,7 +60,7 @@ class Backlog:
     @property
     def published(self) -> int:
         """The last step up to which the service holds all; -1: none."""
-        return self._file.record.published
+        return self._sent.published
 
     def follow_ledger(self) -> None:
         """The files of committed steps can be read from now on."""
@@ -100,26 +101,29 @@ class Backlog:
             tracker.log_artifact(REPORT, write_report(run, self._error))
             self._error = None
 
+    def _note(self, **cursor: int) -> None:
+        self._sent = change_record(self._run.directory.path, **cursor)
+
     def _skip_published(self, head: Head | None) -> None:
         """A folder that was put back is behind its MLflow run: the steps that it redoes are there, and equal."""
         if head is not None and head.step > (self._run.directory.ledger.last_step() or START):
-            self._file.change(published=max(self.published, head.step))
+            self._note(published=max(self.published, head.step))
 
     def _publish_committed(self) -> Iterator[None]:
         ledger = self._run.directory.ledger
         while ledger.step(step := self.published + 1) is not None:
             publish_step(self._run, self._tracker, step)
-            self._file.change(published=step)
+            self._note(published=step)
             yield
         # A redo may come at any time: what a later step reads was damaged.
         if (state := (ledger.last_bound(), bool(ledger.inexact_steps()))) != self._shown:
             publish_state(self._tracker, *state)
             self._shown = state
             yield
-        newest = takewhile(lambda entry: entry.step > self._file.record.models, last_written(ledger))
+        newest = takewhile(lambda entry: entry.step > self._sent.models, last_written(ledger))
         for entry in reversed(list(newest)):
             self._tracker.log_checkpoint(checkpoint_of(self._run, entry))
-            self._file.change(models=entry.step)
+            self._note(models=entry.step)
             yield
 
 

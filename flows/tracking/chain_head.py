@@ -4,10 +4,6 @@ A consistent rewrite of a folder can renew every digest in it, but not the head 
 head is another one is written no further, and `fp8-grpo verify` reports it.
 """
 
-from mlflow import MlflowClient
-from mlflow.entities import Run
-
-from flows.tracking.mlflow_tracker import TRAINING
 from flows.tracking.record import read_record
 from flows.tracking.store import existing_store, store_errors, store_of_folder
 from flows.tracking.tracker import HEAD, Outage, Tracker
@@ -46,15 +42,11 @@ def compare_with_mlflow(view: RunView, links: Chain, store: str | None) -> str |
     """
     try:
         record = read_record(view.folder)
-        if record is None and view.config is None:
-            raise UserError("no tracking.json, and a configuration that cannot be read")
-        named = view.config.tracking.uri if record is None and view.config is not None else None
-        uri = store_of_folder(named if record is None else record.uri, view.folder, store)
+        if record is None:
+            raise UserError("it has no tracking.json")
+        uri = store_of_folder(record.uri, view.folder, store)
         with store_errors(uri):
-            client = existing_store(uri)
-            run = _run_of(client, view) if record is None else client.get_run(record.run_id)
-        if run is None:
-            raise UserError(f"no MLflow run with the id of this run in {without_passwords(uri)}")
+            run = existing_store(uri).get_run(record.run_id)
         place = f"MLflow run {run.info.run_id} in {without_passwords(uri)}"
         if (text := run.data.tags.get(HEAD)) is None:
             raise UserError(f"{place} holds no head: nothing was published")
@@ -87,15 +79,6 @@ def _committed_since(view: RunView, head: Head) -> bool:
         return entry is not None and Head.of(read_manifest(ArtifactStore(view.folder), view.folder, entry)) == head
     except UserError:  # The audit has reported the errors in these files.
         return False
-
-
-def _run_of(client: MlflowClient, view: RunView) -> Run | None:
-    """The MLflow run with a run's id in its tag."""
-    assert view.config is not None, "it names the store"
-    experiment = client.get_experiment_by_name(view.config.tracking.experiment)
-    own = f"tags.`{TRAINING}` = '{view.description.id}'"
-    tagged = [] if experiment is None else client.search_runs([experiment.experiment_id], own, max_results=1)
-    return tagged[0] if tagged else None
 
 
 def _parsed(text: str) -> Head:

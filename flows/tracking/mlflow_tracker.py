@@ -37,9 +37,9 @@ from flows.tracking.store import (
     store_errors,
 )
 from flows.tracking.traces import log_traces
-from flows.tracking.tracker import RUN_DIRECTORY, Checkpoint, Completions, Prompts, Refusal, RunOutcome, Table
+from flows.tracking.tracker import RUN_DIRECTORY, Checkpoint, Completions, Prompts, RunOutcome, Table
 from fp8core.config.run import RunConfig
-from fp8core.errors import printable_lines, without_passwords
+from fp8core.errors import printable_lines
 
 TRAINING = "fp8_grpo.run"
 """Tag of an MLflow run: the `id` of the training's run.json."""
@@ -105,10 +105,9 @@ class MlflowTracker:
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
                 tags = {TRAINING: training, RUN_DIRECTORY: str(folder)}
                 run = _tagged(client, experiment, tags) or client.create_run(experiment, None, tags, name)
-            opened = cls(uri, run.info.experiment_id, run.info.run_id, config.tracking.system_metrics)
-            opened.refuse_deleted()
             refuse_strange_artifacts(uri, run, config.tracking.uri)
-        return opened
+            client.update_run(run.info.run_id, "RUNNING")  # A deleted run is refused.
+        return cls(uri, run.info.experiment_id, run.info.run_id, config.tracking.system_metrics)
 
     @cached_property
     def client(self) -> MlflowClient:
@@ -121,16 +120,6 @@ class MlflowTracker:
         server = public_address(self.uri) if is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
-
-    def refuse_deleted(self) -> None:
-        experiment, run = self.client.get_experiment(self.experiment_id), self.client.get_run(self.run_id)
-        for what, stage in (
-            (f"experiment {experiment.name}", experiment.lifecycle_stage),
-            (f"run {self.run_id}", run.info.lifecycle_stage),
-        ):
-            if stage != "active":
-                place = without_passwords(self.uri)
-                raise Refusal(f"MLflow {what} is deleted in {place}: restore it or start a run of another name")
 
     @_with_our_errors
     def start(self, settings: Mapping[str, object], prompts: Sequence[Prompts]) -> None:

@@ -3,7 +3,6 @@
 Neither MLflow nor torch is imported at the top: the record replaces requests, also during an outage.
 """
 
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -43,9 +42,6 @@ class TrackingRecord(BaseModel):
     def changed(self, **fields: Any) -> "TrackingRecord":
         return TrackingRecord.model_validate({**self.model_dump(), **fields})
 
-    def running(self, folder: Path) -> "TrackingRecord":
-        return self.changed(folder=str(folder.absolute()), status="RUNNING", error=None, ended_ms=None, told=False)
-
     def ended(self, status: RunOutcome, error: str | None, ended_ms: int) -> "TrackingRecord":
         """Of a training that is over, which MLflow does not show yet."""
         return self.changed(status=status, error=error, ended_ms=ended_ms, told=False)
@@ -59,32 +55,6 @@ class TrackingRecord(BaseModel):
             kept = read_record(original)
             return kept is not None and kept.run_id == self.run_id
         return False
-
-
-class TrackingFile:
-    """The record of the run that this process executes; every change is durable at once."""
-
-    def __init__(self, folder: Path, record: TrackingRecord) -> None:
-        """Writes `record`. Raises UserError when the disk refuses, as every change does."""
-        self._folder = folder
-        self._write(record)
-
-    @property
-    def record(self) -> TrackingRecord:
-        return self._record
-
-    def change(self, **fields: Any) -> None:
-        self._write(self._record.changed(**fields))
-
-    def end(self, status: RunOutcome, error: str | None) -> int:
-        """Returns the time of the end in Unix milliseconds."""
-        now = time.time_ns() // 1_000_000
-        self._write(self._record.ended(status, error, now))
-        return now
-
-    def _write(self, record: TrackingRecord) -> None:
-        write_record(self._folder, record)
-        self._record = record
 
 
 def read_record(folder: Path) -> TrackingRecord | None:
@@ -103,6 +73,15 @@ def read_record(folder: Path) -> TrackingRecord | None:
 def write_record(folder: Path, record: TrackingRecord) -> None:
     """Write or replace the record, durably. Raises UserError."""
     durable.write_file(folder / RECORD, record.model_dump_json(indent=2).encode() + b"\n")
+
+
+def change_record(folder: Path, **fields: Any) -> TrackingRecord:
+    """Change fields of the record that is there, durably. Raises UserError: the disk refuses."""
+    record = read_record(folder)
+    assert record is not None, "an open run has its record"
+    changed = record.changed(**fields)
+    write_record(folder, changed)
+    return changed
 
 
 def mark_dead(runs: Path, uri: str) -> None:

@@ -1,13 +1,15 @@
 """One training in this process, from opening its folder to its final status in MLflow."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flows.tracking.backlog import Backlog
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.publisher import Destination, Publisher
-from flows.tracking.record import TrackingFile, TrackingRecord, read_record
+from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
 from flows.tracking.store import resolve_tracking_uri, store_of_folder
 from flows.tracking.tables import published_kinds
 from flows.tracking.tracker import Outage, Refusal, RunOutcome, Tracker
@@ -62,28 +64,28 @@ def open_session(
     """
     graph, key = graph_of(config), signing_key(config, name)
     with open_directory(config, name, new_code=new_code) as directory:
-        tracker, file = _open_tracker(directory, config, name)
+        tracker = _open_tracker(directory, config, name)
         console.header(name, {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)})
         try:
             with (
                 open_run(config, graph, directory, console, key, kernels) as run,
-                _published(run, tracker, file) as session,
+                _published(run, tracker) as session,
             ):
                 yield session
         except BaseException as error:
             # Others: Ctrl-C, SIGTERM, a cancelled flow run.
             failed = isinstance(error, Exception) and not isinstance(error, TrainingPaused)
             with suppress(UserError):  # A full disk, say; `error` was first.
-                _conclude(tracker, file, "FAILED" if failed else "KILLED", str(error) if failed else None)
+                _conclude(directory.path, tracker, "FAILED" if failed else "KILLED", str(error) if failed else None)
             raise
-        problem = _conclude(tracker, file, "FINISHED", None)
-        if missing := _missing(directory, file):
+        problem = _conclude(directory.path, tracker, "FINISHED", None)
+        if missing := _missing(directory):
             console.note(f"{problem or 'MLflow lacks them'}; {missing} will follow: {resume_command(config, name)}")
 
 
 @contextmanager
-def _published(run: RunContext, tracker: MlflowTracker, file: TrackingFile) -> Iterator[Session]:
-    mlflow = Backlog(run, tracker, file)
+def _published(run: RunContext, tracker: MlflowTracker) -> Iterator[Session]:
+    mlflow = Backlog(run, tracker)
     session = Session(run, tracker, mlflow, [Publisher(mlflow, run.console)])
     try:
         yield session
@@ -97,7 +99,7 @@ def _published(run: RunContext, tracker: MlflowTracker, file: TrackingFile) -> I
         publisher.close()
 
 
-def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tuple[MlflowTracker, TrackingFile]:
+def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> MlflowTracker:
     """The MLflow run that this folder names, else a new one, in the configured store, else the folder's own.
 
     A folder that is a copy gets an MLflow run of its own. Where the store lost the MLflow run, a new one gets
@@ -121,25 +123,29 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> tupl
         tracker = MlflowTracker(uri, known.experiment_id, known.run_id, config.tracking.system_metrics)
     if known is None or tracker.run_id != known.run_id:
         known = TrackingRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id, folder=str(folder))
-    return tracker, TrackingFile(folder, known.changed(uri=uri).running(folder))
+    began = {"status": "RUNNING", "error": None, "ended_ms": None, "told": False}
+    write_record(folder, known.changed(uri=uri, folder=str(folder), **began))
+    return tracker
 
 
-def _conclude(tracker: Tracker, file: TrackingFile, status: RunOutcome, error: str | None) -> str | None:
+def _conclude(folder: Path, tracker: Tracker, status: RunOutcome, error: str | None) -> str | None:
     """Record the end of the training, and show it in MLflow, or else when the run is opened again.
 
     Returns the reason why MLflow does not show it, in words, or None.
     """
-    ended_ms = file.end(status, error)
+    ended_ms = time.time_ns() // 1_000_000
+    change_record(folder, status=status, error=error, ended_ms=ended_ms, told=False)
     try:
         tracker.end(status, error, ended_ms)
     except (Outage, Refusal) as problem:
         return str(problem)
-    file.change(told=True)
+    change_record(folder, told=True)
     return None
 
 
-def _missing(directory: RunDirectory, file: TrackingFile) -> str | None:
-    last, published = directory.ledger.last_step(), file.record.published
+def _missing(directory: RunDirectory) -> str | None:
+    last, record = directory.ledger.last_step(), change_record(directory.path)
+    published = record.published
     if last is not None and published < last:
         return f"steps {published + 1} to {last}" if published + 1 < last else f"step {last}"
-    return None if file.record.told else "how the run ended"
+    return None if record.told else "how the run ended"

@@ -136,15 +136,3 @@ def test_verify_says_why_it_could_not_compare(published, runs, capsys, monkeypat
     assert "holds no head: nothing was published" in said()
     client.set_tag(record.run_id, "chain_head", "3:x")
     assert said().endswith("'3:x' is not the head of a chain (STEP:DIGEST)")
-
-
-def test_a_run_that_lost_its_record_of_mlflow_is_found_there_by_its_id(published, capsys) -> None:
-    (published.folder / "tracking.json").unlink()
-    described = json.loads((published.folder / "run.json").read_bytes())
-    described["config"]["tracking"] = published.config.tracking.model_dump(mode="json")
-    (published.folder / "run.json").write_text(json.dumps(described))
-    told = verify(capsys, published.folder)[1]
-    assert told is not None
-    assert told.startswith("the same head in MLflow run ")
-    rewrite(published.folder, other_library)
-    assert verify(capsys, published.folder)[0] == 1

@@ -82,7 +82,7 @@ def named_by(folder: Path, uri: str) -> None:
     described = json.loads((folder / "run.json").read_bytes())
     described["config"]["tracking"]["uri"] = uri
     (folder / "run.json").write_text(json.dumps(described))
-    write_record(folder, read_record(folder).running(folder).changed(uri=uri))
+    write_record(folder, read_record(folder).changed(uri=uri, folder=str(folder), told=False))
 
 
 @pytest.fixture(scope="module")

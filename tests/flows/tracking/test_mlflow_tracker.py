@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from flows.tracking.datasets import read_prompts
-from flows.tracking.metric_names import model_metrics
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.store import default_tracking_uri, store_errors
+from flows.tracking.store import default_tracking_uri
 from flows.tracking.tracker import Outage, Table
-from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
 from fp8core.data.source import build_source
 from fp8core.errors import UserError
@@ -82,14 +80,6 @@ def test_artifacts_are_replaced_and_tables_listed_for_the_preview(tracker: Mlflo
     assert tag == [{"path": path, "type": "table"} for path in ("samples/10.json", "own.json")]
 
 
-def test_a_run_of_many_tables_lists_the_newest(tracker: MlflowTracker) -> None:
-    listed = [{"path": f"samples/step_{step:06d}.json", "type": "table"} for step in range(145)]
-    tracker.client.set_tag(tracker.run_id, "mlflow.loggedArtifacts", json.dumps(listed))
-    tracker.log_artifact("samples/step_000145.json", Table(("step",), []))
-    paths = [entry["path"] for entry in json.loads(tracker.tag("mlflow.loggedArtifacts") or "")]
-    assert paths == [f"samples/step_{step:06d}.json" for step in range(46, 146)]
-
-
 def test_texts_of_others_are_escaped_and_without_passwords(tracker: MlflowTracker, tmp_path: Path) -> None:
     hostile = "\x1b]0;mine\x07 \u202e https://me:secret@host"
     tracker.start({"data.source": hostile}, [])
@@ -140,13 +130,6 @@ def test_data_is_told_apart_by_what_is_in_it(tmp_path: Path, tracker: MlflowTrac
     assert digests[0] != digests[2]
     inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
     assert len({each.dataset.digest for each in inputs}) == len(inputs)
-    assert DataConfig(source="openai/gsm8k").source == "openai/gsm8k"
-
-
-def test_a_checkpoint_has_the_metrics_of_its_step_alone() -> None:
-    metrics = {"alignment/token_mult_prob_error": 1.5, "alignment/kl": 0.1, "reward/mean": 0.25, "train/loss": 3.0}
-    assert model_metrics(metrics) == {"core/error_minus_1": 0.5, "core/reward": 0.25}
-    assert model_metrics(metrics | {"reward/heldout_accuracy": 0.75})["core/heldout"] == 0.75
 
 
 def test_models_are_found_by_alignment(runs: Path, copy_of_trained) -> None:
@@ -175,17 +158,3 @@ def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path, uri: str) -> 
     config, place = load_config("tiny", {"runs": str(tmp_path)}), uri.format(tmp_path)
     with pytest.raises((UserError, Outage), match=MISTAKES[uri]):
         MlflowTracker.open(config, place, "tiny", "training", tmp_path, None)
-
-
-def test_a_read_only_database_is_named_with_the_cause(runs: Path, tracker: MlflowTracker) -> None:
-    """SQLAlchemy begins with a line about its flush, and MLflow repeats it."""
-    uri = f"sqlite:///file:{runs / 'mlflow.db'}?mode=ro&uri=true"
-    cause = r"^tracking\.uri sqlite:.*: attempt to write a readonly database$"
-    with pytest.raises(Outage, match=cause), store_errors(uri):
-        MlflowTracker(uri, "", "").client.create_run(tracker.experiment_id)
-
-
-def test_the_page_is_that_of_the_run() -> None:
-    path = "/#/experiments/1/runs/a/model-metrics?workflowType=machine_learning"
-    assert MlflowTracker("sqlite:///x", "1", "a").page == f"http://127.0.0.1:5000{path}"
-    assert MlflowTracker("http://me:secret@tracking:8080/", "1", "a").page == f"http://tracking:8080{path}"

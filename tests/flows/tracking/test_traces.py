@@ -84,32 +84,6 @@ def test_only_the_trace_of_a_right_answer_is_green(tracker: MlflowTracker) -> No
             assert (span.status.status_code, span.status.description) == (wanted, text)
 
 
-def test_an_episode_that_was_played_ahead_has_no_lag_for_a_mismatch(small: dict[str, Any], tmp_path: Path) -> None:
-    """It is compared with the policies that wrote it, and where these did not score it again there is no number."""
-    ahead = {"mode": "asynchronous", "ahead_tokens": 12, "chunk_tokens": 2, "verified_share": 0.5}
-    settings = {**small, **SPOKEN, "pipeline": ahead, "training.learning_rate": 1e-3}
-    config = load_config("tiny", {**settings, "steps": 3, "runs": str(tmp_path)})
-    console = Console(io.StringIO(), 3)
-    with open_directory(config, "ahead") as directory, open_run(config, graph_of(config), directory, console) as run:
-        train(run)
-        completions = completion_groups(run)
-        verified = {
-            (step, row["group"], row["sample"])
-            for step in (1, 2, 3)
-            for row in directory.store.get_table(directory.ledger.artifacts(step)["behaviour"]).to_pylist()
-        }
-    assert completions is not None
-    columns = [COMPLETION_COLUMNS.index(name) for name in ("step", "group", "sample", "mismatch")]
-    shown = [[row[column] for column in columns] for row in completions.table.rows]
-    assert {step for step, *_ in shown} == {1, 3}
-    for *place, mismatch in shown:
-        expected = 0 if tuple(place) in verified else None
-        assert mismatch == expected
-        turns = completions.turns[place[0], place[1], place[2]]
-        assert {(turn["mismatch"], turn["differing"]) for turn in turns} == {(expected, expected)}
-    assert {mismatch for *_, mismatch in shown} == {0, None}
-
-
 def _said(row: dict[str, Any]) -> str:
     said = json.loads(row["said"] or "[]")
     return "\n".join(message["content"] for message in (said["messages"] if isinstance(said, dict) else said))
