@@ -206,8 +206,8 @@ def cli_sections(parser: argparse.ArgumentParser) -> str:
         for name, command in commands.choices.items()
     }
     counts = Counter(line for own in lines.values() for line in own)
-    common = [line for line, count in counts.items() if count >= COMMON and line.startswith("- `--")]
-    parts = ["\n".join(["## Options of several commands", "", *common, ""])]
+    common = [line for line, count in counts.items() if count >= COMMON]
+    parts = ["\n".join(["## Arguments of several commands", "", *common, ""])]
     for name, own in lines.items():
         shared = [line.split("`")[1].split()[0] for line in own if line in common]
         also = [f"- also {', '.join(f'`{option}`' for option in shared)}"] if shared else []
@@ -237,7 +237,7 @@ def _sentence(text: str) -> str:
 
 def numerics_tables() -> dict[str, str]:
     """The parts of numerics.md: tables of docstrings, and the presets."""
-    levels, actions, filters, denominators = map(_table, docstring_rows(correction.__doc__))
+    levels, actions, filters, denominators = map(_list, docstring_rows(correction.__doc__))
     (metrics,) = docstring_rows(alignment_metrics.__doc__)
     return {
         "metrics": "\n".join(_metric(*cells) for cells in metrics[1:]),
@@ -259,9 +259,8 @@ def docstring_rows(text: str | None) -> list[list[list[str]]]:
     return found
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+def _list(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"- `{name}`: {'; '.join(cell for cell in cells if cell != '-')}" for name, *cells in rows[1:])
 
 
 def _metric(name: str, formula: str, ideal: str, estimates: str, systems: str) -> str:
