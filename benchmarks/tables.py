@@ -266,7 +266,7 @@ def parity_table(parity: Row) -> str:
     """A row for each check and a column for each variant; what did not pass is marked."""
     found: dict[str, dict[str, str]] = {}
     for check in parity["checks"]:
-        if check["variant"] in parity["variants"]:  # The preflight is of no variant.
+        if check["variant"] in parity["variants"]:
             words = check["found"] if check["outcome"] == "PASS" else f"{check['found']} ({check['outcome']})"
             found.setdefault(check["name"], {"bound": check["bound"]})[check["variant"]] = words
     columns = [*parity["variants"], "bound"]

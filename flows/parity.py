@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from prefect import flow, get_run_logger, runtime, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow, get_run_logger, runtime
 from prefect.states import Completed
 from pydantic import Field
 
@@ -19,12 +18,11 @@ from flows.launch import say
 from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
 from flows.parameters import ConfigName, FlowOverrides, ParityName
 from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
-from flows.parity_training import read_memory, train_one
+from flows.parity_training import train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
-from fp8core.parity.golden import Golden, preflight
 from fp8core.parity.measure import Measured, measure
 from fp8core.parity.page import parity_charts, parity_html, parity_markdown
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing, write_result
@@ -33,7 +31,7 @@ from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import read_run
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-MEMORY, PAGE, PICTURE, WORDS = "memory.jsonl", "report.html", "report.png", "report.md"
+PAGE, PICTURE, WORDS = "report.html", "report.png", "report.md"
 
 
 # Prefect's form takes bounds from the types and descriptions from the docstring.
@@ -65,9 +63,7 @@ def parity(
         plan = refuse(ParityRequest(config, name, seeds, steps, variants, overrides), _date())
         make_folder(plan.folder, PRIVATE)
         say(f"parity {plan.name}: {len(plan.trainings)} trainings")
-        golden = _preflight(plan)
-        failures = {} if golden.wrong else _train(plan)
-        return _verdict(plan, golden, failures)
+        return _verdict(plan, _train(plan))
     except UserError as error:
         return failed(str(error))
 
@@ -76,18 +72,6 @@ def _date() -> str:
     """The day that the flow run was scheduled for: a retry after midnight continues what it began."""
     scheduled = runtime.flow_run.scheduled_start_time
     return (scheduled or datetime.now(UTC)).astimezone(UTC).date().isoformat()
-
-
-@task(name="preflight", persist_result=False, cache_policy=NO_CACHE)
-def _golden(plan: ParityPlan) -> Golden:
-    return preflight(plan.corrected)
-
-
-def _preflight(plan: ParityPlan) -> Golden:
-    golden: Golden = _golden(plan)
-    for line in golden.wrong:
-        say(f"preflight: {line}")
-    return golden
 
 
 def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
@@ -99,24 +83,22 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
             say(f"{where}: done before")
             continue
         say(where)
-        state = train_one(training, plan.folder / MEMORY)
+        state = train_one(training)
         if not state.is_completed():
             failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
     return failures
 
 
-def _verdict(plan: ParityPlan, golden: Golden, failures: dict[tuple[str, int], str]) -> Any:
+def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
     runs: dict[str, list[Any]] = {variant: [] for variant in plan.variants}
     measured: list[Measured] = []
-    memory = read_memory(plan.folder / MEMORY)
     for training in plan.trainings:
         if committed(training.folder) is not None:
             run = read_run(training.folder, training.folder.name)
             runs[training.variant].append(run)
-            measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations, memory))
+            measured.append(measure(run, training.variant, training.seed, plan.config.parity.last_evaluations))
     verdict = judge(
         measured,
-        golden,
         plan.config.parity,
         variants=plan.variants,
         seeds=plan.seeds,

@@ -3,26 +3,19 @@
 A training runs in this process, or in one of its own where its engine needs one (`EngineEntry.own_process`). Such an
 engine reads its environment when it is imported, and its GPU memory is free only when its process is gone:
 
-    python -m flows.parity_training FLOW_RUN MEMORY
+    python -m flows.parity_training FLOW_RUN
 
-trains as that flow run specifies, appends samples of its memory to the file, and stops with its parent.
+trains as that flow run specifies, and stops with its parent.
 """
 
-import json
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from io import FileIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psutil
 from prefect import Task, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
@@ -33,26 +26,22 @@ from flows.environment import leave_working_directory_out, search_last
 from flows.grpo import grpo
 from flows.parity_plan import Training
 from flows.termination import ExitCode
-from fp8core.durable import lines_forward, whole_end
-from fp8core.parity.measure import MemorySample
 from fp8core.processes.end_with_parent import TiedProcess, running
 from fp8core.rollout.registry import engine_entry
 
 _INTERRUPT = b"interrupt\n"
-INTERVAL_SECONDS = 0.5
 
 
-def train_one(training: Training, memory: Path) -> State[Any]:
-    """Train, and append samples of the process's memory to `memory`; returns how the flow run of it ended."""
+def train_one(training: Training) -> State[Any]:
+    """Train; returns how the flow run of it ended."""
     if engine_entry(training.config).own_process:
-        return train_apart(training.shown_as, training.parameters, memory)
-    with watch_memory(memory):
-        flow: Any = grpo.with_options(flow_run_name=training.shown_as)
-        ended: State[Any] = flow(**training.parameters, return_state=True)
+        return train_apart(training.shown_as, training.parameters)
+    flow: Any = grpo.with_options(flow_run_name=training.shown_as)
+    ended: State[Any] = flow(**training.parameters, return_state=True)
     return ended
 
 
-def train_apart(name: str, parameters: dict[str, Any], memory: Path) -> State[Any]:
+def train_apart(name: str, parameters: dict[str, Any]) -> State[Any]:
     """As `train_one`, in a process of its own; Ctrl-C and SIGTERM of this one, and its death, reach it."""
     with get_client(sync_client=True) as client:
         # As Prefect has it of a flow that calls another: below a task run of the caller.
@@ -61,7 +50,7 @@ def train_apart(name: str, parameters: dict[str, Any], memory: Path) -> State[An
         flow_run = client.create_flow_run(grpo, parameters=parameters, name=name, parent_task_run_id=parent).id
         code: int | str = "an exception in who started it"
         try:
-            code = _run_child(running("flows.parity_training", str(flow_run), str(memory.absolute())))
+            code = _run_child(running("flows.parity_training", str(flow_run)))
         finally:
             ended = _how_it_ended(client, flow_run, code)
     return ended
@@ -96,7 +85,7 @@ def _stop_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGINT if word == _INTERRUPT else signal.SIGTERM)
 
 
-def _train(flow_run: UUID, memory: Path) -> int:
+def _train(flow_run: UUID) -> int:
     # An exception, so that the run is closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.TERMINATED))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,43 +95,11 @@ def _train(flow_run: UUID, memory: Path) -> int:
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(flow_run)
     try:
-        with watch_memory(memory):
-            state: Any = run_flow(grpo, found, return_type="state")
+        state: Any = run_flow(grpo, found, return_type="state")
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return ExitCode.DONE if state.is_completed() else ExitCode.FAILED
 
 
-@contextmanager
-def watch_memory(path: Path) -> Iterator[None]:
-    """Append a sample to `path` every INTERVAL_SECONDS while the block lasts; its folder exists."""
-    over = threading.Event()
-    thread = threading.Thread(target=_follow, args=(path, over), name="memory-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def read_memory(path: Path) -> list[MemorySample]:
-    """All samples, the oldest first; none without the file. A torn last line is left out."""
-    if not path.is_file():
-        return []
-    with FileIO(path) as file:
-        return [MemorySample(**json.loads(line)) for _, line in lines_forward(file, 0, whole_end(file))]
-
-
-def _follow(path: Path, over: threading.Event) -> None:
-    process = psutil.Process()
-    with FileIO(path, "a+") as file:
-        # A kill may have torn the last line.
-        file.truncate(whole_end(file))
-        while not over.wait(INTERVAL_SECONDS):
-            sample = MemorySample(time.time(), os.getpid(), process.memory_info().rss / 2**20)
-            file.write(f"{json.dumps(asdict(sample))}\n".encode())
-
-
 if __name__ == "__main__":
-    sys.exit(_train(UUID(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(_train(UUID(sys.argv[1])))

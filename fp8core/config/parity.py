@@ -69,7 +69,3 @@ class ParityConfig(Section):
         Limit(limit=1.0, reason="FP8 generation that is no faster than BF16 is not worth its errors"),
         description="Smallest ratio of generation speed to BF16, on a GPU.",
     )
-    memory_slope: Limit = Field(
-        Limit(limit=2.0, reason="2 MiB a step are 2 GiB in a thousand steps: a leak that ends long trainings"),
-        description="Largest growth of memory, MiB a step.",
-    )

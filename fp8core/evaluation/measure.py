@@ -1,23 +1,22 @@
 """From verdicts to the numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
 
-Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt. A
-formula gives it for values that are right or wrong, else a bootstrap that resamples prompts (a cluster bootstrap). All
-estimates of an evaluation have the same one, with the same draws: what is never below another value has no bound below.
+Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt:
+Wilson's for values that are right or wrong, else a bootstrap that resamples prompts. All estimates of an evaluation
+have the same one, with the same draws: what is never below another value has no bound below.
 """
 
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, repeat
 from statistics import NormalDist, fmean
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from scipy import stats
 
 from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.config.run import RunConfig
@@ -28,6 +27,8 @@ from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rollout.registry import engine_entry
 
 RESAMPLES = 10_000
+# Subsets of a prompt's samples that vote.
+VOTES = 2_000
 # Resamples drawn at once: memory stays small for any number of prompts.
 _CHUNK = 256
 
@@ -43,10 +44,10 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def majority_at_k(right: int, others: Sequence[int], silent: int, k: int) -> float:
-    """Probability that the most frequent answer of k samples is right, estimated without bias from all of them.
+    """Probability that the most frequent answer of k samples is right; a tie is won by each of its answers alike.
 
-    The mean over all subsets of k samples, in exact arithmetic; a tie is won by each of its answers alike. Where no
-    sample of a subset has an answer, nothing wins.
+    All samples vote where there are k, else VOTES random subsets of k, always the same. Where no sample of a subset
+    has an answer, nothing wins.
 
     Args:
         right: samples with the right answer.
@@ -54,44 +55,16 @@ def majority_at_k(right: int, others: Sequence[int], silent: int, k: int) -> flo
         silent: samples without an answer, which have no vote.
         k: samples in a vote.
     """
-    samples = right + sum(others) + silent
-    assert 1 <= k <= samples, "k samples are drawn from them"
-    sizes, won = Counter(others), Fraction(0)
-    for votes in range(1, min(right, k) + 1):
-        # Answers with fewer samples than `votes` can neither tie nor win: any of their samples may be drawn.
-        free = silent + sum(size * count for size, count in sizes.items() if size < votes)
-        rivals = {size: count for size, count in sizes.items() if size >= votes}
-        ways = _ways(rivals, votes, k - votes, free, samples)
-        won += math.comb(right, votes) * sum(Fraction(count, tied + 1) for tied, count in enumerate(ways))
-    return float(won / math.comb(samples, k))
-
-
-def _ways(rivals: Mapping[int, int], votes: int, drawn: int, free: int, samples: int) -> list[int]:
-    """Ways to draw so many samples of rivals and free ones so that no rival gets more than `votes`, by how many tie.
-
-    `rivals` counts answers by their number of samples, `votes` at least. Numbers of ways are the coefficients of a
-    polynomial in the number of samples drawn besides those of the ties. A polynomial is one long integer with a slot
-    for each coefficient (Kronecker substitution): Python multiplies those fast.
-    """
-    # No coefficient is above the number of all subsets, 2 ** samples.
-    slot, ties = (samples + 8) // 8 * 8, drawn // votes
-    kept = [(1 << slot * (drawn - votes * tied + 1)) - 1 for tied in range(ties + 1)]
-    found = [1]
-    for size, count in rivals.items():
-        below = sum(math.comb(size, taken) << slot * taken for taken in range(votes))
-        powers = list(accumulate(repeat(below, count), lambda power, one: power * one & kept[0], initial=1))
-        most = min(count, ties)
-        tied = [math.comb(count, n) * math.comb(size, votes) ** n * powers[count - n] for n in range(most + 1)]
-        found = [
-            sum(found[n - m] * tied[m] for m in range(max(0, n - len(found) + 1), min(n, most) + 1)) & kept[n]
-            for n in range(min(len(found) + most, ties + 1))
-        ]
-    one = (1 << slot) - 1
-    rest = [drawn - votes * tied for tied in range(len(found))]
-    return [
-        sum((ways >> slot * n & one) * math.comb(free, left - n) for n in range(max(0, left - free), left + 1))
-        for ways, left in zip(found, rest, strict=True)
-    ]
+    counts = np.array([right, *others, silent])
+    assert 1 <= k <= counts.sum(), "k samples are drawn from them"
+    if k == counts.sum():
+        drawn = counts[None]
+    else:
+        drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, k, size=VOTES)
+    votes = drawn[:, :-1]
+    most = votes.max(axis=1)
+    tied = (votes == most[:, None]).sum(axis=1)
+    return float(np.where((votes[:, 0] == most) & (most > 0), 1 / tied, 0.0).mean())
 
 
 def wilson_interval(right: float, count: int, confidence: float) -> tuple[float, float]:
@@ -120,19 +93,6 @@ def paired_interval(better: float, worse: float, count: int, confidence: float) 
     return max(-1.0, more - fewer - room), min(1.0, more - fewer + room)
 
 
-def bootstrap_interval(values: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentile interval of the mean of one value a prompt, resampled over prompts; the same for the same seed."""
-    means = _resampled_means(np.asarray(values, np.float64), np.random.default_rng(seed))
-    low, high = np.quantile(means, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    return float(low), float(high)
-
-
-def _resampled_means(values: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    assert len(values) > 0, "a mean needs a prompt"
-    rows = [min(_CHUNK, RESAMPLES - start) for start in range(0, RESAMPLES, _CHUNK)]
-    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(axis=1) for n in rows])
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A value, and the interval that its confidence belongs to."""
@@ -158,15 +118,23 @@ def difference_estimate(differences: Sequence[float], confidence: float, seed: i
 
 
 def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confidence: float, seed: int) -> Estimate:
-    """Mean of one value a prompt, with a bootstrap that has a further prompt at each end of the values' range.
+    """Mean of one value a prompt, with a percentile bootstrap that has a further prompt at each end of their range.
 
     Without these, values that are equal, or nearly so, as those near 1 are, would have an interval of no width. (Bonett
-    and Price add them to pairs.) Values beyond the range are a user's own, and have none.
+    and Price, 2012, add them to pairs.) Values beyond the range are a user's own, and have none.
     """
     further = ends if ends[0] <= min(values) and max(values) <= ends[1] else ()
-    low, high = bootstrap_interval([*values, *further], confidence, seed)
+    interval = stats.bootstrap(
+        (np.array([*values, *further]),),
+        np.mean,
+        n_resamples=RESAMPLES,
+        batch=_CHUNK,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
     mean = fmean(values)
-    return Estimate(mean, min(low, mean), max(high, mean))
+    return Estimate(mean, min(float(interval.low), mean), max(float(interval.high), mean))
 
 
 @dataclass(frozen=True)

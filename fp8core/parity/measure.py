@@ -7,17 +7,14 @@ seeds, and over steps, which are correlated.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
-from operator import attrgetter
-from statistics import fmean, median, stdev
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy import stats
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
@@ -119,19 +116,6 @@ def stress_settings(config: RunConfig) -> dict[str, Any]:
 
 
 WEIGHT, RATIO = "alignment/sampling_importance_ratio", "train/ratio_mean"
-LEAST_STEPS_OF_A_SLOPE = 20
-# Between a step's commit and the sample of memory that counts for it, at most.
-_FRESH_SECONDS = 5
-_time = attrgetter("time")
-
-
-@dataclass(frozen=True)
-class MemorySample:
-    """Resident memory of the training process at a moment (Unix seconds)."""
-
-    time: float
-    process: int
-    mebibytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +143,7 @@ class Measured:
     multiplicative probability error, k3 divergence (nats), effective sample size (share), mean raw importance weight of
     the mismatch and of the updates. No weights of updates, None, has a loss with one ratio a row (`gspo`): a geometric
     mean, which is below 1. idle: steps whose update had a gradient and left the weights as they were. speed: generated
-    tokens per second. slope: MiB a step.
+    tokens per second.
     """
 
     variant: str
@@ -174,15 +158,14 @@ class Measured:
     ratios: tuple[float, ...] | None
     idle: tuple[int, ...]
     speed: float | None
-    slope: float | None
 
     @property
     def whole(self) -> bool:
         return self.steps[0] == self.steps[1]
 
 
-def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[MemorySample] = ()) -> Measured:
-    """The numbers of a training, of whose held-out accuracies the `last` count; `memory` is of its process."""
+def measure(run: RunData, variant: str, seed: int, last: int) -> Measured:
+    """The numbers of a training, of whose held-out accuracies the `last` count."""
 
     def values(metric: str) -> tuple[float, ...]:
         return tuple(series(run.history, metric)[1])
@@ -201,7 +184,6 @@ def measure(run: RunData, variant: str, seed: int, last: int, memory: Sequence[M
         ratios=None if run.view.config is not None and run.view.config.loss.policy == "gspo" else values(RATIO),
         idle=tuple(_idle(run)),
         speed=rollout_speed(run),
-        slope=slope(_memory_of_steps(run, memory)),
     )
 
 
@@ -224,16 +206,6 @@ def learning_curve(run: RunData) -> LearningCurve | None:
     return LearningCurve(steps, prompts, np.array([[scores[step][prompt] for prompt in prompts] for step in steps]))
 
 
-def slope(points: Sequence[tuple[float, float]]) -> float | None:
-    """Median slope of all pairs of (x, y) (Theil and Sen); None with fewer than LEAST_STEPS_OF_A_SLOPE points.
-
-    Memory comes and goes in jumps, to which a least-squares line bends.
-    """
-    if len(points) < LEAST_STEPS_OF_A_SLOPE:
-        return None
-    return median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
-
-
 def _idle(run: RunData) -> list[int]:
     gradients = dict(zip(*series(run.history, GRAD_NORM), strict=True))
     digests = {step: commit.entry.weights_digest for step, commit in run.view.steps.items()}
@@ -244,23 +216,10 @@ def _idle(run: RunData) -> list[int]:
     ]
 
 
-def _memory_of_steps(run: RunData, memory: Sequence[MemorySample]) -> list[tuple[float, float]]:
-    """(step, MiB) at the commits of the second half, of the process that made the last of them."""
-    points = []
-    steps, in_order = sorted(step for step in run.view.steps if step > START), sorted(memory, key=_time)
-    for step in steps[len(steps) // 2 :]:
-        moment = run.view.steps[step].entry.committed_ms / 1000
-        before = bisect_right(in_order, moment, key=_time)
-        if before and moment - in_order[before - 1].time <= _FRESH_SECONDS:
-            points.append((float(step), in_order[before - 1]))
-    last = points[-1][1].process if points else None
-    return [(step, sample.mebibytes) for step, sample in points if sample.process == last]
-
-
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
     """Interval of the mean of independent values; at least two."""
     assert len(values) > 1, "a spread needs two values"
-    half = float(stdtrit(len(values) - 1, 0.5 + confidence / 2)) * stdev(values) / math.sqrt(len(values))
+    half = float(stats.sem(values) * stats.t.ppf(0.5 + confidence / 2, len(values) - 1))
     return fmean(values) - half, fmean(values) + half
 
 
@@ -368,5 +327,5 @@ def crossed_interval(table: NDArray[np.float64], confidence: float) -> Confidenc
         of_prompts = seeds * float(columns.var(ddof=1))
         rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
         variance += max(0.0, of_prompts - rest)
-    half = float(stdtrit(seeds - 1, 0.5 + confidence / 2)) * math.sqrt(variance / table.size)
+    half = float(stats.t.ppf(0.5 + confidence / 2, seeds - 1)) * math.sqrt(variance / table.size)
     return ConfidenceInterval(mean, mean - half, mean + half)

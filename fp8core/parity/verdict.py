@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
@@ -19,10 +19,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from fp8core import durable
 from fp8core.config.layers import leaves
 from fp8core.config.parity import Limit, ParityConfig
-from fp8core.parity.golden import Golden
 from fp8core.parity.measure import (
     BASELINE,
-    LEAST_STEPS_OF_A_SLOPE,
     STRESS,
     VARIANTS,
     ConfidenceInterval,
@@ -40,8 +38,6 @@ FAIL: Final = "FAIL"
 NOT_ENOUGH: Final = "NOT ENOUGH DATA"
 NOT_JUDGED: Final = "not judged"
 ParityOutcome = Literal["PASS", "FAIL", "NOT ENOUGH DATA", "not judged"]
-PREFLIGHT = "preflight"
-_SHOWN_MISTAKES = 3
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,6 @@ class ParityVerdict:
 
 def judge(
     measured: Sequence[Measured],
-    golden: Golden,
     config: ParityConfig,
     *,
     variants: Sequence[str],
@@ -99,25 +94,16 @@ def judge(
     `failures`: why a training failed, by variant and seed.
     """
     by_variant = {name: [one for one in measured if one.variant == name] for name in variants}
-    checks = [_golden_check(golden)]
+    checks = list[Check]()
     for name in variants:
         runs = by_variant[name]
         checks.append(_complete(name, runs, seeds, failures))
         checks += _alignment(name, runs, config)
         checks.append(_updates(name, runs))
-        checks.append(_memory(name, runs, config))
         if name not in (BASELINE, STRESS):
             checks += _learning(name, runs, by_variant.get(BASELINE, []), config)
             checks.append(_speed(name, runs, by_variant.get(BASELINE, []), config, platform))
     return ParityVerdict(tuple(checks))
-
-
-def _golden_check(golden: Golden) -> Check:
-    found = f"{golden.tokens - len(golden.wrong)} of {golden.tokens} weights right"
-    if golden.wrong:
-        found += f" ({'; '.join(golden.wrong[:_SHOWN_MISTAKES])})"
-    reason = "a wrong correction trains on, and shows late"
-    return Check(PREFLIGHT, "golden vectors", FAIL if golden.wrong else PASS, found, "all", reason)
 
 
 def _complete(
@@ -189,17 +175,6 @@ def _updates(name: str, runs: Sequence[Measured]) -> Check:
         return Check(name, "skipped updates", NOT_ENOUGH, "not measured", "none", reason)
     found = ", ".join(idle) if idle else "none"
     return Check(name, "skipped updates", FAIL if idle else PASS, found, "none", reason, float(len(idle)))
-
-
-def _memory(name: str, runs: Sequence[Measured], config: ParityConfig) -> Check:
-    limit = config.memory_slope
-    bound, slopes = f"<= {limit.limit:g} MiB a step", [run.slope for run in runs if run.slope is not None]
-    if not slopes:
-        found = f"not measured over {LEAST_STEPS_OF_A_SLOPE} steps"
-        return Check(name, "memory slope", NOT_ENOUGH, found, bound, limit.reason)
-    slope = median(slopes)
-    outcome: ParityOutcome = FAIL if slope > limit.limit else PASS
-    return Check(name, "memory slope", outcome, f"{slope:.3g} MiB a step", bound, limit.reason, slope)
 
 
 def _learning(

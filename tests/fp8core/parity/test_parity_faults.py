@@ -13,7 +13,6 @@ from fp8core.config.load import load_config
 from fp8core.config.parity import ParityConfig
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.parity.golden import Golden, compare_golden
 from fp8core.parity.measure import VARIANTS, Measured, measure, variant_settings
 from fp8core.parity.verdict import ParityVerdict, judge
 from fp8core.report.console import Console
@@ -136,13 +135,13 @@ def judged(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def verdict(measured: list[Measured], variant: str = VARIANT) -> ParityVerdict:
-    return judge(measured, Golden(1, ()), ParityConfig(), variants=[variant], seeds=[0], platform="cpu", failures={})
+    return judge(measured, ParityConfig(), variants=[variant], seeds=[0], platform="cpu", failures={})
 
 
 def test_without_a_fault_nothing_fails(judged):
     found = judged("none")
     assert found.failed == []
-    # One seed is no interval, and three steps are no slope.
+    # One seed is no interval.
     assert found.outcome == "NOT ENOUGH DATA"
 
 
@@ -168,16 +167,3 @@ def test_raw_importance_weights_of_many_updates_do_not_average_1_when_their_sign
     assert judged("none", "stress", **STRESSED).failed == []
     found = judged("wrong sign", "stress", **STRESSED)
     assert [check.name for check in found.failed] == ["largest weight of the updates"]
-
-
-def test_a_wrong_sign_in_the_correction_turns_the_verdict_red():
-    config = load_config("tiny")
-    objective = Objective(config.loss, config.correction)
-
-    def turned(batch: RolloutBatch) -> RolloutBatch:
-        swapped = replace(batch, old_logprobs=batch.rollout_logprobs, rollout_logprobs=batch.old_logprobs)
-        return objective.corrected(swapped)[0]
-
-    golden = compare_golden(turned, config)
-    found = judge([], golden, ParityConfig(), variants=[VARIANT], seeds=[0], platform="cpu", failures={})
-    assert [check.name for check in found.failed] == ["golden vectors"]
