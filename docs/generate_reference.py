@@ -125,7 +125,7 @@ def measured_steps() -> dict[Path, str]:
             "settings": time_settings(config),
         }
         found.append(step)
-    return {MEASURED: json.dumps(found, indent=1) + "\n"}
+    return {MEASURED: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n"}
 
 
 def config_sections(schema: Schema) -> str:

@@ -45,7 +45,7 @@ def plan_config(options: argparse.Namespace) -> int:
     """Print and write the plan; returns the exit code, raises UserError where it does not fit."""
     from fp8core.config.load import load_config
     from fp8core.models.hub import model_shape
-    from fp8core.plan.run_plan import plan_run, refuse_unfit, spread_over, verdict
+    from fp8core.plan.run_plan import check_fit, plan_run, spread_over, verdict
     from fp8core.report.text import plan_text
     from fp8core.run.checks.machine import check_shape
     from fp8core.run.checks.settings import graph_on
@@ -69,7 +69,7 @@ def plan_config(options: argparse.Namespace) -> int:
     say(plan_text(plan))
     if options.json is not None:
         options.json.write_json({"fits": not plan.refusals, **asdict(plan)})
-    refuse_unfit(plan)
+    check_fit(plan)
     say(verdict(plan))
     return ExitCode.DONE
 

@@ -9,8 +9,7 @@ from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
-from fp8core.plan.devices import AheadSpace
-from fp8core.plan.run_plan import CheckpointSpace, RunPlan
+from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
 from fp8core.report.chart import short
 from fp8core.report.summary import MISSING
@@ -103,7 +102,7 @@ def plan_text(plan: RunPlan) -> str:
         lines.append(f"cache  {_cache(plan.cache)}")
     lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
     if plan.ahead is not None:
-        lines.append(f"ahead  {_ahead(plan.ahead, plan.cache)}")
+        lines.append(f"ahead  {_ahead(plan.ahead)}")
     if plan.precision_gap:
         lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
     if plan.step is not None:
@@ -123,8 +122,6 @@ def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
     for need in phase.needs:
         yield f"  {need.item:<{_ITEM}}{_size(need.bytes, unit)}  {need.note}".rstrip()
     yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {_verdict(phase, unit)}".rstrip()
-    if (more := phase.at_most) is not None:
-        yield f"  {more.item:<{_ITEM}}{_size(more.bytes, unit)}  {more.note}"
 
 
 def _verdict(phase: Phase, unit: str) -> str:
@@ -157,31 +154,16 @@ def _disk(space: CheckpointSpace) -> str:
     return f"{with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
 
 
-def _ahead(space: AheadSpace, cache: CacheRoom | None) -> str:
-    kept, stream = (with_unit(size) for size in (space.policies * space.policy, space.stream))
+def _ahead(space: AheadSpace) -> str:
+    kept = with_unit(space.policies * space.policy)
     versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
-    begun = f"{space.completions:,} completions begun, {stream}"
-    held = f"; {space.policies} policies in main memory, {kept}"
-    if space.mode == "asynchronous" and cache is not None and (room := cache.tokens // space.writing) < cache.sequence:
-        # Evicted prefixes are computed again in the next chunk.
-        held += f"; up to {space.writing:,} write at a time, the cache has {room:,} tokens for each"
-    return f"{space.mode}: tokens at most {versions} old; {begun}{held}"
+    return f"{space.mode}: tokens at most {versions} old; {space.policies} policies in main memory, {kept}"
 
 
 def _step(step: StepTime) -> str:
-    """The row where it has this size, else what it was scaled from."""
-    parts = {"rollout": step.rollout, "log-probs": (step.logprobs,) * 2, "training": (step.train,) * 2}
-    shown = [f"{name} {_range(*seconds)}" for name, seconds in parts.items() if seconds[1]]
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step.seconds.items() if seconds)
     sizes = f"{step.completions:,} completions of {step.length:,} tokens after prompts of {step.prompt}"
-    known, length = step.measured
-    same = (step.completions, step.length) == step.measured
-    scaled = "measured" if same else f"scaled from {known:,} of {length:,}"
-    return f"about {_range(*step.total)} s ({', '.join(shown)}) for {sizes}; {scaled}, {step.row}"
-
-
-def _range(least: float, most: float) -> str:
-    low, high = (f"{seconds:.1f}" if most < 10 else f"{seconds:.0f}" for seconds in (least, most))
-    return low if low == high else f"{low} to {high}"
+    return f"measured {sum(step.seconds.values()):.1f} s ({parts}) for {sizes}; {step.row}"
 
 
 def _sync(sync: StoredBytes) -> str:

@@ -1,7 +1,7 @@
 """Memory: what devices have, what an engine and a phase of a training need, and sizes of weights by their shapes."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fp8core.config.capability import Node, this_node
@@ -84,14 +84,12 @@ class Phase:
         needs: all that is there.
         limit: bytes that it may take; None where it is unknown.
         advice: what to change where it takes more.
-        at_most: what may come on top of the needs; nothing is refused for it.
     """
 
     name: str
     needs: tuple[Need, ...]
     limit: int | None
     advice: str
-    at_most: Need | None = None
 
     @property
     def total(self) -> int:
@@ -106,10 +104,6 @@ class Phase:
     def left(self) -> float:
         """Share of the limit that nothing takes; 1 where there is no limit."""
         return 1.0 if self.limit is None else 1 - self.total / self.limit
-
-    @property
-    def surely_fits(self) -> bool:
-        return self.limit is None or self.total + (0 if self.at_most is None else self.at_most.bytes) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -306,8 +300,6 @@ class EngineMemory:
         asleep: while a training has the GPU; None for an engine that keeps everything.
         limit: bytes of the GPU that it may take; None where nothing bounds it.
         advice: what to change where it takes more.
-        advice_beside: what to change where it takes more beside a trainer that leaves this share of the GPU; None:
-            only the trainer can take less.
         cache: its KV cache; None where that grows as it generates.
         refusal: why it would not start with this cache.
     """
@@ -316,13 +308,11 @@ class EngineMemory:
     asleep: tuple[Need, ...] | None = None
     limit: int | None = None
     advice: str = ""
-    advice_beside: Callable[[float], str | None] = lambda share: None
     cache: CacheRoom | None = None
     refusal: str | None = None
 
 
 def gpu_engine_memory(
-    gpu: Device,
     fixed: tuple[Need, ...],
     asleep: tuple[Need, ...] | None,
     limit: int,
@@ -337,15 +327,10 @@ def gpu_engine_memory(
     `size` is the setting of the cache's size, or of the engine's `share` of the GPU. That is None where the cache has
     a size.
     """
-    advice = f"{'lower' if share is None else 'raise'} {size}, or choose a GPU with more memory"
-
-    def beside(left: float) -> str | None:
-        if share is None:
-            return advice
-        least = sum(need.bytes for need in fixed) / gpu.memory
-        return f"lower {size} to {left}" if least < left < share else None
-
-    return EngineMemory((*fixed, room.need), asleep, limit, advice, beside, room, refusal)
+    needs = (*fixed, room.need)
+    # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
+    full = share is not None and sum(need.bytes for need in needs) > limit
+    return EngineMemory(needs, asleep, limit, f"{'raise' if full else 'lower'} {size}", room, refusal)
 
 
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped import FILTER, is_shipped
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
@@ -29,8 +28,7 @@ from fp8core.resources.memory import (
     stages,
     stored_bytes,
 )
-from fp8core.rl.objective import named_correction
-from fp8core.rollout.registry import engine_entry, longest_sequence
+from fp8core.rollout.registry import engine_entry
 from fp8core.training.lora import adapter_shapes
 
 # CUDA context, GEMM workspaces, communication buffers, a chunk of logits. An estimate.
@@ -165,7 +163,7 @@ def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
-    """The memory that `training.exact` holds on a CPU for certain: activations come on top (`most_activations`).
+    """The memory that `training.exact` holds on a CPU for certain: activations come on top.
 
     The exact emulation multiplies FP64 values and keeps codes or FP32 beside them (`numerics.linear.LinearWeight`).
     Of several ranks each holds all of it, but for the initial policy, which it reads tensor by tensor.
@@ -179,38 +177,9 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
     return (
         *(() if config.cluster.ranks > 1 else (initial,)),
         *state,
-        _part_gradients(config, arch),
+        gradients(config, arch, "FP32"),
         Need("weights", emulated_bytes(arch, ready) + linear * FP32_BYTES, EMULATED),
     )
-
-
-def _part_gradients(config: RunConfig, arch: Architecture) -> Need:
-    """Gradients of a process on a CPU: of several, each keeps those of its parts apart, to add them up in order."""
-    one = gradients(config, arch, "FP32")
-    if config.cluster.ranks == 1:
-        return one
-    shapes, lora = parameter_shapes(arch), config.training.lora
-    learnt = count(shapes if lora is None else adapter_shapes(shapes, lora)) * FP32_BYTES
-    parts = math.ceil(math.ceil(_update_rows(config) / config.training.micro_batch) / config.cluster.ranks)
-    if parts == 1:
-        return one
-    return Need("gradients", one.bytes + (parts - 1) * learnt, f"FP32, of each of {parts} parts")
-
-
-def _update_rows(config: RunConfig) -> int:
-    """Completions of an update, at most: all that are dropped may lie in one (`trainer.minibatches`)."""
-    drawn = config.rollout.drawn_prompts * config.rollout.group_size
-    return drawn if _drops_rows(config) else math.ceil(drawn / config.training.minibatches)
-
-
-def _drops_rows(config: RunConfig) -> bool:
-    """True if a step of the pipeline or the correction may leave completions out of the loss."""
-    dropping = any(
-        step.uses == FILTER or step.options.get("drop_cut_off") or not is_shipped(step.uses)
-        for step in config.pipeline.steps
-    )
-    rejecting = named_correction(config.correction).rule.rejects
-    return dropping or rejecting or config.correction.seq_logprob_error_threshold is not None
 
 
 def host_scorer(config: RunConfig, arch: Architecture) -> int:
@@ -222,19 +191,3 @@ def host_scorer(config: RunConfig, arch: Architecture) -> int:
     # The stored policy stays beside the operands that are made of it.
     stored = stored_bytes(parameter_shapes(arch), formats.stored_names()).total
     return masters + stored + emulated_bytes(arch, formats)
-
-
-def most_activations(config: RunConfig, arch: Architecture) -> Need | None:
-    """The tensors of one micro-batch that `training.exact` keeps for the backward pass, with the longest sequences.
-
-    None for experts, of which nothing was measured. The multiples of the widths are measured: they are within 3 % in
-    BF16 and FP8, and twice the size in FP32.
-    """
-    if arch.experts is not None:
-        return None
-    sequences, length = min(config.training.micro_batch, _update_rows(config)), longest_sequence(config, arch)
-    q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    widths = 4 * arch.hidden_size + 5 * arch.intermediate_size + 6.25 * q_size + 5.5 * kv_size
-    token = arch.num_layers * FP32_BYTES * (widths + 4.3 * arch.num_heads * length)
-    note = f"training.micro_batch: {sequences} sequences of {length:,} tokens"
-    return Need("activations, at most", math.ceil(sequences * length * token), note)

@@ -45,7 +45,6 @@ def rows(lines, title):
 def test_what_trains_on_the_host_has_a_table_of_its_own(plan):
     _, lines, _ = plan("qwen3-aligned", "--gpu", "h200", "--set", "training={device: cpu}")
     host = rows(lines, "training on host")
-    assert host.pop("activations, at most") > 0
     assert host.pop("total") == pytest.approx(sum(host.values()), abs=0.3)
 
 
@@ -91,7 +90,7 @@ def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     (line,) = err
     assert line.startswith("fp8-grpo: memory: generating on NVIDIA H100 80 GB needs ")
     assert "training on NVIDIA H100 80 GB needs " in line
-    assert "there are 79.6; train on more GPUs; also syncing on " in line
+    assert "there are 79.6; lower training.tokens_per_pass or train on more GPUs; also syncing on " in line
     assert json.loads(file.read_text())["fits"] is False
 
 
@@ -143,7 +142,9 @@ def test_generation_ahead_keeps_policies_in_main_memory(plan, tmp_path):
     assert rows(lines, "generating and training on host")["policies kept for scores"] > 0
     needs = {need["item"]: need["bytes"] for need in written["devices"][0]["phases"][0]["needs"]}
     assert needs["policies kept for scores"] == 4 * needs["engine weights"]
-    assert any(line.startswith("ahead  asynchronous: tokens at most 2 versions old; 512 completions") for line in lines)
+    assert any(
+        line.startswith("ahead  asynchronous: tokens at most 2 versions old; 4 policies in main") for line in lines
+    )
     assert not any(line.startswith("ahead") for line in plan("tiny")[1])
     # They lie as the trainer reads them: the policy that is trained in BF16, of which the engine gets FP8.
     plan("tiny", *mode, "--set", "precision.training.linear=bf16", "--json", str(file))
@@ -173,29 +174,6 @@ def test_what_no_machine_runs_does_not_fit(plan, asked, reason):
     code, _, (error,) = plan(*asked)
     assert code == 2
     assert reason in error
-
-
-@pytest.mark.parametrize("config", ["qwen3", "qwen3-aligned"])
-def test_no_share_of_a_gpu_is_advised_that_holds_no_cache_or_is_in_force(plan, config):
-    (error,) = plan(config, "--gpu", "h100")[2]
-    assert "train on more GPUs" in error
-    assert "lower rollout.vllm.gpu_memory_utilization" not in error
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, "; up to 1,024 write at a time, the cache has 128 tokens for each"),
-        ({"pipeline.max_inflight_prompts": 16}, "; up to 512 write at a time, the cache has 256 tokens for each"),
-        ({"pipeline.max_inflight_prompts": 1, "rollout.max_new_tokens": 1024}, ""),
-    ],
-)
-def test_completions_that_evict_each_other_are_said(plan, settings, said):
-    load = {"prompts_per_step": 16, "group_size": 32, "vllm.sleep": False, "vllm.kv_cache_gib": 9}
-    asked = {"pipeline.mode": "asynchronous", **{f"rollout.{name}": value for name, value in load.items()}, **settings}
-    options = [part for name, value in asked.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    (line,) = (line for line in plan("qwen3-aligned", "--gpu", "h200", *options)[1] if line.startswith("ahead"))
-    assert line.partition("in main memory, ")[2].partition(";")[1:] == (said[:1], said[1:])
 
 
 def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, static - weights.bytes)
     refusal = cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size)
     limit = min(gpu.memory, static + _WORKSPACE)
-    return gpu_engine_memory(gpu, (weights, workspace), asleep, limit, room, refusal, size=size, share=share)
+    return gpu_engine_memory((weights, workspace), asleep, limit, room, refusal, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:

@@ -125,7 +125,7 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
     workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
     asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
     found = cache(limit - weights.bytes - workspace.bytes)
-    return gpu_engine_memory(gpu, (weights, workspace), asleep, limit, *found, size=size, share=share)
+    return gpu_engine_memory((weights, workspace), asleep, limit, *found, size=size, share=share)
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:

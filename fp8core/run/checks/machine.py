@@ -5,7 +5,7 @@ from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
-from fp8core.plan.run_plan import plan_run, refuse_unfit
+from fp8core.plan.run_plan import check_fit, plan_run
 from fp8core.resources.memory import machine_of
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.machine import wants_gpus
@@ -74,7 +74,7 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
     if ledger is not None and "warm_start" in ledger.tasks(START):
         config = config.model_copy(update={"warm_start": None})
     machine = engine_entry(config).usable(machine_of(node), node)
-    refuse_unfit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
+    check_fit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
 
 
 def check_cluster(config: RunConfig, node: Node) -> None:

@@ -1,0 +1,157 @@
+"""Memory by hand-made numbers, by the bytes that were measured, and by the tensors that the trainers hold."""
+
+from dataclasses import replace
+
+import pytest
+from held_tensors import tensors_in
+
+from fp8core.config.load import load_config
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import initial_weights
+from fp8core.models.hub import model_shape
+from fp8core.models.weights import load_policy, rollout_formats, stored_weights, training_formats
+from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.recipe import POW2
+from fp8core.plan.run_plan import plan_run
+from fp8core.resources.memory import Machine, cache_bytes_per_token, count_parameters, emulated_bytes, shipped_bytes
+from fp8core.rl.batch import TokenBatch
+from fp8core.run.build import build_trainer
+from fp8core.training.megatron import requirements as megatron
+from fp8core.training.memory import Parallel, gpu_state, host_needs
+from fp8core.training.packed.requirements import MEMORY
+
+DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of 128 experts of 3 x 2048 x 768.
+TOTAL, LINEARS = 8_190_735_360, 6_945_767_424  # Of Qwen3-8B.
+
+
+def by_item(needs):
+    return {need.item: need.bytes for need in needs}
+
+
+def on_megatron(configured, model):
+    return configured(model, training__trainer="megatron")
+
+
+def test_qwen3_8b_is_counted_as_by_hand(configured):
+    # q and o 4096 x 4096, k and v 1024 x 4096, gate, up and down 12288 x 4096; two norms, and those of Q and K.
+    linears = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 12_288 * 4096)
+    found = count_parameters(model_shape(configured("qwen3-8b")))
+    assert (found.linear, found.head) == (linears, 151_936 * 4096) == (LINEARS, 622_329_856)
+    assert found.total == found.active == linears + 2 * found.head + 36 * (2 * 4096 + 2 * 128) + 4096 == TOTAL
+    arch = replace(model_shape(configured("qwen3-8b")), tie_embeddings=True, qkv_bias=True)
+    assert count_parameters(arch).total == TOTAL - found.head + 36 * (32 + 2 * 8) * 128
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "cached"),
+    [
+        ("qwen3-8b", TOTAL, 147_456),
+        ("llama-3.1-8b", 8_030_261_248, 131_072),
+        ("qwen3-30b-a3b", DENSE + EXPERTS, 98_304),
+    ],
+)
+def test_published_models_have_these_parameters_and_bytes_of_a_cached_token(configured, model, total, cached):
+    arch = model_shape(configured(model))
+    found = count_parameters(arch)
+    assert found.total == total
+    assert found.total - found.active == (48 * 120 * 3 * 2048 * 768 if arch.experts else 0)
+    assert (cache_bytes_per_token(arch, "bf16"), cache_bytes_per_token(arch, "fp8")) == (cached, cached // 2)
+
+
+def test_a_sync_sends_the_bytes_that_the_trainer_exports():
+    config = load_config("tiny-moe", ["architecture.hidden_size=144", "precision.bf16_last_layers=1"])
+    arch = replace(model_shape(config), qkv_bias=True)
+    formats = rollout_formats(config.precision, arch.num_layers)
+    exported = stored_weights(initial_weights(arch, seed=0), formats.stored_names(), POW2.weights)
+    found = shipped_bytes(arch, config.precision)
+    by_type = {dtype: 0 for dtype in ("torch.float8_e4m3fn", "torch.float32", "torch.bfloat16")}
+    for tensor in exported.values():
+        by_type[str(tensor.dtype)] += tensor.nbytes
+    assert list(by_type.values()) == [found.codes, found.scales, found.kept]
+
+
+def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
+    assert by_item(gpu_state(model_shape(configured("qwen3-8b")), Parallel())) == {
+        "master weights": 4 * TOTAL,
+        "optimiser states": 8 * TOTAL,
+    }
+    config = on_megatron(configured, "qwen3-30b-a3b")
+    state = by_item(megatron.MEMORY.state(config, model_shape(config), Parallel(gpus=8, expert=8)))
+    assert state["gradients"] == 4 * (DENSE + EXPERTS // 8)
+    assert state["optimiser states"] == DENSE + EXPERTS
+
+
+def test_tensor_parallelism_leaves_norms_and_routers_whole_and_cuts_biases(configured):
+    config, parallel = on_megatron(configured, "qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
+    arch = model_shape(config)
+    plain, biased = (by_item(megatron.MEMORY.state(config, a, parallel)) for a in (arch, replace(arch, qkv_bias=True)))
+    assert biased["gradients"] - plain["gradients"] == 4 * 48 * (32 + 2 * 4) * 128 // 4
+    whole = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    assert plain["gradients"] == 4 * (whole + (DENSE - whole) // 4 + EXPERTS // 4)
+
+
+def test_the_first_and_last_pipeline_stage_hold_embedding_and_head(configured):
+    config = on_megatron(configured, "qwen3-8b")
+    state = by_item(megatron.MEMORY.state(config, model_shape(config), Parallel(gpus=2, pipeline=2)))
+    assert state["gradients"] == 4 * (18 * (192_937_984 + 2 * 4096 + 2 * 128) + 622_329_856 + 4096)
+
+
+def test_gradients_that_are_reduced_in_each_pass_are_shared_out(configured):
+    config = configured("qwen3-8b", training__reduce_gradients="per_pass")
+    arch = model_shape(config)
+    alone, eight = (by_item(MEMORY.step(config, arch, Parallel(gpus))) for gpus in (1, 8))
+    assert alone["gradients"] == 4 * TOTAL
+    # A gradient of gate and up travels: itself, its parts for the ranks, those in one buffer, and what came.
+    assert eight["gradients"] == 4 * (TOTAL - LINEARS + LINEARS // 8 + 4 * 2 * 12_288 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "line"),
+    [
+        (Parallel(gpus=4, tensor=3), "4 GPUs are no multiple of tensor 3 x pipeline 1"),
+        (Parallel(gpus=16, tensor=16), "tensor 16 does not divide the model's 8 KV heads"),
+        (Parallel(gpus=64, pipeline=64), "pipeline 64 exceeds the model's 36 layers"),
+        (Parallel(gpus=8, pipeline=8), "pipeline 8 does not divide the model's 36 layers"),
+        (Parallel(gpus=2, expert=2), "expert 2 does not divide the model's 1 experts"),
+    ],
+)
+def test_a_grid_that_does_not_come_out_even_is_refused(configured, parallel, line):
+    with pytest.raises(UserError) as refused:
+        parallel.check(model_shape(configured("qwen3-8b")))
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("settings", [[], ["architecture.tie_embeddings=true"]])
+def test_the_host_holds_what_the_torch_trainer_allocates(name, settings):
+    config = load_config(name, settings)
+    arch = model_shape(config)
+    trainer = build_trainer(config, arch, initial_weights(arch, config.seed))
+    masters = sum(tensor.nbytes for tensor in trainer.masters.values())
+    needs = by_item(host_needs(config, arch))
+    assert needs["master weights"] == needs["gradients"] == needs["optimiser states"] // 2 == masters
+    own = {tensor.data_ptr() for tensor in trainer.masters.values()}
+    ready = load_policy(arch, trainer.export(), trainer.masters)
+    held = sum(tensor.nbytes for tensor in tensors_in(ready) if tensor.data_ptr() not in own)
+    assert held / 1.05 < needs["weights"] <= held
+    inference = sum(tensor.nbytes for tensor in tensors_in(load_policy(arch, trainer.export())))
+    assert inference / 1.05 < emulated_bytes(arch, training_formats(config.precision, arch.num_layers)) <= inference
+
+
+def test_a_host_holds_what_a_reference_keeps_after_a_pass():
+    config = load_config("careful")
+    arch = model_shape(config)
+    (phase,) = plan_run(config, arch, Machine(None, None)).devices[0].phases
+    trainer = build_trainer(config, arch, initial_weights(arch, config.seed))
+    trainer.logprobs(TokenBatch.of([[3, 4, 5]], [[6, 7]]), 1.0, [LayerScales(1.0, 1.0, 1.0)] * arch.num_layers)
+    found = (trainer.masters, trainer._optimiser.state, trainer._inference_weights(), trainer._prepared)
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(found)}
+    assert by_item(phase.needs)["reference"] == pytest.approx(sum(kept.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("precision", "measured"),
+    [("bf16", 16_381_470_720), ("fp8_linear", 9_437_399_040), ("fp8_linear_kv", 9_437_399_040)],
+)
+def test_a_sync_sends_what_was_measured(planned, precision, measured):
+    assert planned("qwen3-8b", precision).sync.total == measured
