@@ -86,8 +86,6 @@ def _columns(row: dict[str, object], names: Sequence[str], place: str) -> str:
         text = json.dumps({name: _field(row, name, place) for name in names}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{place}: data.columns={', '.join(names)}: a value is not JSON ({error})") from error
-    if len(text) > LONGEST_LINE:
-        raise UserError(f"{place}: data.columns={', '.join(names)}: more than {LONGEST_LINE:,} characters")
     return text
 
 
@@ -182,10 +180,6 @@ def _unique(rows: Sequence[Problem]) -> dict[str, Problem]:
     return unique
 
 
-LONGEST_LINE = 4 * 2**20
-"""Bytes of a row. The largest prompt that data.max_prompt_tokens admits has some 4 bytes a token."""
-
-
 def _field(row: dict[str, object], field: str, place: str) -> object:
     """The value of a field, or of one within another, whose names have a dot between them."""
     value: object = row
@@ -229,10 +223,6 @@ def _text_field(row: dict[str, object], field: str, place: str) -> str:
     value = _field(row, field, place)
     if not isinstance(value, str):
         raise UserError(f"{place}: field {field!r} is {json_kind(value)}, not text")
-    if len(value) > LONGEST_LINE:
-        raise UserError(
-            f"{place}: field {field!r} has {len(value):,} characters, and at most {LONGEST_LINE:,} are read"
-        )
     if not value.strip():
         raise UserError(f"{place}: field {field!r} is empty")
     try:
@@ -296,19 +286,10 @@ def _lines(path: Path) -> list[tuple[str, bytes]]:
     try:
         with _opened(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
             # Ends at line feeds alone: JSON text may hold other line separators.
-            reads = iter(lambda: content.readline(LONGEST_LINE + 1), b"")
-            return [(place, line) for place, line in _bounded(path, reads) if line.strip()]
+            lines = content.read().removeprefix(BOM_UTF8).split(b"\n")
     except (EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip data ({error})") from error
-
-
-def _bounded(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Lines with their places. Raises UserError on one that is too long, before the rest of it is read."""
-    for number, line in enumerate(lines, start=1):
-        content = line.removesuffix(b"\n").removeprefix(BOM_UTF8 if number == 1 else b"")
-        if len(content) > LONGEST_LINE:
-            raise UserError(f"{path}:{number}: the line has more than {LONGEST_LINE:,} bytes, the most that is read")
-        yield f"{path}:{number}", content
+    return [(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _parse(line: bytes, place: str) -> object:

@@ -14,7 +14,6 @@ from fp8core.data.prompt import Problem, is_heldout
 from fp8core.data.source import CheckedSource, build_source, check_problems
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
-from fp8core.progress import Part
 from fp8core.rewards.verifier import InProcess, IntegerVerifier, build_verifier
 
 
@@ -56,17 +55,6 @@ def test_skip_leaves_out_rows_of_both_files(tmp_path: Path, bpe_tokenizer: Token
     with pytest.raises(UserError, match=r"evaluation\.prompts=18, but 17 rows are held out"):
         check(config_of(data, **skip | {"evaluation.prompts": 18}), bpe_tokenizer)
     assert {row.question for row in left.training(0, 2, 0)} == {"Q19?", "Q20?"}
-
-
-def test_what_is_left_is_as_if_the_other_rows_were_not_there(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    data = written(tmp_path / "rows.jsonl", {3, 5, 40})
-    clean = tmp_path / "clean.jsonl"
-    clean.write_text("".join(line for line in data.read_text().splitlines(keepends=True) if "none" not in line))
-    left, same = (check(config_of(path, **{"data.unreadable": "skip"}), bpe_tokenizer)[0] for path in (data, clean))
-    assert left.digest() == same.digest()
-    assert left.training_set() == same.training_set()
-    assert left.training(3, 7, 1) == same.training(3, 7, 1)
-    assert list(left.to_check()) == list(same.to_check())
 
 
 @pytest.mark.parametrize("readable", ["none", "held-out rows"])
@@ -130,29 +118,3 @@ def test_another_verifier_or_a_damaged_memory_is_checked_again(
         row.problem for row in found.left_out
     ]
     assert len(again.asked) == 21
-
-
-def test_a_check_that_is_stopped_goes_on_and_tells_how_far_it_is(
-    tmp_path: Path, problems: list[Problem], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(references, "_AT_ONCE", 4)
-    config = config_of(tmp_path / "rows.jsonl", **{"reward.verifier": "math-verify", "data.unreadable": "skip"})
-
-    class Stopped(Counting):
-        def faults(self, references: list[tuple[str, str]]) -> list[str | None]:
-            if len(self.asked) == 8:
-                raise KeyboardInterrupt
-            return super().faults(references)
-
-    told: list[tuple[int, int]] = []
-
-    class Told(Part):
-        def __call__(self, done: int, total: int) -> None:
-            told.append((done, total))
-
-    with pytest.raises(KeyboardInterrupt), Told("checking", print):
-        references.readable(problems, config, Stopped("integer", IntegerVerifier()))
-    assert told == [(0, 21), (4, 21), (8, 21)]
-    rest = Counting("integer", IntegerVerifier())
-    references.readable(problems, config, rest)
-    assert len(rest.asked) == 13

@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from fp8core.config.data import DataConfig
-from fp8core.config.run import EvaluationConfig
-from fp8core.data.prompt import Problem, problem
-from fp8core.data.source import build_source, read_file, read_jsonl, read_parquet
+from fp8core.data.prompt import problem
+from fp8core.data.source import read_file, read_jsonl, read_parquet
 from fp8core.errors import UserError
 from fp8core.rewards.integer import reference_integer
 
@@ -85,11 +84,6 @@ def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, 
     assert str(caught.value).startswith(f"{path}, row 0: {message}")
 
 
-def test_a_field_whose_name_has_a_dot_is_itself(tmp_path: Path) -> None:
-    path = stored(tmp_path / "rows.jsonl", [{"question": "q", "a.b": "flat", "a": {"b": "nested"}}])
-    assert read_jsonl(path, DataConfig(answer_field="a.b")) == [problem("q", "flat")]
-
-
 @pytest.mark.parametrize("text", ["42", "-7", "3.10", "3.0", "1E3", "0.1", "1" * 400])
 def test_an_answer_that_is_a_number_is_its_text_in_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
@@ -105,19 +99,6 @@ def test_an_answer_that_is_a_number_is_its_text_in_json(tmp_path: Path, text: st
 def test_an_answer_that_is_a_number_in_parquet(tmp_path: Path, value: float | Decimal, text: str) -> None:
     path = stored(tmp_path / "rows.parquet", [{"question": "q", "answer": value}])
     assert read_parquet(path, DataConfig()) == [problem("q", text)]
-
-
-def test_a_lone_parquet_file_is_a_source_and_a_heldout_source(tmp_path: Path) -> None:
-    def rows(first: int, last: int) -> list[dict[str, object]]:
-        return [{"question": f"{n}", "answer": f"#### {n}"} for n in range(first, last)]
-
-    def questions(problems: list[Problem]) -> set[str]:
-        return {row.question for row in problems}
-
-    train, test = stored(tmp_path / "train.parquet", rows(0, 10)), stored(tmp_path / "test.parquet", rows(8, 12))
-    source = build_source(DataConfig(source=str(train)), EvaluationConfig(source=str(test)))
-    assert questions(source.heldout(4)) == {f"{n}" for n in range(8, 12)}
-    assert questions(source.training(0, 8, 0)) == {f"{n}" for n in range(8)}
 
 
 @pytest.mark.parametrize(

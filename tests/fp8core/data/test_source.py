@@ -2,9 +2,7 @@
 
 import gzip
 import json
-import os
 import re
-import sys
 import time
 from collections import Counter
 from contextlib import closing
@@ -14,45 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8core.config.data import ChainTaskConfig, DataConfig
+from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
 from fp8core.config.reward import RewardConfig
 from fp8core.config.run import EvaluationConfig
-from fp8core.data.chain import ChainSource
 from fp8core.data.prompt import Problem, is_heldout, problem
 from fp8core.data.source import (
-    LONGEST_LINE,
     RowSource,
     build_source,
     check_problems,
     failed_answer,
-    problem_from_row,
     read_file,
     read_hub_dataset,
     read_jsonl,
-    read_rows,
 )
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.verifier import build_verifier
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
-
 
 def rows_file(path: Path, first: int, last: int) -> str:
     path.write_text("".join(f'{{"question": "q{n}", "answer": "#### {n}"}}\n' for n in range(first, last)))
     return str(path)
-
-
-def test_the_chain_task() -> None:
-    chain = ChainTaskConfig(min_operands=3, max_operands=4)
-    source = build_source(DataConfig(chain=chain), EvaluationConfig())
-    assert source.training(7, 5, 1) == ChainSource(chain).training(7, 5, 1)
-
-
-def test_the_chain_task_takes_no_heldout_file() -> None:
-    with pytest.raises(UserError, match=r"evaluation\.source=x\.jsonl: the chain task holds out prompts of its own"):
-        build_source(DataConfig(), EvaluationConfig(source="x.jsonl"))
 
 
 def test_a_file_with_its_own_heldout_rows(tmp_path: Path) -> None:
@@ -76,35 +57,8 @@ def test_too_few_heldout_rows_are_refused_at_once(tmp_path: Path, bpe_tokenizer:
         check_problems(source, config, bpe_tokenizer, 1024, verifier)
 
 
-def test_a_file_of_another_kind_is_no_dataset_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("question,answer\n")
-    with pytest.raises(UserError, match=r"rows\.csv: only \.jsonl, \.jsonl\.gz and \.parquet files are read"):
-        build_source(DataConfig(source=str(path)), EvaluationConfig())
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
-def test_gsm8k_as_published() -> None:
-    data = DataConfig(source=str(GSM8K / "train.jsonl.gz"))
-    source = build_source(data, EvaluationConfig(source=str(GSM8K / "test.jsonl.gz"), prompts=1319))
-    epoch = source.training(0, 7473, 0)
-    assert len({row.question for row in epoch}) == 7473
-    assert not {row.question for row in epoch} & {row.question for row in source.heldout(1319)}
-
-
 def numbered(count: int) -> list[Problem]:
     return [problem(f"question {index}", f"#### {index}") for index in range(count)]
-
-
-def test_a_byte_order_mark_begins_a_file_and_is_no_part_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "saved_by_an_editor.jsonl"
-    rows_file(path, 0, 2)
-    plain = read_jsonl(path, DataConfig())
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert read_jsonl(path, DataConfig()) == plain
-    path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(UserError, match=r"saved_by_an_editor\.jsonl:3: not JSON"):
-        read_jsonl(path, DataConfig())
 
 
 @settings(max_examples=60)
@@ -121,13 +75,6 @@ def test_every_epoch_holds_each_row_once_across_steps(rows: int, count: int, see
     assert again.training(step, count, seed) == stream[step * count : (step + 1) * count]
 
 
-def test_epochs_and_seeds_order_differently() -> None:
-    source = RowSource(numbered(100), "rows", heldout=[])
-    orders = [tuple(source.training(epoch, 100, seed)) for epoch in (0, 1) for seed in (0, 1)]
-    assert len(set(orders)) == 4
-    assert tuple(numbered(100)) not in orders
-
-
 def test_one_row_in_eight_is_held_out_and_never_trained_on() -> None:
     source = RowSource(numbered(400), "rows")
     held = [row for row in numbered(400) if is_heldout(row.question)]
@@ -135,17 +82,6 @@ def test_one_row_in_eight_is_held_out_and_never_trained_on() -> None:
     trained = source.training(0, 400 - len(held), 0)
     assert set(trained) | set(held) == set(numbered(400))
     assert not set(trained) & set(held)
-
-
-def test_heldout_does_not_depend_on_the_order_of_rows() -> None:
-    assert RowSource(numbered(400), "rows").heldout(20) == RowSource(numbered(400)[::-1], "rows").heldout(20)
-
-
-def test_separate_heldout_rows_are_taken_out_of_training() -> None:
-    heldout = [*numbered(5), problem("elsewhere", "#### 1")]
-    source = RowSource(numbered(20), "rows", heldout)
-    assert set(source.heldout(6)) == set(heldout)
-    assert set(source.training(0, 15, 0)) == set(numbered(20)[5:])
 
 
 def test_repeated_questions_are_kept_once_with_the_first_answer() -> None:
@@ -175,36 +111,6 @@ def test_too_few_rows() -> None:
         RowSource(numbered(3), "rows", numbered(3))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ([1], "here: the row is a list, not an object"),
-        ({"question": "q"}, r"here: no field 'answer' \(the row has: 'question'\)"),
-        ({}, r"here: no field 'question' \(the row has: none\)"),
-        ({"question": 1.5, "answer": "7"}, "here: field 'question' is a number, not text"),
-        ({"question": "q", "answer": True}, "here: field 'answer' is true or false, not text"),
-        ({"question": "q", "answer": float("nan")}, "here: field 'answer' is nan, which is no number"),
-        ({"question": None, "answer": "7"}, "here: field 'question' is null, not text"),
-        ({"question": True, "answer": "7"}, "here: field 'question' is true or false, not text"),
-        ({"question": {}, "answer": "7"}, "here: field 'question' is an object, not text"),
-        ({"question": " \n", "answer": "7"}, "here: field 'question' is empty"),
-        ({"question": "q", "answer": ""}, "here: field 'answer' is empty"),
-        ({"question": "q\ud800", "answer": "7"}, "here: field 'question' holds half a surrogate pair"),
-    ],
-)
-def test_bad_rows_are_refused_with_their_place(row: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        problem_from_row(row, DataConfig(), "here")
-
-
-def test_every_row_is_checked_once_with_its_place() -> None:
-    fields = DataConfig(question_field="q", answer_field="a")
-    rows = [problem_from_row({"q": f"{n % 5}", "a": "1"}, fields, f"rows:{n}") for n in range(8)]
-    elsewhere = [problem_from_row({"q": f"{n}", "a": "1"}, fields, f"held:{n}") for n in (4, 9)]
-    source = RowSource(rows, "rows", elsewhere)
-    assert [row.place for row in source.to_check()] == [*(f"rows:{n}" for n in range(4)), "held:4", "held:9"]
-
-
 def test_the_training_set_is_what_is_left_to_train_on() -> None:
     source = RowSource(numbered(400), "rows")
     trained = {row for step in range(40) for row in source.training(step, 10, 0)}
@@ -232,16 +138,15 @@ def test_rows_in_file_order_with_answers_as_text(tmp_path: Path) -> None:
     assert read_jsonl(compressed, DataConfig()) == expected
 
 
-def test_field_names_are_the_callers(tmp_path: Path) -> None:
-    path = write(tmp_path, b'{"Frage": "x", "Antwort": "y"}')
-    assert read_jsonl(path, DataConfig(question_field="Frage", answer_field="Antwort")) == [problem("x", "y")]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b'{"question": "x", ', "not JSON (Expecting property name"),
         (b"[1, 2]", "the row is a list, not an object"),
+        (b"{}", "no field 'question' (the row has: none)"),
+        (b'{"question": 1.5, "answer": "4"}', "field 'question' is a number, not text"),
+        (b'{"question": "x", "answer": true}', "field 'answer' is true or false, not text"),
+        (b'{"question": "x", "answer": NaN}', "field 'answer' is nan, which is no number"),
         (b'{"question": "x"}', "no field 'answer'"),
         (b'{"question": "", "answer": "4"}', "field 'question' is empty"),
         (b'{"question": "\xff", "answer": "4"}', "not UTF-8 (byte 15 of the line)"),
@@ -257,49 +162,18 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n  \n"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl: the file has no rows"):
-        read_jsonl(write(tmp_path, content), DataConfig())
-
-
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
-    for name, message in [("none.jsonl", "no such file"), ("folder.jsonl", "is a folder"), ("x.csv", "only .jsonl")]:
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    wrong = {
+        "none.jsonl": "no such file",
+        "folder.jsonl": "is a folder",
+        "x.csv": "only .jsonl",
+        "empty.jsonl": "no rows",
+    }
+    for name, message in wrong.items():
         with pytest.raises(UserError, match=f"{name}: .*{message}"):
             read_file(tmp_path / name, DataConfig())
-
-
-@pytest.mark.parametrize("size", [LONGEST_LINE, LONGEST_LINE + 1])
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_line_has_a_largest_size(tmp_path: Path, size: int, suffix: str) -> None:
-    row = GOOD.rstrip().replace(b"2+2", b"2+2" + b" " * (size - len(GOOD) + 1))
-    assert len(row) == size
-    content = GOOD + row + b"\n" + GOOD
-    path = write(tmp_path, gzip.compress(content, 1) if suffix else content, f"rows.jsonl{suffix}")
-    if size == LONGEST_LINE:
-        assert len(read_jsonl(path, DataConfig())) == 3
-    else:
-        with pytest.raises(UserError, match=rf"{re.escape(str(path))}:2: the line has more than 4,194,304 bytes"):
-            read_jsonl(path, DataConfig())
-
-
-@pytest.mark.parametrize("name", ["/nowhere/rows", "./rows", "~/rows"])
-def test_a_path_is_no_name_of_a_dataset(name: str) -> None:
-    with pytest.raises(UserError, match=r"rows: no such file$"):
-        read_rows(DataConfig(source=name))
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows"])
-@pytest.mark.parametrize("kind", ["a pipe", "a device"])
-def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
-    path = tmp_path / name
-    if kind == "a pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=f"{name}: (is {kind}; only regular files are read|only .jsonl,)"):
-        read_rows(DataConfig(source=str(path)))
 
 
 def test_damaged_compression_is_refused(tmp_path: Path) -> None:
@@ -316,12 +190,6 @@ ROWS = '{"question": "2+2=?", "answer": "#### 4"}\n{"question": "3+3=?", "answer
 def folder(path: Path, rows: str = ROWS) -> DataConfig:
     (path / "train.jsonl").write_text(rows)
     return DataConfig(source=str(path))
-
-
-def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)  # How Python marks a module that cannot be imported.
-    with pytest.raises(UserError, match=r"data\.source=chian is neither .* pip install 'fp8-grpo\[datasets\]'"):
-        read_hub_dataset(DataConfig(source="chian"))
 
 
 @pytest.fixture
@@ -410,10 +278,6 @@ def refused(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return call
 
 
-def test_good_rows_pass(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    check(written(tmp_path / "train.jsonl"), bpe_tokenizer)
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -457,19 +321,6 @@ def test_a_reference_that_is_no_answer(refused) -> None:
 
 def test_a_prompt_that_does_not_fit(refused) -> None:
     assert refused(question="What " * 3000, answer="#### 1").startswith("prompt ")
-
-
-def test_answers_are_checked_before_their_number(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    path = tmp_path / "one.jsonl"
-    path.write_text(json.dumps({"question": "One more, or two?", "answer": "no"}))
-    with pytest.raises(UserError, match=r"one\.jsonl:1: reward\.verifier=integer"):
-        check(path, bpe_tokenizer)
-
-
-def test_the_number_of_long_prompts_is_told(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    long = {f"row_{n}": {"question": f"{n} " * 3000, "answer": "#### 1"} for n in (3, 5, 9)}
-    with pytest.raises(UserError, match=r"rows\.jsonl:3: .*; remove the row \(and 2 more such rows\)$"):
-        check(written(tmp_path / "rows.jsonl", **long), bpe_tokenizer)
 
 
 def test_heldout_rows_are_checked_too(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
