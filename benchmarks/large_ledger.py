@@ -28,13 +28,14 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, run_till, write_rows
 from benchmarks.small_hopper import Training, plan, step_ledger_row
 from benchmarks.tables import loop_tables
 from fp8core.models.architecture import Architecture, architecture_to_hf, parameter_shapes
 from fp8core.models.hub import PUBLISHED
-from fp8core.models.safetensors_stream import INDEX
+from fp8core.models.safetensors_files import INDEX
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import layer_of
 from fp8core.report.run_data import RunData, read_run
@@ -264,9 +265,9 @@ def byte_tokenizer(vocab_size: int, ends: int = 1) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([_PAD, _END])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "pad_token": _PAD}
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, pad_token=_PAD)
     more = frozenset(range(vocab_size - ends + 1, vocab_size))
-    return Tokenizer(backend, config, more, None, "random model")
+    return Tokenizer(fast, more, "random model")
 
 
 def _weight(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from hypothesis import settings
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import RunConfig
@@ -215,13 +216,9 @@ def bpe_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(word_problems(), trainer)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-    }
-    return Tokenizer(backend, config, frozenset(), _CHAT_TEMPLATE, "test tokenizer")
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=_CHAT_TEMPLATE, **ends)
+    return Tokenizer(fast, frozenset(), "test tokenizer")
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,6 @@ def _add(commands: Any, name: str, command: Any, text: str) -> argparse.Argument
 
 
 def print_remarks(plan: "CheckpointConversion") -> None:
-    _print_names("kept in BF16, unrecognised", plan.unrecognised)
     narrow = [_kind(spec.name) for spec in plan.converted if any(side < 128 for side in spec.shape)]
     _print_names("narrower than a tile of 128, so vLLM may refuse them", [*dict.fromkeys(narrow)])
     _print_names("not copied", [str(path) for path in plan.left_out])
@@ -79,9 +78,9 @@ def write_planned(plan: "CheckpointConversion", target: Path) -> float:
     torch.set_num_threads(1)
     began = time.perf_counter()
     written = 0
-    with long_part("MiB written") as progress:
+    with long_part("MiB read") as progress:
 
-        def report(_: int, more: int) -> None:
+        def report(more: int) -> None:
             nonlocal written
             written += more
             progress(written >> 20, plan.size >> 20)
@@ -93,10 +92,9 @@ def write_planned(plan: "CheckpointConversion", target: Path) -> float:
 def _summary(plan: "CheckpointConversion", seconds: float) -> str:
     from fp8core.report.text import with_unit
 
-    before = sum(conversion.stored.spec.size for conversion in plan.conversions)
     return (
         f"{len(plan.converted)} of {len(plan.conversions)} tensors converted, {plan.parameters:,} parameters, "
-        f"{with_unit(before)} -> {with_unit(plan.size)} in {seconds:.1f} s"
+        f"{with_unit(plan.size)} read in {seconds:.1f} s"
     )
 
 

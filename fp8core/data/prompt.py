@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
-from fp8core.models.tokenizer import PiecesOf, Tokenizer
+from fp8core.models.tokenizer import Tokenizer
 
 HELDOUT_ONE_IN = 8
 
@@ -134,14 +134,9 @@ def encode_prompt(
             the tokenizer lacks.
     """
     text, chat = prompt_text(problem, config, tokenizer)
-    texts = [problem.question, *(message.content for message in problem.before)]
     mark = _mark_outside(text)
     try:
-        tokens = tokenizer.untrusted_tokens(
-            texts,
-            lambda pieces_of: _cut_text(problem, config, tokenizer, mark, pieces_of).split(mark),
-            first=not chat,
-        )
+        tokens = tokenizer.encode_pieces(_cut_text(problem, config, tokenizer, mark).split(mark), first=not chat)
     except ValueError as error:
         raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     refuse_length(problem, len(tokens), "tokens", config, max_positions)
@@ -153,11 +148,11 @@ def _mark_outside(text: str) -> str:
     return next(mark for number in count() if (mark := f"\ufdd0{number}\ufdd1") not in text)
 
 
-def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer, mark: str, pieces_of: PiecesOf) -> str:
-    """`prompt_text` with marks where the question and the messages before it are cut."""
-    spoken = {"assistant": tokenizer.assistant_pieces}
-    before = [Message(role, mark.join(spoken.get(role, pieces_of)(text))) for role, text in problem.before]
-    marked = replace(problem, question=mark.join(pieces_of(problem.question)), before=tuple(before))
+def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer, mark: str) -> str:
+    """`prompt_text` with marks inside the control tokens of the question and the messages before it."""
+    cuts = {"assistant": tokenizer.assistant_pieces}
+    before = [Message(role, mark.join(cuts.get(role, tokenizer.plain_pieces)(text))) for role, text in problem.before]
+    marked = replace(problem, question=mark.join(tokenizer.plain_pieces(problem.question)), before=tuple(before))
     return prompt_text(marked, config, tokenizer)[0]
 
 

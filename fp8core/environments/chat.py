@@ -8,12 +8,12 @@ also where a template would leave them out.
 
 Where a template leaves tools out, the first message begins with them (`instructions`).
 
-Control tokens come from the template alone (`Tokenizer.untrusted_tokens`).
+Control tokens come from the template alone: texts of an environment are cut inside theirs (`Tokenizer.plain_pieces`).
 
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -27,16 +27,10 @@ from fp8core.models.tokenizer import PiecesOf, Tokenizer
 
 OBSERVATION = "="
 _THOUGHT = "<think>"
-AT_LEAST = "a text of at least "
-"""Begins the message of `LongTextError`."""
 
 
 class ObservationError(ValueError):
     """Text of an environment that cannot be put into tokens."""
-
-
-class LongTextError(ObservationError):
-    """Text of an environment that surely has more tokens than fit; none of them was made."""
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
@@ -71,32 +65,29 @@ class Talk:
         assert config.environment is not None, "a talk is with an environment"
         return cls(tokenizer, tool_calls_of(config.environment, tokenizer), config.data.template_arguments)
 
-    def open(self, turn: Turn, most: int | None = None) -> "Conversation":
-        """Begin a conversation with an environment's first turn; `most`: tokens that fit.
+    def open(self, turn: Turn) -> "Conversation":
+        """Begin a conversation with an environment's first turn.
 
         Raises:
-            LongTextError: it has surely more.
             ObservationError: its text cannot be put into tokens.
             UserError: the chat template refuses its messages.
         """
-        return Conversation(self, turn, most)
+        return Conversation(self, turn)
 
 
 class Conversation:
     """The messages of one episode so far. `prompt`: token ids of the first messages, up to where the policy speaks."""
 
-    def __init__(self, talk: Talk, turn: Turn, most: int | None) -> None:
+    def __init__(self, talk: Talk, turn: Turn) -> None:
         self._talk, self._tools = talk, turn.tools
         # Every turn renders again what was said before.
-        self._pieces: dict[tuple[PiecesOf, str], list[str]] = {}
+        self._pieces: dict[str, list[str]] = {}
         # None: a turn of the policy.
         self._messages: list[Said | None] = [*turn.messages]
         # The part of the policy's present turn that the template has written.
         self._begun = ""
         if talk.tokenizer.has_template:
             cut, gap = self._marks()
-            if self._may_be_long(self._texts(), most):
-                self._refuse_long(self._rendered(cut, gap, pieces_of=talk.tokenizer.rough_pieces).split(cut), most)
             rendered = self._rendered(cut, gap)
             if turn.tools and rendered == self._rendered(cut, gap, tools=()):
                 (role, content), *others = turn.messages
@@ -104,13 +95,10 @@ class Conversation:
                 self._messages = [Said(role, f"{told}\n\n{content}"), *others]
                 cut, gap = self._marks()
             self._begun = _thought_at_end(rendered)
-            self.prompt = self._encoded(
-                lambda pieces_of: self._rendered(cut, gap, pieces_of=pieces_of).split(cut), self._texts()
-            )
+            self.prompt = self._encoded(self._rendered(cut, gap).split(cut))
         else:
             text = "".join(said.content for said in turn.messages)
-            self._refuse_long([text], most)
-            self.prompt = self._encoded(lambda pieces_of: pieces_of(text), (), first=True)
+            self.prompt = self._encoded(self._cut(text), first=True)
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
         """The policy's turn with its tool calls; `finish` is that of the turn."""
@@ -119,43 +107,33 @@ class Conversation:
         calls, malformed = self._talk.parse(text, self._tools)
         return Action(self._talk.tokenizer.decode(written), calls, malformed, finish)
 
-    def observe(self, messages: Sequence[Said], last: int | None, most: int | None = None) -> tuple[int, ...]:
+    def observe(self, messages: Sequence[Said], last: int | None) -> tuple[int, ...]:
         """Token ids of the environment's answer, up to where the policy speaks again.
 
         Args:
             last: the token with which the policy ended its turn; None where it was cut. Where the template ends a turn
                 with a token that ends completions, the policy's own stands for it.
-            most: tokens that fit.
 
         Raises:
-            LongTextError: there are surely more.
             ObservationError: its text cannot be put into tokens.
             UserError: the template rewrites what was before the observation.
         """
         tokenizer = self._talk.tokenizer
         if not tokenizer.has_template:
             self._messages += [None, *messages]
-            text = "".join(OBSERVATION + said.content for said in messages)
-            self._refuse_long([text], most)
-            return self._encoded(lambda pieces_of: pieces_of(text), ())
+            return self._encoded(self._cut("".join(OBSERVATION + said.content for said in messages)))
         before = [*self._messages]
         self._messages += [None, *messages]
         cut, gap = self._marks()
-        if self._may_be_long([said.content for said in messages], most):
-            self._refuse_long(self._rendered_after(before, cut, gap, tokenizer.rough_pieces).split(cut), most)
-        tokens = self._encoded(
-            lambda pieces_of: self._rendered_after(before, cut, gap, pieces_of).split(cut),
-            [said.content for said in messages],
-        )
+        tokens = self._encoded(self._rendered_after(before, cut, gap).split(cut))
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
 
-    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str, pieces_of: PiecesOf) -> str:
+    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
-        whole = self._rendered(cut, gap, pieces_of=pieces_of)
-        asked = self._rendered(cut, gap, before, pieces_of=pieces_of)
+        whole, asked = self._rendered(cut, gap), self._rendered(cut, gap, before)
         stands, mark, after = whole.rpartition(gap)
-        if not mark or not (stands == asked or self._only_begun(stands, asked, cut, gap, before, pieces_of)):
+        if not mark or not (stands == asked or self._only_begun(stands, asked, cut, gap, before)):
             first = asked + gap
             place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
             raise UserError(
@@ -165,35 +143,20 @@ class Conversation:
         self._begun = _thought_at_end(whole)
         return after
 
-    def _only_begun(
-        self, stands: str, asked: str, cut: str, gap: str, before: Sequence[Said | None], pieces_of: PiecesOf
-    ) -> bool:
+    def _only_begun(self, stands: str, asked: str, cut: str, gap: str, before: Sequence[Said | None]) -> bool:
         """True if a turn of the policy merely begins in another way in `stands` than in `asked`, the prompt for it.
 
         Templates leave out of earlier turns a `<think>` that they write in a prompt, or close it.
         """
-        said = self._rendered(cut, gap, before, pieces_of=pieces_of, add_generation_prompt=False)
+        said = self._rendered(cut, gap, before, add_generation_prompt=False)
         begun, now = asked.removeprefix(said), stands.removeprefix(said)
         both = 0 < len(begun) < len(asked) and len(now) < len(stands) and gap not in now
         return both and (begun.startswith(now) or now.startswith(begun))
 
-    def _may_be_long(self, texts: Sequence[str], most: int | None) -> bool:
-        """True if the texts alone do not fit; the template may yet leave out a part of them."""
-        return most is not None and self._talk.tokenizer.least_tokens("".join(texts)) > most
-
-    def _refuse_long(self, pieces: Sequence[str], most: int | None) -> None:
-        # One at the beginning may be the token by which the policy ended its turn.
-        least = self._talk.tokenizer.least_tokens("".join(pieces)) - 1
-        if most is not None and least > most:
-            raise LongTextError(f"{AT_LEAST}{least} tokens, {most} fit")
-
-    def _texts(self) -> list[str]:
-        said = [said.content for said in self._messages if said is not None]
-        return said + [text for tool in self._tools for text in _texts(_function(tool))]
-
     def _marks(self) -> tuple[str, str]:
         """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
-        texts = self._texts()
+        texts = [said.content for said in self._messages if said is not None]
+        texts += [text for tool in self._tools for text in _texts(_function(tool))]
         for number in count():
             # Code points that are no characters: templates neither strip nor escape them.
             marks = f"\ufdd0{number}\ufdd1", f"\ufdd2{number}\ufdd1"
@@ -207,42 +170,34 @@ class Conversation:
         gap: str,
         messages: Sequence[Said | None] | None = None,
         tools: Sequence[Tool] | None = None,
-        pieces_of: PiecesOf | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation in the chat template; `messages`, `tools`, `pieces_of`: others."""
-        pieces_of = pieces_of or self._cached(self._talk.tokenizer.plain_pieces)
+        """The conversation in the chat template, its texts cut at `cut`; `messages`, `tools`: others."""
         told = [
             {"role": "assistant", "content": gap}
             if said is None
-            else {"role": said.role, "content": cut.join(pieces_of(said.content))}
+            else {"role": said.role, "content": cut.join(self._cut(said.content))}
             for said in (self._messages if messages is None else messages)
         ]
         functions = [
-            {"type": "function", "function": _cut(_function(tool), cut, pieces_of)}
+            {"type": "function", "function": _cut(_function(tool), cut, self._cut)}
             for tool in (self._tools if tools is None else tools)
         ]
         return self._talk.tokenizer.render(told, functions, add_generation_prompt, self._talk.arguments)
 
-    def _cached(self, pieces_of: PiecesOf) -> PiecesOf:
-        def cached(text: str) -> list[str]:
-            key = pieces_of, text
-            if key not in self._pieces:
-                try:
-                    self._pieces[key] = pieces_of(text)
-                except ValueError as error:
-                    raise ObservationError(str(error)) from error
-            return self._pieces[key]
+    def _cut(self, text: str) -> list[str]:
+        """The text in pieces without control tokens. Raises ObservationError: it cannot be put into tokens."""
+        if text not in self._pieces:
+            try:
+                self._pieces[text] = self._talk.tokenizer.plain_pieces(text)
+            except ValueError as error:
+                raise ObservationError(str(error)) from error
+        return self._pieces[text]
 
-        return cached
-
-    def _encoded(
-        self, pieces_of: Callable[[PiecesOf], Sequence[str]], texts: Sequence[str], *, first: bool = False
-    ) -> tuple[int, ...]:
-        tokenizer = self._talk.tokenizer
+    def _encoded(self, pieces: Sequence[str], *, first: bool = False) -> tuple[int, ...]:
         try:
-            return tuple(tokenizer.untrusted_tokens(texts, lambda each: pieces_of(self._cached(each)), first))
+            return tuple(self._talk.tokenizer.encode_pieces(pieces, first))
         except ValueError as error:
             raise ObservationError(str(error)) from error
 

@@ -10,7 +10,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
@@ -156,71 +158,90 @@ _FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
-# Key -> the one value the decoder implements, which is also what an absent key means to transformers.
-_FIXED: dict[str, Any] = {
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-}
-
 # The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 
-# Sizes of lists and tables that are made before a weight is read; several times those of the largest released models.
-_LARGEST = {
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 4096,
-    "num_experts": 4096,
-    "num_local_experts": 4096,
-    "head_dim": 4096,
-    "max_position_embeddings": 1 << 22,
-}
-_LARGEST_INTEGER = 1 << 30
-_SHOWN_CHARACTERS = 200
-
 # The base that transformers assumes when a configuration gives none (`RotaryEmbeddingConfigMixin.default_theta`).
 _DEFAULT_ROPE_THETA = 10_000.0
+_SHOWN_CHARACTERS = 200
+
+_Size = Annotated[int, Field(strict=True, ge=1, le=1 << 30)]
+# Tables and lists of these lengths are made before a weight is read; released models have a fraction of them.
+_Count = Annotated[int, Field(strict=True, ge=1, le=4096)]
+_Positions = Annotated[int, Field(strict=True, ge=1, le=1 << 22)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_One = Annotated[float, Field(ge=1, le=1)]
+_Flag = Annotated[bool, Field(strict=True)]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Typed access to a configuration; null counts as absent, as in transformers."""
+class _Rope(BaseModel):
+    """`rope_scaling`, or `rope_parameters`, of a config.json."""
 
-    keys: Mapping[str, Any]
-    where: str
+    rope_type: Literal["default", "llama3"] = Field("default", validation_alias=AliasChoices("rope_type", "type"))
+    rope_theta: _Positive | None = None
+    partial_rotary_factor: _One | None = None
 
-    def refused(self, key: str, supported: str) -> UserError:
-        found = json.dumps(self.keys.get(key), default=str)[:_SHOWN_CHARACTERS] if key in self.keys else "nothing"
-        return UserError(f"{self.where}: {key}: found {found}, supported: {supported}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.keys.get(key)
-        value = default if value is None else value
-        largest = _LARGEST.get(key, _LARGEST_INTEGER)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
-            raise self.refused(key, f"an integer from 1 to {largest}")
-        return value
+class _Llama3Rope(BaseModel):
+    factor: _Positive
+    low_freq_factor: _Positive
+    high_freq_factor: _Positive
+    original_max_position_embeddings: _Size
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.keys.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise self.refused(key, "a number above 0")
-        return float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.keys.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.refused(key, "true or false")
-        return value
+class _HfConfig(BaseModel):
+    """The keys of a config.json that the decoder depends on, with the values that transformers gives absent ones."""
 
-    def section(self, key: str) -> Mapping[str, Any]:
-        value = self.keys.get(key)
-        value = {} if value is None else value
-        if not isinstance(value, Mapping):
-            raise self.refused(key, "an object")
-        return value
+    architectures: list[Literal[tuple(_FAMILIES)]] = Field(min_length=1, max_length=1)  # type: ignore[valid-type]
+    model_type: str | None = None
+    vocab_size: _Size
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    rms_norm_eps: _Positive
+    max_position_embeddings: _Positions
+    tie_word_embeddings: _Flag = False
+    rope_theta: _Positive | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+    hidden_act: Literal["silu"] = "silu"
+    mlp_bias: Literal[False] = False
+    attention_bias: _Flag | None = None
+    partial_rotary_factor: _One = 1.0
+    layer_types: list[Any] | None = None
+    use_sliding_window: _Flag = False
+    sliding_window: int | None = None
+
+
+class _HfExperts(BaseModel):
+    num_experts: _Count
+    num_local_experts: _Count | None = None
+    num_experts_per_tok: _Count
+    moe_intermediate_size: _Size
+    norm_topk_prob: _Flag = False
+    decoder_sparse_step: _Count = 1
+    mlp_only_layers: list[Annotated[int, Field(strict=True, ge=0)]] = []
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _read(model: type[_Model], keys: Mapping[str, Any], where: str) -> _Model:
+    """Some keys of a configuration, of which null counts as absent, as in transformers."""
+    try:
+        return model.model_validate({key: value for key, value in keys.items() if value is not None})
+    except ValidationError as refusal:
+        error = refusal.errors()[0]
+        key = ": ".join(part for part in error["loc"] if isinstance(part, str))
+        raise _refused(where, key, ... if error["type"] == "missing" else error["input"], error["msg"]) from refusal
+
+
+def _refused(where: str, key: str, found: object, supported: str) -> UserError:
+    shown = "nothing" if found is ... else json.dumps(found, default=str)[:_SHOWN_CHARACTERS]
+    return UserError(f"{where}: {key}: found {shown}; {supported}")
 
 
 def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
@@ -228,32 +249,117 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
 
     Raises UserError: naming the file and the key: another architecture, or a feature that the decoder lacks.
     """
-    reader = _Reader(config, where)
-    family = _family(reader)
-    _refuse_unsupported(reader, family)
-    num_heads = reader.integer("num_attention_heads")
-    num_kv_heads = reader.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise reader.refused("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
-    max_positions = reader.integer("max_position_embeddings")
-    rope_theta, rope_scaling = _rope(reader)
+    hf = _read(_HfConfig, config, where)
+    family, heads = _FAMILIES[hf.architectures[0]], hf.num_attention_heads
+    kv_heads = heads if hf.num_key_value_heads is None else hf.num_key_value_heads
+    _check_supported(config, hf, family, where)
+    if heads % kv_heads:
+        raise _refused(where, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    theta, scaling = _rope(config, hf, where)
     return Architecture(
         family=family,
-        vocab_size=reader.integer("vocab_size"),
-        hidden_size=reader.integer("hidden_size"),
-        intermediate_size=reader.integer("intermediate_size"),
-        num_layers=reader.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(reader, family, num_heads),
-        rms_norm_eps=reader.number("rms_norm_eps"),
-        rope_theta=rope_theta,
-        max_positions=max_positions,
-        rope_scaling=rope_scaling,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(hf, family, where),
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_theta=theta,
+        max_positions=hf.max_position_embeddings,
+        rope_scaling=scaling,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2",
-        tie_embeddings=reader.flag("tie_word_embeddings", default=False),
-        experts=_experts(reader) if family == "qwen3_moe" else None,
+        tie_embeddings=hf.tie_word_embeddings,
+        experts=_experts(config, hf, where) if family == "qwen3_moe" else None,
+    )
+
+
+def _check_supported(config: Mapping[str, Any], hf: _HfConfig, family: Family, where: str) -> None:
+    """Raises UserError: by one of the keys, the model computes something that the decoder does not."""
+    if hf.model_type not in (None, family):
+        raise _refused(where, "model_type", hf.model_type, f"supported: {family}, for {hf.architectures[0]}")
+    if config.get("quantization_config") is not None:
+        check_block_fp8(config["quantization_config"], where)
+    if hf.attention_bias not in (None, family == "qwen2"):
+        raise _refused(where, "attention_bias", hf.attention_bias, f"supported: {json.dumps(family == 'qwen2')}")
+    if hf.layer_types is not None:
+        if hf.layer_types != ["full_attention"] * hf.num_hidden_layers:
+            raise _refused(where, "layer_types", hf.layer_types, 'supported: "full_attention" for every layer')
+        # The layers of others have a window all the same.
+        if family in ("qwen2", "qwen3"):
+            return
+    # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.
+    unused = family.startswith("qwen") and not hf.use_sliding_window
+    implied = family == "mistral" and "sliding_window" not in config
+    if implied or (hf.sliding_window is not None and not unused):
+        raise _refused(where, "sliding_window", hf.sliding_window, "supported: null (full attention)")
+
+
+def check_block_fp8(found: object, where: str) -> None:
+    """Raises UserError: a `quantization_config` is of another format than block FP8."""
+    section = found if isinstance(found, Mapping) else {}
+    for key, expected in BLOCK_FP8.items():
+        if section.get(key, expected if key == "fmt" else None) != expected:
+            raise _refused(where, f"quantization_config: {key}", section.get(key), f"expected {json.dumps(expected)}")
+
+
+def _head_dim(hf: _HfConfig, family: Family, where: str) -> int:
+    heads, head_dim = hf.num_attention_heads, hf.head_dim
+    if head_dim is None:
+        if family == "qwen3" or hf.hidden_size % heads:
+            raise _refused(where, "head_dim", ..., f"expected one (hidden_size={hf.hidden_size}, {heads} heads)")
+        head_dim = hf.hidden_size // heads
+    if family == "qwen2" and head_dim * heads != hf.hidden_size:
+        raise _refused(where, "head_dim", head_dim, f"supported: hidden_size / heads, {hf.hidden_size} / {heads}")
+    if head_dim % 2:
+        raise _refused(where, "head_dim", head_dim, "supported: even numbers")
+    return head_dim
+
+
+def _rope(config: Mapping[str, Any], hf: _HfConfig, where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary positions."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    section, rope = config.get(key) or {}, getattr(hf, key) or _Rope()
+    if any(isinstance(value, Mapping) for value in section.values()):
+        raise _refused(where, key, section, "supported: one set of parameters for all layers")
+    theta = hf.rope_theta or rope.rope_theta or _DEFAULT_ROPE_THETA
+    if rope.rope_theta not in (None, theta):
+        raise _refused(where, "rope_theta", theta, f"expected the value in {key}, {rope.rope_theta}")
+    if rope.rope_type == "default":
+        return theta, None
+    llama3 = _read(_Llama3Rope, section, f"{where}: {key}")
+    if llama3.high_freq_factor <= llama3.low_freq_factor:
+        supported = f"supported: a number above low_freq_factor={llama3.low_freq_factor}"
+        raise _refused(where, f"{key}: high_freq_factor", llama3.high_freq_factor, supported)
+    return theta, RopeScaling(
+        factor=llama3.factor,
+        low_freq_factor=llama3.low_freq_factor,
+        high_freq_factor=llama3.high_freq_factor,
+        original_max_positions=llama3.original_max_position_embeddings,
+    )
+
+
+def _experts(config: Mapping[str, Any], hf: _HfConfig, where: str) -> Experts:
+    # transformers 5 writes num_local_experts and reads both (`Qwen3MoeConfig.attribute_map`).
+    known = dict(config)
+    if known.get("num_experts") is None:
+        known["num_experts"] = known.get("num_local_experts")
+    moe = _read(_HfExperts, known, where)
+    if moe.num_local_experts not in (None, moe.num_experts):
+        raise _refused(where, "num_local_experts", moe.num_local_experts, f"expected num_experts={moe.num_experts}")
+    if moe.num_experts_per_tok > moe.num_experts:
+        raise _refused(where, "num_experts_per_tok", moe.num_experts_per_tok, f"at most num_experts={moe.num_experts}")
+    if moe.num_experts * hf.num_hidden_layers > MOST_EXPERTS:
+        raise _refused(where, "num_experts", moe.num_experts, f"at most {MOST_EXPERTS} experts in all layers")
+    return Experts(
+        count=moe.num_experts,
+        per_token=moe.num_experts_per_tok,
+        intermediate_size=moe.moe_intermediate_size,
+        normalise_top_k=moe.norm_topk_prob,
+        sparse_step=moe.decoder_sparse_step,
+        dense_layers=tuple(moe.mlp_only_layers),
     )
 
 
@@ -265,7 +371,15 @@ def architecture_to_hf(
     Experts, the RMSNorm of Q and K, and the bias pick the class; Mistral without a window is Llama by another name.
     """
     name = _class_of(arch)
-    scaling = _rope_scaling_to_hf(arch.rope_scaling)
+    scaling = None
+    if (rope := arch.rope_scaling) is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
     return {
         "architectures": [name],
         "model_type": _FAMILIES[name],
@@ -323,85 +437,6 @@ def one_or_list(ids: Collection[int]) -> int | list[int]:
     return ordered[0] if len(ordered) == 1 else ordered
 
 
-def _family(reader: _Reader) -> Family:
-    names = reader.keys.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in _FAMILIES:
-        raise reader.refused("architectures", "one of " + ", ".join(_FAMILIES))
-    family = _FAMILIES[name]
-    if reader.keys.get("model_type", family) != family:
-        raise reader.refused("model_type", f'"{family}", for {name}')
-    return family
-
-
-def check_block_fp8(found: object, where: str) -> None:
-    """Raises UserError: a `quantization_config` is of another format than block FP8."""
-    section = found if isinstance(found, Mapping) else {}
-    for key, expected in BLOCK_FP8.items():
-        if section.get(key, expected if key == "fmt" else None) != expected:
-            given = json.dumps(section.get(key), default=str)[:_SHOWN_CHARACTERS]
-            raise UserError(f"{where}: quantization_config: {key}: found {given}, expected {json.dumps(expected)}")
-
-
-def _refuse_unsupported(reader: _Reader, family: str) -> None:
-    if reader.keys.get("quantization_config") is not None:
-        check_block_fp8(reader.keys["quantization_config"], reader.where)
-    for key, only in {**_FIXED, "attention_bias": family == "qwen2"}.items():
-        if reader.keys.get(key) not in (None, only):
-            raise reader.refused(key, json.dumps(only))
-    layer_types = reader.keys.get("layer_types")
-    if layer_types is not None:
-        if layer_types != ["full_attention"] * reader.integer("num_hidden_layers"):
-            raise reader.refused("layer_types", '"full_attention" for every layer')
-        # The layers of others have a window all the same.
-        if family in ("qwen2", "qwen3"):
-            return
-    # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.
-    unused = family.startswith("qwen") and not reader.flag("use_sliding_window", default=False)
-    implied = family == "mistral" and "sliding_window" not in reader.keys
-    if implied or (reader.keys.get("sliding_window") is not None and not unused):
-        raise reader.refused("sliding_window", "null (full attention)")
-
-
-def _head_dim(reader: _Reader, family: str, num_heads: int) -> int:
-    hidden_size = reader.integer("hidden_size")
-    if reader.keys.get("head_dim") is None and family != "qwen3":
-        if hidden_size % num_heads:
-            raise reader.refused("hidden_size", f"a multiple of num_attention_heads={num_heads}, or a head_dim")
-        head_dim = hidden_size // num_heads
-    else:
-        head_dim = reader.integer("head_dim")
-    if family == "qwen2" and head_dim * num_heads != hidden_size:
-        raise reader.refused("head_dim", f"hidden_size / num_attention_heads, {hidden_size} / {num_heads}")
-    if head_dim % 2:
-        raise reader.refused("head_dim", f"an even number (it is {head_dim})")
-    return head_dim
-
-
-def _experts(reader: _Reader) -> Experts:
-    # transformers 5 writes num_local_experts and reads both (`Qwen3MoeConfig.attribute_map`).
-    key = "num_experts" if reader.keys.get("num_experts") is not None else "num_local_experts"
-    count, per_token = reader.integer(key), reader.integer("num_experts_per_tok")
-    if reader.keys.get("num_local_experts") not in (None, count):
-        raise reader.refused("num_local_experts", f"the value of num_experts, {count}")
-    if per_token > count:
-        raise reader.refused("num_experts_per_tok", f"at most {key}={count}")
-    if count * reader.integer("num_hidden_layers") > MOST_EXPERTS:
-        raise reader.refused(key, f"at most {MOST_EXPERTS} experts in all layers")
-    dense = reader.keys.get("mlp_only_layers")
-    dense = [] if dense is None else dense
-    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
-        raise reader.refused("mlp_only_layers", "a list of layer indices")
-    return Experts(
-        count=count,
-        per_token=per_token,
-        intermediate_size=reader.integer("moe_intermediate_size"),
-        normalise_top_k=reader.flag("norm_topk_prob", default=False),
-        sparse_step=reader.integer("decoder_sparse_step", default=1),
-        dense_layers=tuple(dense),
-    )
-
-
 def _experts_to_hf(experts: Experts) -> dict[str, Any]:
     return {
         "num_experts": experts.count,
@@ -410,49 +445,4 @@ def _experts_to_hf(experts: Experts) -> dict[str, Any]:
         "norm_topk_prob": experts.normalise_top_k,
         "decoder_sparse_step": experts.sparse_step,
         "mlp_only_layers": list(experts.dense_layers),
-    }
-
-
-def _rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary positions."""
-    key = "rope_scaling" if reader.section("rope_scaling") else "rope_parameters"
-    section = reader.section(key)
-    rope = _Reader(section, f"{reader.where}: {key}")
-    if any(isinstance(value, Mapping) for value in section.values()):
-        raise reader.refused(key, "one set of parameters for all layers")
-    if section.get("partial_rotary_factor") not in (None, 1.0):
-        raise rope.refused("partial_rotary_factor", "1.0")
-    theta = reader.number("rope_theta", default=rope.number("rope_theta", default=_DEFAULT_ROPE_THETA))
-    if rope.number("rope_theta", default=theta) != theta:
-        raise reader.refused("rope_theta", f"the value in {key}, {section['rope_theta']}")
-    type_key = "rope_type" if "rope_type" in section else "type"
-    rope_type = section.get(type_key, "default")
-    if rope_type == "default":
-        return theta, None
-    if rope_type != "llama3":
-        raise rope.refused(type_key, '"default" or "llama3"')
-    return theta, _llama3_scaling(rope)
-
-
-def _llama3_scaling(rope: _Reader) -> RopeScaling:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.refused("high_freq_factor", f"a number above low_freq_factor={low}")
-    return RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_positions=rope.integer("original_max_position_embeddings"),
-    )
-
-
-def _rope_scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
     }

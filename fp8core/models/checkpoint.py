@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,7 +28,8 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.safetensors_stream import INDEX, WEIGHTS, Dequantised, FileTensors, StoredTensor, read_folder
+from fp8core.models.block_fp8 import Dequantised
+from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, StoredTensor, read_folder
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX
@@ -69,8 +70,7 @@ class StoredCheckpoint:
 
     def load(self) -> Checkpoint:
         """Read the weights. Raises UserError naming the file, and the tensor that is not what it should be."""
-        tensors = _read_tensors(self.folder, self.architecture, self.stored, self.codes)
-        return Checkpoint(self.architecture, tensors, self.tokenizer, frozenset(self.codes))
+        return Checkpoint(self.architecture, dict(self.source()), self.tokenizer, frozenset(self.codes))
 
     def source(self) -> FileTensors:
         """The weights in their files, of which nothing is kept. Raises UserError: as `check_head`."""
@@ -81,8 +81,11 @@ class StoredCheckpoint:
     def check_head(self) -> None:
         """Read a stored head that is tied to the embedding. Raises UserError: it has other values."""
         files = FileTensors({**self.stored, **self.codes})
-        if self.architecture.tie_embeddings and _HEAD in files:
-            _refuse_other_head(self.stored[_HEAD], files[_HEAD], files[_EMBEDDING])
+        tied = self.architecture.tie_embeddings and _HEAD in files
+        if tied and not torch.equal(files[_HEAD], files[_EMBEDDING]):
+            raise self.stored[_HEAD].refused(
+                f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
+            )
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -102,13 +105,13 @@ def find_checkpoint(folder: Path) -> StoredCheckpoint:
     # Old Llama conversions store the rotary frequencies, which the configuration determines.
     stored = {name: t for name, t in read_folder(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     codes = {} if config.get("quantization_config") is None else _take_codes(stored)
-    specs = {name: codes[name].results[0] if name in codes else tensor.spec for name, tensor in stored.items()}
-    described = {name: replace(tensor, spec=specs[name]) for name, tensor in stored.items()}
+    read = {name: replace(codes[name].stored.spec, dtype="BF16") for name in codes}
+    described = {name: replace(tensor, spec=read.get(name, tensor.spec)) for name, tensor in stored.items()}
     single = folder / WEIGHTS
     where = single if single.is_file() else folder / INDEX
     _check(described, parameter_shapes(architecture), architecture.tie_embeddings, where)
     tokenizer = Tokenizer.load(folder)
-    refuse_small_vocabulary(f"{folder}: config.json", architecture, tokenizer)
+    check_vocabulary(f"{folder}: config.json", architecture, tokenizer)
     return StoredCheckpoint(folder, architecture, stored, codes, tokenizer)
 
 
@@ -133,14 +136,14 @@ def save_checkpoint(
             sync_path(path)
 
 
-def refuse_small_vocabulary(where: str, architecture: Architecture, tokenizer: Tokenizer) -> None:
+def check_vocabulary(where: str, architecture: Architecture, tokenizer: Tokenizer) -> None:
     """Raises UserError: the tokenizer has a token that the model has no embedding for."""
     largest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids)
     if largest >= architecture.vocab_size:
         raise UserError(f"{where}: token {largest} of the tokenizer is beyond vocab_size={architecture.vocab_size}")
 
 
-def refuse_occupied(target: Path) -> None:
+def check_unoccupied(target: Path) -> None:
     """Raises UserError: there is something in the way of a checkpoint."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
@@ -150,7 +153,7 @@ def refuse_occupied(target: Path) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target that takes its name when the body ends well, and is removed when it does not.
     Raises UserError: the target is in the way or cannot be written."""
-    refuse_occupied(target)
+    check_unoccupied(target)
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -197,27 +200,6 @@ def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
     return {name: Dequantised(stored[name], stored.pop(name + SCALE_SUFFIX)) for name in names}
 
 
-def _read_tensors(
-    folder: Path, arch: Architecture, stored: Mapping[str, StoredTensor], codes: Mapping[str, Dequantised]
-) -> dict[str, Tensor]:
-    shapes = parameter_shapes(arch)
-    try:
-        tensors = _load({name: tensor for name, tensor in stored.items() if name not in codes})
-        tensors |= {name: matrix.whole() for name, matrix in codes.items()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder}: the weights cannot be read: {error}") from error
-    if arch.tie_embeddings and _HEAD in tensors:
-        _refuse_other_head(stored[_HEAD], tensors[_HEAD], tensors[_EMBEDDING])
-    return {name: tensors[name] for name in shapes}
-
-
-def _refuse_other_head(stored: StoredTensor, head: Tensor, embedding: Tensor) -> None:
-    if not torch.equal(head, embedding):
-        raise stored.refused(
-            f"expected the values of {_EMBEDDING} (config.json says tie_word_embeddings), found others"
-        )
-
-
 def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], tied: bool, where: Path) -> None:
     allowed = {**shapes, _HEAD: shapes[_EMBEDDING]} if tied else shapes
     missing = [name for name in shapes if name not in stored]
@@ -233,14 +215,6 @@ def _check(stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, .
     if problems:
         others = f" (and {len(problems) - 1} more tensors differ)" if len(problems) > 1 else ""
         raise UserError(problems[0] + others)
-
-
-def _load(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in {tensor.file for tensor in stored.values()}:
-        with safe_open(file, framework="pt") as handle:
-            tensors |= {name: handle.get_tensor(name) for name, tensor in stored.items() if tensor.file == file}
-    return tensors
 
 
 def architecture_from_config(config: ArchitectureConfig, vocab_size: int) -> Architecture:

@@ -1,20 +1,17 @@
 """Checkpoints of llama.cpp (GGUF), which transformers dequantises, as Hugging Face folders."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8core.errors import UserError, first_line
 from fp8core.models.architecture import Architecture, architecture_from_hf, parameter_shapes
-from fp8core.models.checkpoint import refuse_occupied, refuse_small_vocabulary, save_checkpoint
+from fp8core.models.checkpoint import check_unoccupied, check_vocabulary, save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 
 _MAGIC = b"GGUF"
-_LIBRARIES = ("gguf", "transformers")
 
 
 class Converted(NamedTuple):
@@ -25,14 +22,17 @@ class Converted(NamedTuple):
 def convert_gguf(source: Path, target: Path) -> Converted:
     """Write the weights of a GGUF file of any quantisation in BF16, with its tokenizer and chat template.
 
-    `target` must not exist, or be empty. Raises UserError: not such a file, a library is missing, another architecture,
-    or the target is in the way.
+    `target` must not exist, or be empty. Raises UserError: not such a file, another architecture, or the
+    target is in the way.
     """
-    _refuse_other_files(source)
-    refuse_occupied(target)
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise UserError(f"{source}: {' and '.join(missing)} must be installed to read it: pip install 'fp8-grpo[gguf]'")
+    try:
+        with source.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror}") from error
+    if magic != _MAGIC:
+        raise UserError(f"{source}: not a GGUF file, which begins with {_MAGIC.decode()}")
+    check_unoccupied(target)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -45,7 +45,7 @@ def convert_gguf(source: Path, target: Path) -> Converted:
             source.parent, gguf_file=source.name, dtype="float32", output_loading_info=True
         )
         model, loaded = read
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except Exception as error:  # the libraries raise nothing more specific
         raise UserError(f"{source}: transformers cannot read it: {first_line(error)}") from error
     if scaling is not None:
@@ -60,13 +60,8 @@ def convert_gguf(source: Path, target: Path) -> Converted:
     arch = architecture_from_hf(config, str(source))
     found = model.state_dict()
     tensors = {name: found[name] for name in parameter_shapes(arch)}
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        try:
-            saved = Tokenizer.load(Path(folder))
-        except UserError as error:
-            raise UserError(f"{source}: its tokenizer: {str(error).removeprefix(f'{folder}: ')}") from error
-    refuse_small_vocabulary(str(source), arch, saved)
+    saved = Tokenizer(tokenizer, frozenset(), str(source))
+    check_vocabulary(str(source), arch, saved)
     save_checkpoint(target, arch, tensors, saved)
     return Converted(arch, sum(tensor.numel() for tensor in tensors.values()))
 
@@ -79,13 +74,3 @@ def _rotary_scaling(source: Path) -> str | None:
     tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
     keys = [key for key in reader.fields if key.endswith(".rope.scaling.type")]
     return next((key for key in [*tensors, *keys] if key in tensors or reader.fields[key].contents() != "none"), None)
-
-
-def _refuse_other_files(source: Path) -> None:
-    try:
-        with source.open("rb") as file:
-            magic = file.read(len(_MAGIC))
-    except OSError as error:
-        raise UserError(f"{source}: cannot be read: {error.strerror}") from error
-    if magic != _MAGIC:
-        raise UserError(f"{source}: not a GGUF file, which begins with {_MAGIC.decode()}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8core.config.data import CHAIN_VOCABULARY
 from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, nearest
+from fp8core.errors import UserError, first_line, nearest
 from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
 from fp8core.models.checkpoint import architecture_from_config
 from fp8core.user_files import read_json_object
@@ -75,44 +75,33 @@ def _snapshot(model: str, revision: str | None, cache: Path | None, files: Seque
 
     # The base of connection errors in whichever HTTP library this version of huggingface_hub uses.
     connection: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-    refusals = (
+    patterns = list(files)
+    try:
+        # Asked apart, because snapshot_download retries for half a minute when it is given a commit and no network.
+        commit = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS).sha
+        return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=patterns))
+    except (
         errors.RepositoryNotFoundError,
         errors.RevisionNotFoundError,
         errors.GatedRepoError,
         errors.HFValidationError,
-    )
-    try:
-        # Asked apart, because snapshot_download retries for half a minute when it is given a commit and no network.
-        commit = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS).sha
-        return Path(snapshot_download(model, revision=commit, cache_dir=cache, allow_patterns=list(files)))
-    except refusals as error:
+    ) as error:
         raise UserError(
             f"{key}={model}: neither a folder nor a model that the hub shows you (a private or gated one needs "
-            f"`hf auth login`): {_first_line(error)}"
+            f"`hf auth login`): {first_line(error)}"
         ) from error
     except (connection, OSError) as error:
-        return _cached(model, revision, cache, _first_line(error), key)
-
-
-def _cached(model: str, revision: str | None, cache: Path | None, reason: str, key: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+        reason = first_line(error)
     try:
-        found = snapshot_download(
-            model, revision=revision, cache_dir=cache, allow_patterns=_FILES, local_files_only=True
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, allow_patterns=patterns, local_files_only=True)
         )
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         at = "" if revision is None else f" --revision {revision}"
         raise UserError(
             f"{key}={model}: not in the cache, and the hub did not answer ({reason}): on a machine with network run "
             f"`hf download {model}{at} --local-dir FOLDER`, then pass `--set {key}=FOLDER`"
         ) from error
-    return Path(found)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 _QWEN3_8B = Architecture(

@@ -1,8 +1,7 @@
-"""Checkpoints in block FP8, made from Hugging Face BF16 folders and turned back into them, tensor by tensor.
+"""Checkpoints in block FP8, made from Hugging Face BF16 folders and turned back into them, file by file.
 
-`X.weight` becomes E4M3 codes with `X.weight_scale_inv`, the FP32 scales of its 128x128 tiles that multiply them back.
-This is the layout of DeepSeek-V3, which vLLM, SGLang and transformers read. A plan is made from the headers alone;
-writing it holds blocks of rows, never a whole tensor.
+This is the layout of DeepSeek-V3, which vLLM, SGLang and transformers read (`models.block_fp8`). A plan is made from
+the headers alone; writing it holds the tensors of one file.
 
 Names alone decide what is quantised: the linears of the decoder's layers are (`q_proj` to `down_proj`, those of experts
 too). Embeddings, head, norms, biases and routers stay in BF16 (DeepSeek-V3, arXiv 2412.19437, section 3.3), and so does
@@ -18,46 +17,36 @@ largest code is 224: the smallest scale that holds those is half as large.
 """
 
 import json
-import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8core.durable import make_folder, write_file
+from fp8core.durable import make_folder, sync_path, write_file
 from fp8core.errors import UserError
 from fp8core.models.architecture import BLOCK_FP8, check_block_fp8
+from fp8core.models.block_fp8 import FLOATS, INTEGERS, Conversion, Dequantised, Kept, Quantised
 from fp8core.models.checkpoint import whole_folder
-from fp8core.models.safetensors_stream import (
-    FLOATS,
-    INDEX,
-    INTEGERS,
-    WEIGHTS,
-    Conversion,
-    Dequantised,
-    Kept,
-    Quantised,
-    StoredSpec,
-    StoredTensor,
-    file_order,
-    read_folder,
-    write_tensors,
-)
+from fp8core.models.safetensors_files import INDEX, StoredSpec, StoredTensor, read_folder
 from fp8core.models.weights import SCALE_SUFFIX, is_linear
 from fp8core.numerics.recipe import TILE, Grouping
-from fp8core.user_files import open_input, read_json_object
+from fp8core.user_files import read_json_object
 
 # The second and third are those of models that also see or hear: their other towers are not decoders.
 _LAYER = re.compile(r"(?:model|model\.language_model|language_model\.model)\.layers\.(\d+)\..+\.weight")
-_PLAIN = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head|gate|router|shared_expert_gate)\.weight")
 _EXPERTS = re.compile(r"(.*\.experts)\..+")
 _FUSED = re.compile(r"(.*)\.(?:(?P<qkv>[qkv])|(?P<gate_up>gate|up))_proj\.weight")
+_CONFIG = "config.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data")
+
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -79,12 +68,10 @@ class Selection:
     Attributes:
         quantised: Tensors in block FP8; all others stay in BF16.
         kept_modules: Modules with a matrix in BF16, as `modules_to_not_convert` lists them.
-        unrecognised: Matrices in BF16 whose names say nothing about what they are.
     """
 
     quantised: frozenset[str]
     kept_modules: tuple[str, ...]
-    unrecognised: tuple[str, ...]
 
 
 def select(shapes: Mapping[str, tuple[int, ...]], num_layers: int, kept: KeptInBf16) -> Selection:
@@ -98,20 +85,28 @@ def select(shapes: Mapping[str, tuple[int, ...]], num_layers: int, kept: KeptInB
         UserError: nothing is left to quantise, a pattern matches nothing, or parts that inference engines fuse into
             one weight (q, k and v; gate and up; the experts of a layer) would get different formats.
     """
-    _refuse_idle_patterns(shapes, kept.names)
-    linears = {name for name, shape in shapes.items() if _LAYER.fullmatch(name) and _is_matrix(name, shape)}
-    quantised = frozenset(name for name in linears if not _is_kept(name, num_layers, kept))
+    for pattern in kept.names:
+        if not any(_matches(name, pattern) for name in shapes):
+            raise UserError(f"{pattern!r} matches no tensor; names look like {next(iter(shapes), 'none')}")
+    layers = {name: layer for name in shapes if is_linear(name) and (layer := _LAYER.fullmatch(name))}
+    linears = {
+        name: int(layer[1]) for name, layer in layers.items() if len(shapes[name]) == 2 and 0 not in shapes[name]
+    }
+
+    def stays(name: str, layer: int) -> bool:
+        at_an_end = layer < kept.first_layers or num_layers - kept.last_layers <= layer < num_layers
+        return at_an_end or any(_matches(name, pattern) for pattern in kept.names)
+
+    quantised = frozenset(name for name, layer in linears.items() if not stays(name, layer))
     if not quantised:
         raise UserError(
             f"nothing to quantise: {len(linears)} linear weights in {num_layers} decoder layers, all kept in BF16"
         )
     matrices = [name for name in in_layer_order(shapes) if len(shapes[name]) >= 2]
-    _refuse_split_groups(matrices, quantised)
-    plain = [name for name in matrices if name not in quantised]
+    _check_fused_groups(matrices, quantised)
     # A head that shares the embedding's weight has no tensor, and is a module nevertheless.
-    modules = {"lm_head"} | {_module(name) for name in plain if _is_module_weight(name)}
-    unrecognised = (name for name in plain if name not in linears and not _PLAIN.fullmatch(name))
-    return Selection(quantised, tuple(in_layer_order(modules)), tuple(unrecognised))
+    modules = {"lm_head"} | {module for name in matrices if name not in quantised and (module := _module(name))}
+    return Selection(quantised, tuple(in_layer_order(modules)))
 
 
 def in_layer_order(names: Iterable[str]) -> list[str]:
@@ -119,51 +114,26 @@ def in_layer_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", name)])
 
 
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return is_linear(name) and len(shape) == 2 and 0 not in shape
-
-
-def _is_kept(name: str, num_layers: int, kept: KeptInBf16) -> bool:
-    layer = _LAYER.fullmatch(name)
-    assert layer is not None
-    index = int(layer[1])
-    at_an_end = index < kept.first_layers or num_layers - kept.last_layers <= index < num_layers
-    return at_an_end or any(_matches(name, pattern) for pattern in kept.names)
-
-
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
 
 
-def _is_module_weight(name: str) -> bool:
-    """True if a matrix may belong to a linear, not to an embedding or directly to a layer."""
-    return not name.endswith("embed_tokens.weight") and (name.endswith(".weight") or bool(_EXPERTS.fullmatch(name)))
-
-
 def _module(name: str) -> str:
-    """The module of a weight; for an expert the module that holds all experts, which every reader supports."""
-    experts = _EXPERTS.fullmatch(name)
-    return experts[1] if experts else name.removesuffix(".weight")
+    """The module of a matrix that may belong to a linear; empty for an embedding, or one directly in a layer.
 
-
-def _group(name: str) -> str:
-    """The name of what inference engines fuse the weight into; its own if nothing."""
-    experts, fused = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name)
-    if experts:
+    For an expert it is the module that holds all experts, which every reader supports.
+    """
+    if experts := _EXPERTS.fullmatch(name):
         return experts[1]
-    return f"{fused[1]}.{fused.lastgroup}" if fused else name
+    return name.removesuffix(".weight") if name.endswith(".weight") and "embed_tokens" not in name else ""
 
 
-def _refuse_idle_patterns(names: Iterable[str], patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name in names):
-            raise UserError(f"{pattern!r} matches no tensor; names look like {next(iter(names), 'none')}")
-
-
-def _refuse_split_groups(matrices: Iterable[str], quantised: frozenset[str]) -> None:
+def _check_fused_groups(matrices: Iterable[str], quantised: frozenset[str]) -> None:
+    """Raises UserError: inference engines fuse a matrix in BF16 with one in block FP8."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in matrices:
-        groups[_group(name)].append(name)
+        experts, fused = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name)
+        groups[experts[1] if experts else f"{fused[1]}.{fused.lastgroup}" if fused else name].append(name)
     for members in groups.values():
         plain = [name for name in members if name not in quantised]
         if 0 < len(plain) < len(members):
@@ -174,13 +144,6 @@ def _refuse_split_groups(matrices: Iterable[str], quantised: frozenset[str]) -> 
             )
 
 
-SHARD_BYTES = 4_000_000_000
-_CONFIG = "config.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".onnx_data")
-
-Report = Callable[[int, int], None]
-
-
 @dataclass(frozen=True)
 class CheckpointConversion:
     """A conversion, known from the source's headers.
@@ -189,7 +152,6 @@ class CheckpointConversion:
         config: config.json of the target.
         copied: Files copied byte for byte, relative to the source.
         left_out: Files that are weights in another form, relative to the source.
-        unrecognised: Matrices in BF16 whose names say nothing about what they are.
     """
 
     source: Path
@@ -197,12 +159,11 @@ class CheckpointConversion:
     conversions: tuple[Conversion, ...]
     copied: tuple[Path, ...]
     left_out: tuple[Path, ...]
-    unrecognised: tuple[str, ...] = ()
 
     @property
     def converted(self) -> tuple[StoredSpec, ...]:
         """Source tensors that change between BF16 and block FP8."""
-        return tuple(c.stored.spec for c in self.conversions if isinstance(c, Quantised | Dequantised))
+        return tuple(c.stored.spec for c in self.conversions if not isinstance(c, Kept))
 
     @property
     def parameters(self) -> int:
@@ -211,8 +172,8 @@ class CheckpointConversion:
 
     @property
     def size(self) -> int:
-        """Bytes of the target's tensors."""
-        return sum(spec.size for conversion in self.conversions for spec in conversion.results)
+        """Bytes of the source's tensors, scales not counted."""
+        return sum(conversion.stored.spec.size for conversion in self.conversions)
 
 
 def plan_quantisation(source: Path, kept: KeptInBf16, tiles: Grouping) -> CheckpointConversion:
@@ -232,8 +193,12 @@ def plan_quantisation(source: Path, kept: KeptInBf16, tiles: Grouping) -> Checkp
     for tensor in stored.values():
         if tensor.spec.dtype not in (*FLOATS, *INTEGERS):
             raise tensor.refused(f"expected BF16, F16, F32 or integers, found {tensor.spec.dtype}")
-    selection = select({name: t.spec.shape for name, t in stored.items()}, _num_layers(config, source), kept)
-    _refuse_partial_tiles(stored[name] for name in in_layer_order(selection.quantised))
+    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    if type(layers) is not int or layers < 1:
+        raise UserError(f"{source / _CONFIG}: num_hidden_layers: found {json.dumps(layers)}, expected an integer >= 1")
+    selection = select({name: t.spec.shape for name, t in stored.items()}, layers, kept)
+    for name in in_layer_order(selection.quantised):
+        _check_whole_tiles(stored[name])
     narrowed = {"F16"} | {stored[name].spec.dtype for name in selection.quantised}
 
     def convert(name: str) -> Conversion:
@@ -247,18 +212,16 @@ def plan_quantisation(source: Path, kept: KeptInBf16, tiles: Grouping) -> Checkp
         {**_with_bf16(config), "quantization_config": block_fp8_section(selection.kept_modules)},
         tuple(convert(name) for name in in_layer_order(stored)),
         *_other_files(source, stored),
-        selection.unrecognised,
     )
 
 
-def _refuse_partial_tiles(tensors: Iterable[StoredTensor]) -> None:
-    for tensor in tensors:
-        for side in tensor.spec.shape:
-            if side > TILE and side % TILE:
-                raise tensor.refused(
-                    f"{list(tensor.spec.shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and "
-                    "neither transformers nor vLLM reads that in block FP8; keep or export it in BF16"
-                )
+def _check_whole_tiles(tensor: StoredTensor) -> None:
+    for side in tensor.spec.shape:
+        if side > TILE and side % TILE:
+            raise tensor.refused(
+                f"{list(tensor.spec.shape)} is not cut into whole tiles: {side} is no multiple of {TILE}, and "
+                "neither transformers nor vLLM reads that in block FP8; keep or export it in BF16"
+            )
 
 
 def block_fp8_section(kept_modules: Iterable[str]) -> dict[str, Any]:
@@ -294,61 +257,42 @@ def plan_dequantisation(source: Path) -> CheckpointConversion:
     )
 
 
-def write_checkpoint(plan: CheckpointConversion, target: Path, report: Report, shard_bytes: int = SHARD_BYTES) -> None:
-    """Carry out a plan. The folder appears whole or not at all; equal input gives equal bytes.
+def write_checkpoint(plan: CheckpointConversion, target: Path, report: Report) -> None:
+    """Carry out a plan, each file of weights from the one of the same name.
+
+    The folder appears whole or not at all; equal input gives equal bytes.
 
     Args:
         target: Must not exist, or be empty.
-        report: Called with what was added: tensors finished, bytes written.
-        shard_bytes: Largest weights file, unless one tensor alone is larger.
+        report: Called with the bytes of each tensor that was read.
 
     Raises:
         UserError: naming the tensor that cannot be converted, or what cannot be written.
     """
+    files: dict[str, list[Conversion]] = defaultdict(list)
+    for conversion in plan.conversions:
+        files[conversion.stored.file.name].append(conversion)
     with whole_folder(target) as folder:
-        _write_weights(folder, plan.conversions, report, shard_bytes)
         write_file(folder / _CONFIG, (json.dumps(plan.config, indent=2) + "\n").encode())
+        weight_map, size = dict[str, str](), 0
+        for name, conversions in sorted(files.items()):
+            tensors = dict[str, Tensor]()
+            for conversion in conversions:
+                tensors |= conversion.tensors()
+                report(conversion.stored.spec.size)
+            save_file(tensors, folder / name, {"format": "pt"})
+            # safetensors creates its file for the owner alone; it is to be as readable as the others.
+            shutil.copymode(folder / _CONFIG, folder / name)
+            sync_path(folder / name)
+            weight_map |= dict.fromkeys(tensors, name)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+        if len(files) > 1:
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+            write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
         for path in plan.copied:
             make_folder((folder / path).parent)
-            with open_input(plan.source / path) as original, (folder / path).open("xb") as copy:
-                shutil.copyfileobj(original, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
-
-
-def _write_weights(folder: Path, conversions: Sequence[Conversion], report: Report, shard_bytes: int) -> None:
-    shards = _shards(conversions, shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        specs = [spec for conversion in shard for spec in conversion.results]
-        write_tensors(folder / name, specs, _pieces(shard, report))
-        weight_map.update({spec.name: name for spec in specs})
-    if len(shards) > 1:
-        size = sum(spec.size for conversion in conversions for spec in conversion.results)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-
-
-def _shards(conversions: Sequence[Conversion], limit: int) -> list[list[Conversion]]:
-    shards: list[list[Conversion]] = [[]]
-    filled = 0
-    for conversion in conversions:
-        size = sum(spec.size for spec in conversion.results)
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(conversion)
-        filled += size
-    return [sorted(shard, key=lambda conversion: file_order(conversion.results[0])) for shard in shards]
-
-
-def _pieces(conversions: Sequence[Conversion], report: Report) -> Iterator[tuple[str, Tensor]]:
-    for conversion in conversions:
-        for name, values in conversion.pieces():
-            yield name, values
-            report(0, values.nbytes)
-        report(1, 0)
+            shutil.copyfile(plan.source / path, folder / path)
+            sync_path(folder / path)
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -357,37 +301,21 @@ def _read_config(source: Path) -> dict[str, Any]:
     return read_json_object(source / _CONFIG)
 
 
-def _num_layers(config: Mapping[str, Any], source: Path) -> int:
-    section = config.get("text_config") or config
-    found = section.get("num_hidden_layers") if isinstance(section, dict) else None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise UserError(f"{source / _CONFIG}: num_hidden_layers: found {json.dumps(found)}, expected an integer >= 1")
-    return found
-
-
 def _with_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with its type of weights, under either name and in every section, set to BF16."""
     named = config if config.keys() & {"dtype", "torch_dtype"} else {**config, "torch_dtype": None}
-    return _replace_dtypes(named)
-
-
-def _replace_dtypes(section: Mapping[str, Any]) -> dict[str, Any]:
-    def replaced(key: str, value: Any) -> Any:
-        if key in ("dtype", "torch_dtype"):
-            return "bfloat16"
-        return _replace_dtypes(value) if isinstance(value, dict) else value
-
-    return {key: replaced(key, value) for key, value in section.items()}
+    sections = {key: _with_bf16(value) for key, value in named.items() if isinstance(value, dict) and "dtype" in value}
+    return {**named, **sections, **dict.fromkeys(named.keys() & {"dtype", "torch_dtype"}, "bfloat16")}
 
 
 def _other_files(source: Path, stored: Mapping[str, StoredTensor]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Files to copy and weights in other forms, relative to the source; hidden files are neither."""
     known = {source / _CONFIG} | {tensor.file for tensor in stored.values()}
-    found = []
-    for folder, subfolders, names in os.walk(source):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        found += [Path(folder) / name for name in names if not name.startswith(".")]
-    others = sorted(path for path in found if path not in known and not path.name.endswith(".index.json"))
-    weights = [path.relative_to(source) for path in others if path.suffix in _WEIGHT_SUFFIXES]
-    copied = [path.relative_to(source) for path in others if path.suffix not in _WEIGHT_SUFFIXES]
-    return tuple(copied), tuple(weights)
+    others = sorted(
+        path.relative_to(source)
+        for path in source.rglob("*")
+        if path.is_file() and path not in known and not path.name.endswith(".index.json")
+    )
+    others = [path for path in others if not any(part.startswith(".") for part in path.parts)]
+    weights = tuple(path for path in others if path.suffix in _WEIGHT_SUFFIXES)
+    return tuple(path for path in others if path.suffix not in _WEIGHT_SUFFIXES), weights

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
-from fp8core.environments.chat import Conversation, LongTextError, ObservationError, Talk
+from fp8core.environments.chat import Conversation, ObservationError, Talk
 from fp8core.environments.protocol import Action, Outcome, Task, Turn, calls_json, opening_json, said_json
 from fp8core.rewards.scorer import Key
 from fp8core.rollout.engine import Completion, Finish, PromptGroup
@@ -124,13 +124,11 @@ class OpenEpisode:
         actions: the policy's; the last one may be unanswered.
     """
 
-    def __init__(
-        self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int, *, counted: bool
-    ) -> None:
-        """`request`: of one sample; `row_tokens`: that the episode may have; `counted`: as of `MultiTurn`."""
+    def __init__(self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int) -> None:
+        """`request`: of one sample; `row_tokens`: that the episode may have."""
         self.request, self.task = request, task
         self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
-        self._talk, self._budget, self._row_tokens, self._counted = talk, budget, row_tokens, counted
+        self._talk, self._budget, self._row_tokens = talk, budget, row_tokens
         self._logprobs, self._written = list[float](), list[bool]()
         self._turns, self._reward = list[TurnRecord](), 0.0
         self._began: Turn | Outcome | None = None
@@ -206,7 +204,7 @@ class OpenEpisode:
             return self._leave("stop", reply.outcome, reply.detail)
         most = self._budget.prompt_tokens
         try:
-            conversation = self._talk.open(reply, None if self._counted else most)
+            conversation = self._talk.open(reply)
         except ObservationError as error:
             return self._leave("observation", "unparsed", str(error))
         length = len(conversation.prompt)
@@ -224,12 +222,9 @@ class OpenEpisode:
             return "length", f"the episode has its {self._row_tokens} tokens"
         if len(self.actions) == budget.turns:
             return "turns", f"the environment goes on after {budget.turns} turns"
-        most = room - 1 if budget.observation_tokens is None else budget.observation_tokens
         try:
             last = self.tokens[-1] if stopped else None
-            tokens = conversation.observe(turn.messages, last, None if self._counted else most)
-        except LongTextError as error:
-            return "length" if budget.observation_tokens is None else "observation", str(error)
+            tokens = conversation.observe(turn.messages, last)
         except ObservationError as error:
             return "observation", str(error)
         if budget.observation_tokens is not None and len(tokens) > budget.observation_tokens:

@@ -62,7 +62,6 @@ class MultiTurn:
             environment that is not open any more is asked the same again; one that answers otherwise has crashed
             (`ask_again` finds it before).
         room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
-        counted: episodes in which tokens of long texts are made and counted, for a detail as earlier versions had it.
     """
 
     pool: Pool
@@ -71,7 +70,6 @@ class MultiTurn:
     budget: TurnBudget
     begun: Mapping[Key, Begun | Episode] = field(default_factory=dict)
     room: int | None = None
-    counted: frozenset[Key] = frozenset()
 
 
 def one_turn_episodes(
@@ -209,9 +207,8 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
                 assert begun.state is not None, "it is over"
                 episode = begun.state
             else:
-                request, counted = replace(group, samples=(sample,), seeds=(seed,)), key in multi_turn.counted
-                known = multi_turn.tasks[key], multi_turn.talk, multi_turn.budget
-                episode = OpenEpisode(request, *known, row_tokens, counted=counted)
+                request = replace(group, samples=(sample,), seeds=(seed,))
+                episode = OpenEpisode(request, multi_turn.tasks[key], multi_turn.talk, multi_turn.budget, row_tokens)
                 if begun is not None:
                     episode.take_in(begun)
             episode.begin_call(multi_turn.room)

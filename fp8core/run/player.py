@@ -18,7 +18,7 @@ from fp8core.rollout.engine import Completion, PromptGroup, RolloutEngine, Sampl
 from fp8core.rollout.episode import Begun, Episode, TurnBudget
 from fp8core.rollout.episodes import MultiTurn, Pool, ask_again, one_turn_episodes, run_episodes
 from fp8core.rollout.registry import longest_row
-from fp8core.run.turns import RecordedPool, task_of
+from fp8core.run.turns import task_of
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ class EpisodePlayer:
         asked_for = self.config.environment
         budget = TurnBudget(asked_for.max_turns, asked_for.turn_tokens, asked_for.observation_tokens, self.longest)
         talk = Talk.of(self.config, self.tokenizer)
-        counted = pool.counted if isinstance(pool, RecordedPool) else frozenset[Key]()
-        return MultiTurn(pool, talk, tasks, budget, begun, room, counted)
+        return MultiTurn(pool, talk, tasks, budget, begun, room)
 
 
 def cut_at(completion: Completion, tokenizer: Tokenizer, strings: Sequence[str]) -> Completion:

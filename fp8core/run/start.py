@@ -28,7 +28,7 @@ from fp8core.data.demonstrations import (
 )
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.models.architecture import parameter_shapes
-from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.safetensors_files import FileTensors
 from fp8core.numerics.e4m3 import GroupNotFinite
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.progress import tell_progress

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, question_text
-from fp8core.environments.chat import AT_LEAST
 from fp8core.environments.protocol import Action, Outcome, Reply, Said, Task, Turn, opening_of, said_of
 from fp8core.errors import NotRecordedError
 from fp8core.models.tokenizer import Tokenizer
@@ -114,20 +113,12 @@ def seconds_of(episode: Episode) -> list[float]:
 
 
 class RecordedPool:
-    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`.
-
-    Attributes:
-        counted: as of `MultiTurn`, episodes of which no detail says that tokens were not counted.
-    """
+    """Answers as an environment did, from a table of kind `turns`; see `rollout.episodes.Pool`."""
 
     def __init__(self, turns: pa.Table) -> None:
         self._recorded: dict[Key, list[Turn | Outcome]] = {}
-        bounded = set[Key]()
         for row in turns.to_pylist():
             self._recorded.setdefault(key_of(row), []).append(_reply(row))
-            if row["detail"].startswith(AT_LEAST):
-                bounded.add(key_of(row))
-        self.counted = frozenset(self._recorded.keys() - bounded)
         self._next: dict[Key, Iterator[Turn | Outcome]] = {}
         self._replies = list[Reply]()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8core import durable
 from fp8core.durable import io_timer
 from fp8core.errors import StoredFileError, printable
-from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.safetensors_files import FileTensors
 from fp8core.store import schemas
 from fp8core.store.deletion_log import read_deletions
 from fp8core.store.json_text import Bytes, canonical_json, parse_model

@@ -24,7 +24,7 @@ from pydantic import (
 
 from fp8core.durable import read_stored
 from fp8core.errors import StoredFileError, UserError, printable
-from fp8core.models.safetensors_stream import StoredTensor, read_header
+from fp8core.models.safetensors_files import StoredTensor, read_header
 from fp8core.store.json_text import StepNumber, parse_json, validated
 from fp8core.store.manifest import StepManifest
 from fp8core.store.tables import MOST_ROWS, TABLES, open_table, read_columns

@@ -28,7 +28,7 @@ from fp8core.config.training import TrainingConfig
 from fp8core.durable import read_stored
 from fp8core.errors import StoredFileError, UserError, printable
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes
-from fp8core.models.safetensors_stream import FLOATS, StoredTensor, read_folder
+from fp8core.models.safetensors_files import StoredTensor, read_folder
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.fingerprint import digest_of, fingerprint
 from fp8core.store.json_text import MOST_STEPS, StepNumber, parse_model
@@ -160,14 +160,14 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     masters, policy = tensor_header(folder / MASTERS), read_folder(folder / POLICY)
     found: dict[str, tuple[str, tuple[int, ...], str]] = {}
     if state.base is not None:
-        found = {name: ("bfloat16", each.spec.shape, fingerprint(_values(each))) for name, each in policy.items()}
+        found = {name: ("bfloat16", each.spec.shape, fingerprint(each.whole())) for name, each in policy.items()}
     other: StoredTensor | None = None
     for name, stored in masters.items():
-        master = _values(stored)
+        master = stored.whole()
         found[name] = ("float32", stored.spec.shape, fingerprint(master))
         if state.base is not None:
             continue
-        rounded = _values(policy[name])
+        rounded = policy[name].whole()
         if not torch.equal(master.bfloat16().view(torch.int16), rounded.view(torch.int16)):
             other = other or policy[name]
     if (made := digest_of(found)) != weights_digest:
@@ -177,13 +177,8 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     if other is not None:
         raise StoredFileError(f"{other.file}: tensor {other.spec.name}: is not what {MASTERS} has, in BF16")
     for stored in tensor_header(folder / OPTIMISER).values():
-        if not bool(_values(stored).isfinite().all()):
+        if not bool(stored.whole().isfinite().all()):
             raise StoredFileError(f"{stored.file}: tensor {stored.spec.name}: holds NaN or infinity")
-
-
-def _values(stored: StoredTensor) -> Tensor:
-    (data,) = stored.chunks(stored.spec.elements)
-    return data.view(FLOATS[stored.spec.dtype])
 
 
 def _refuse_unknown_moments(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 from chat_templates import CONTROLS, NAMED, QWEN3
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from flows.cli import main
 from fp8core.models.architecture import architecture_from_hf, parameter_shapes
@@ -47,7 +48,8 @@ def build_tokenizer():
     backend.train_from_iterator(calls, trainer)
     backend.add_special_tokens([AddedToken(text, special=True) for text in CONTROLS[:2]])
     backend.add_tokens([AddedToken(text, special=False) for text in NAMED[:-1]])
-    return Tokenizer(backend, {"eos_token": CONTROLS[1]}, frozenset(), QWEN3, "a folder")
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=QWEN3, eos_token=CONTROLS[1])
+    return Tokenizer(fast, frozenset(), "a folder")
 
 
 TOKENIZER = build_tokenizer()

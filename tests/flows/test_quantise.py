@@ -67,17 +67,13 @@ def test_what_a_user_should_know_is_listed(
     tensors = load_file(small_checkpoint / "model.safetensors")
     q_proj = "model.layers.0.self_attn.q_proj.weight"
     tensors[q_proj] = tensors[q_proj][:100].contiguous()
-    for i in range(10):
-        tensors[f"model.layers.0.adapters.{i}.weight"] = tensors["lm_head.weight"].clone()
     source = tmp_path / "source"
     source.mkdir()
     save_file(tensors, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     (source / "pytorch_model.bin").touch()
     run("quantise", source, tmp_path / "fp8")
-    unrecognised, ragged, left = capsys.readouterr().out.splitlines()[1:]
-    assert all(f"model.layers.0.adapters.{i}.weight" in unrecognised for i in range(8))
-    assert unrecognised.endswith("and 2 more")
+    ragged, left = capsys.readouterr().out.splitlines()[1:]
     assert "*.q_proj" in ragged.split(": ")[1].split(", ")
     assert len(ragged.split("*.")) == len({*ragged.split("*.")}), "each name once, whatever the layer"
     assert left.endswith("pytorch_model.bin")

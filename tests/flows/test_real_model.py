@@ -100,7 +100,7 @@ def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
         assert torch.equal(tensor, ours.tensors[name].float()), name
     messages = [{"role": "user", "content": "How many pencils?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == ours.tokenizer.chat_prompt("How many pencils?")
+    assert text == ours.tokenizer.render([{"role": "user", "content": "How many pencils?"}])
     assert tokenizer(text, add_special_tokens=False).input_ids == ours.tokenizer.encode(text)
     generated = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert generated.shape[0] == 1

@@ -51,9 +51,9 @@ LLAMA3 = """\
     {%- set system = messages[0].content | trim %}{% set messages = messages[1:] %}
 {%- else %}{% set system = '' %}{% endif %}
 {{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
-{%- if tools is defined %}{{- 'Environment: ipython\\n' }}{% endif %}
+{%- if tools is not none %}{{- 'Environment: ipython\\n' }}{% endif %}
 {{- system + '<|eot_id|>' }}
-{%- if tools is defined %}
+{%- if tools is not none %}
     {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
     {%- for tool in tools %}{{- (tool | tojson(indent=4)) + '\\n\\n' }}{% endfor %}
     {{- (messages[0].content | trim) + '<|eot_id|>' }}

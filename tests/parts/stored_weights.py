@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fp8core.cluster.workers import RankedTrainer
-from fp8core.models.safetensors_stream import FileTensors, read_header
+from fp8core.models.safetensors_files import FileTensors, read_header
 
 
 def stored(path: Path, masters: Mapping[str, Tensor]) -> FileTensors:

@@ -16,7 +16,7 @@ from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicaError, Replic
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.safetensors_stream import FileTensors
+from fp8core.models.safetensors_files import FileTensors
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Probe, Sampling
 from fp8core.rollout.slots import EngineUpdateError

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8core.config.training import TrainingConfig
 from fp8core.kernels import attention_backward
 from fp8core.models.architecture import Architecture
-from fp8core.models.safetensors_stream import StoredSpec, create_file, write_rows
+from fp8core.models.safetensors_files import StoredSpec, create_file, write_rows
 from fp8core.models.weights import Formats, ShippedTensors, in_one_buffer, stored_weights
 from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
 from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention

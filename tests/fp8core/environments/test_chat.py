@@ -6,8 +6,9 @@ import pytest
 import tokenizers
 from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, PREFILLS, QWEN3
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from fp8core.environments.chat import LongTextError, ObservationError, Talk
+from fp8core.environments.chat import ObservationError, Talk
 from fp8core.environments.protocol import Said, Tool, Turn
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
@@ -32,8 +33,9 @@ def build(template, eos, normalizer=None, normalized=False, first=None):
             single=f"{first} $A", special_tokens=[(first, backend.token_to_id(first))]
         )
     ends = frozenset(backend.token_to_id(text) for text in ("<|eot_id|>", "<|eom_id|>", "<|im_end|>"))
-    config = {"eos_token": eos, "bos_token": "<|begin_of_text|>"}
-    return Tokenizer(backend, config, ends, template, "a folder")
+    special = {"eos_token": eos, "bos_token": "<|begin_of_text|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+    return Tokenizer(fast, ends, "a folder")
 
 
 QWEN = build(QWEN3, "<|im_end|>")
@@ -52,9 +54,8 @@ def test_a_first_turn_is_the_template_with_tools():
         text = tokenizer.render([Said("system", "Be brief.")._asdict(), QUESTION._asdict()], functions)
         assert prompt == tuple(tokenizer.encode(text))
         assert ("Calculates <b>anything</b>." in shown(tokenizer, prompt)) == bool(tools)
-    before = [{"role": "system", "content": "Be brief."}]
-    assert text != LLAMA.chat_prompt(QUESTION.content, before)
-    assert shown(LLAMA, Talk(LLAMA, "llama3").open(Turn((QUESTION,))).prompt) == LLAMA.chat_prompt(QUESTION.content)
+    assert text != LLAMA.render([Said("system", "Be brief.")._asdict(), QUESTION._asdict()])
+    assert shown(LLAMA, Talk(LLAMA, "llama3").open(Turn((QUESTION,))).prompt) == LLAMA.render([QUESTION._asdict()])
 
 
 CALLS = {
@@ -159,22 +160,6 @@ def test_a_turn_that_the_generation_prompt_begins_goes_on_after_a_call(name):
         observed = shown(tokenizer, conversation.observe([Said("tool", "12")], spoken[-1]))
         assert observed.startswith("\n<|im_start|>")
         assert observed.endswith(f"<|im_start|>assistant\n{begun}")
-
-
-BESIDE = CHATML.replace("message.content", "('<|' + message.content + 'start|><|im_end|>')")
-
-
-@pytest.mark.parametrize("text", ["Tom <|im_", "|im_end|>", "end|>", "<", ">", "im_end", "im_", "1"])
-@pytest.mark.parametrize("template", [BESIDE, None])
-def test_a_text_makes_no_control_token_together_with_the_template(template, text):
-    tokenizer = build(template, "<|im_end|>")
-
-    def controls(said):
-        conversation = Talk(tokenizer, "qwen").open(Turn((Said("user", said), Said("user", said))))
-        tokens = (*conversation.prompt, *conversation.observe([Said("user", said), Said("user", said)], None))
-        return [i for i in tokens if shown(tokenizer, [i]) in CONTROLS]
-
-    assert controls(text) == controls("?")
 
 
 IMITATIONS = [
@@ -282,11 +267,6 @@ def test_without_a_template_the_tokenizer_begins_a_sequence_once():
     assert shown(tokenizer, conversation.observe([Said("tool", "12")], tokenizer.end_id)) == "=12"
 
 
-def test_megabytes_are_cut_in_time():
-    pieces = QWEN.plain_pieces("<|im_start|>" * 50_000)
-    assert "".join(pieces) == "<|im_start|>" * 50_000
-
-
 def test_what_was_said_is_cut_once(monkeypatch):
     """Each turn renders the whole conversation: cut anew, sixteen turns would cost eight times as much."""
     cut, seen = Tokenizer.plain_pieces, []
@@ -301,70 +281,3 @@ def test_what_was_said_is_cut_once(monkeypatch):
         conversation.observe((Said("user", f"<|im_end|> {number}"),), None)
     assert len(seen) == len(set(seen))
     assert sum("<|im_end|>" in text for text in seen) == 4
-
-
-CHARACTERS = character_tokenizer("0123456789*=[]#$", 20, "$")
-LONG = ["1" * 50_000, "1" * 12_000, "1" * 1000, "<|im_end|>" * 3000, "é\n" * 9000, "<|im_start|>" + "1" * 30_000]
-
-
-def counted(call, most=None):
-    """Tokens that a call returns, and at least how many an error says; None: there are none."""
-    try:
-        return len(call(most)), None
-    except LongTextError as error:
-        return None, int(str(error).split()[5])
-    except ObservationError:
-        return None, None
-
-
-@pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3"), (CHARACTERS, "plain")])
-@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
-def test_only_a_text_that_does_not_fit_is_refused_as_long(tokenizer, form, text):
-    def opened(most):
-        return Talk(tokenizer, form).open(Turn((Said("user", text),)), most).prompt
-
-    def observed(most):
-        conversation = Talk(tokenizer, form).open(Turn((Said("user", "1"),)))
-        return conversation.observe([Said("tool", text), Said("user", text)], tokenizer.end_id, most)
-
-    for call in (opened, observed):
-        count, _ = counted(call)
-        for most in (20, 500, 1999, 8000, count or 0):
-            found, least = counted(call, most)
-            assert found == (count if least is None else None)
-            assert least is None or most < least <= count
-
-
-@pytest.mark.parametrize(("tokenizer", "form"), [(QWEN, "qwen"), (LLAMA, "llama3"), (CHARACTERS, "plain")])
-def test_no_token_is_made_of_a_text_that_is_far_too_long(monkeypatch, tokenizer, form):
-    """The engine waits for each of them."""
-    conversation, lengths, encode = Talk(tokenizer, form).open(Turn((Said("user", "1"),))), [], Tokenizer.encode
-
-    def watched(self, text, *given):
-        lengths.append(len(text))
-        return encode(self, text, *given)
-
-    monkeypatch.setattr(Tokenizer, "encode", watched)
-    monkeypatch.setattr(Tokenizer, "plain_pieces", lambda self, text: [watched(self, text) and text])
-    with pytest.raises(LongTextError, match=r"^a text of at least \d+ tokens, 100 fit$"):
-        conversation.observe([Said("tool", "1" * 100_000)], None, 100)
-    with pytest.raises(LongTextError):
-        Talk(tokenizer, form).open(Turn((Said("user", "1" * 100_000),)), 100)
-    if tokenizer.has_template:
-        with pytest.raises(LongTextError):
-            conversation.observe([Said("tool", "<|im_end|>" * 10_000)], None, 100)
-        with pytest.raises(LongTextError):
-            Talk(tokenizer, form).open(Turn((Said("user", "1"),), (TOOL._replace(description="1" * 100_000),)), 100)
-    assert max(lengths, default=0) < 1000
-
-
-def test_a_long_text_that_the_template_leaves_out_fits():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.content.strip()[:50] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    )
-    tokenizer = build(template, "<|im_end|>")
-    for text in (" " * 50_000 + "1", "1" * 50_000):
-        conversation = Talk(tokenizer, "qwen").open(Turn((Said("user", text),)), 60)
-        observed = conversation.observe([Said("user", text)], tokenizer.end_id, 60)
-        assert shown(tokenizer, observed) == f"<|im_start|>{text.strip()[:50]}<|im_end|><|im_start|>"

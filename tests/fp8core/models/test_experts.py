@@ -273,13 +273,6 @@ def test_every_position_is_reported_whatever_the_batch(rolled_out):
         assert all(torch.equal(a.experts, b.experts) for a, b in zip(others, found, strict=True))
 
 
-def test_experts_are_reported_on_demand_only(rolled_out, groups_of, ragged_prompts):
-    pair, found, _ = rolled_out(moe())
-    silent = pair.generate(groups_of(ragged_prompts(4, 40), 3), Sampling(1.0, 6, STOP))
-    assert [completion.experts for completion in silent] == [None] * len(found)
-    assert [completion.logprobs for completion in silent] == [completion.logprobs for completion in found]
-
-
 def test_replay_of_the_same_choice_changes_nothing(rolled_out):
     """Log-probs, and a whole update, to the last bit: padding and last tokens route as they do without replay."""
     digests = set()

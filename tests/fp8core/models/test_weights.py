@@ -4,17 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
-from fp8core.models.architecture import parameter_shapes
 from fp8core.models.weights import (
     SCALE_SUFFIX,
     LayerNames,
     StoredNames,
-    fused_linear,
     is_linear,
-    layer_of,
     load_policy,
     reference_formats,
     rollout_formats,
@@ -32,19 +28,6 @@ from fp8core.numerics.recipe import FP32, POW2, RECIPES
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TILES = [POW2.weights, FP32.weights]
 FP8, FP8_ONCE = StoredNames.by_layer("fp8_block", "fp8_block"), StoredNames.by_layer("fp8_block")
-
-
-def test_linears_and_layers_are_told_by_name(architecture):
-    found = {name: layer_of(name) for name in parameter_shapes(architecture()) if is_linear(name)}
-    assert found == {
-        f"model.layers.{i}.{'mlp' if name[0] in 'gud' else 'self_attn'}.{name}.weight": i
-        for i in range(2)
-        for name in LINEARS
-    }
-    assert layer_of("model.layers.11.input_layernorm.weight") == 11
-    assert [layer_of(name) for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")] == [
-        None
-    ] * 3
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=["pow2", "fp32"])
@@ -73,22 +56,6 @@ def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of,
     assert policy_digest(stored_weights(checkpoint, FP8_ONCE, tiles)) == policy_digest(shipped)
 
 
-def test_shipped_bytes_survive_a_file(architecture, masters_of, tmp_path):
-    stored = stored_weights(masters_of(architecture()), FP8, POW2.weights)
-    save_file(stored, tmp_path / "stored.safetensors")
-    assert policy_digest(load_file(tmp_path / "stored.safetensors")) == policy_digest(stored)
-
-
-def test_layers_kept_in_bf16(architecture, masters_of):
-    masters = masters_of(architecture(num_layers=3))
-    stored = stored_weights(masters, StoredNames.by_layer("bf16", "fp8_block", "bf16"), POW2.weights)
-    scaled = {layer_of(name) for name in stored if name.endswith(SCALE_SUFFIX)}
-    assert scaled == {1}
-    for name, master in masters.items():
-        if layer_of(name) != 1:
-            assert torch.equal(stored[name], master.bfloat16()), name
-
-
 def test_each_linear_is_stored_in_its_own_format(architecture, masters_of):
     masters = masters_of(architecture())
     layer = LayerNames(qkv="fp32", output="fp8_block", gate_up="bf16", down="fp8_block")
@@ -100,18 +67,6 @@ def test_each_linear_is_stored_in_its_own_format(architecture, masters_of):
         name + SCALE_SUFFIX for name in scaled
     }
     assert kept == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
-
-
-def test_fused_linears_are_told_by_name(architecture):
-    found = {name.split(".")[-2]: fused_linear(name) for name in parameter_shapes(architecture()) if is_linear(name)}
-    groups = {"qkv": "q_proj k_proj v_proj", "output": "o_proj", "gate_up": "gate_proj up_proj", "down": "down_proj"}
-    assert found == {name: fused for fused, names in groups.items() for name in names.split()}
-
-
-def test_fp32_keeps_everything(architecture, masters_of):
-    masters = masters_of(architecture())
-    stored = stored_weights(masters, StoredNames.by_layer("fp32", "fp32"), POW2.weights)
-    assert policy_digest(stored) == policy_digest(masters)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -142,14 +97,6 @@ def test_ready_weights_are_the_stored_values_times_their_tile_scales(architectur
         assert torch.equal(ready.dequantised, torch.cat(expected)), field
 
 
-def test_inference_weights_carry_no_gradient(architecture, masters_of):
-    masters = {name: tensor.requires_grad_() for name, tensor in masters_of(architecture()).items()}
-    policy = load_policy(architecture(), stored_weights(masters, FP8, POW2.weights))
-    assert policy.layers[0].qkv.master is None
-    assert policy.head.master is None
-    assert not any(t.requires_grad for t in (policy.embedding, policy.norm, policy.layers[0].input_norm))
-
-
 def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, masters_of):
     arch = architecture()
     masters = {name: tensor.requires_grad_() for name, tensor in masters_of(arch).items()}
@@ -170,13 +117,6 @@ def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, master
     stacked = torch.cat([masters[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
     assert torch.equal(layer.mlp.gate_up.master, stacked)
     assert policy.head.master is masters["lm_head.weight"]
-
-
-def test_llama_has_no_norms_on_queries_and_keys(architecture, masters_of):
-    arch = architecture(family="llama", qk_norm=False)
-    layer = load_policy(arch, stored_weights(masters_of(arch), FP8, POW2.weights)).layers[0]
-    assert layer.q_norm is None
-    assert layer.k_norm is None
 
 
 def kinds(formats):

@@ -1,14 +1,12 @@
 """Episodes of several turns: exact, the same in any order of replies, and ended by their budgets."""
 
 import random
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from scripted_pool import CALCULATOR, ScriptedPool
 
-from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.environments.chat import Talk
 from fp8core.environments.protocol import Outcome, Said, Task, Turn, opening_json, opening_of, said_json, said_of
@@ -19,8 +17,7 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import PromptGroup, Sampling, StreamingEngine, sample_seed
 from fp8core.rollout.episode import TurnBudget
 from fp8core.rollout.episodes import MultiTurn, one_turn_episodes, run_episodes
-from fp8core.run.player import EpisodePlayer
-from fp8core.run.turns import RecordedPool, begun_of, turn_rows, turns_table
+from fp8core.run.turns import begun_of, turn_rows
 
 # By the rule whose draws end no turn too early.
 FP8 = PrecisionContract(scale_rule="pow2")
@@ -265,46 +262,6 @@ def test_budgets(pair, budget, tokens, finish, turns, detail):
         assert episode.turns[-1].observation_end == episode.turns[-1].end
         assert said_of(episode.turns[-1].said) == (Said("tool", "1234567"),)
     assert len(pool.ended) == 6
-
-
-def wordy(episode, turn, action):
-    """Answers of which a third is far too long, a third is too long, and a third fits."""
-    return Turn((Said("tool", "1" * (5000, 170, 3)[(turn + sum(episode)) % 3]),))
-
-
-@pytest.mark.parametrize(
-    ("observation_tokens", "finish", "detail"),
-    [
-        (None, "length", r"a text of at least \d+ tokens, \d+ fit"),
-        (9, "observation", r"a text of at least (1000|34) tokens, 9 fit"),
-    ],
-)
-def test_a_long_observation_ends_an_episode_before_it_is_put_into_tokens(pair, observation_tokens, finish, detail):
-    """By the same end as with its tokens; and what was recorded is made again, also by a version that counted."""
-    tasks, sampling = build_tasks(2, 3), replace(SAMPLING, stop_ids=frozenset())
-    budget = TurnBudget(99, 5, observation_tokens=observation_tokens, prompt_tokens=64)
-
-    def played(pool, counted):
-        multi_turn = MultiTurn(pool, TALK, tasks, budget, counted=counted)
-        found = [one for part in run_episodes(pair.engine, build_groups(tasks), sampling, multi_turn) for one in part]
-        return sorted(found, key=lambda e: (e.completion.group, e.completion.sample))
-
-    bounded = played(ScriptedPool(wordy), frozenset())
-    whole = played(ScriptedPool(wordy), frozenset(tasks))
-    assert [replace(one, detail="") for one in bounded] == [replace(one, detail="") for one in whole]
-    assert {one.completion.finish for one in bounded} == {finish}
-    assert any(re.fullmatch(detail, one.detail) for one in bounded)
-    assert any("5001 tokens" in one.detail for one in whole)
-    settings = {"max_turns": 99, "turn_tokens": 5, "observation_tokens": observation_tokens}
-    config = load_config("tiny", {"environment": {"name": "guess", **settings}})
-    groups = build_groups(tasks)
-    asked = [{"group": group.group, "messages": '[["user", "1="]]', "reference": ""} for group in groups]
-    for found in (bounded, whole):
-        table = turns_table(found, TOKENIZER)
-        player = EpisodePlayer(config, TOKENIZER, longest=64)
-        parts = player.play(pair.engine, groups, asked, sampling, RecordedPool(table))
-        again = sorted((one for part in parts for one in part), key=lambda e: (e.completion.group, e.completion.sample))
-        assert turns_table(again, TOKENIZER).equals(table)
 
 
 def test_an_environment_that_goes_on_after_the_last_token(pair):
