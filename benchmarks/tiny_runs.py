@@ -6,7 +6,7 @@
 `tiny-tools` learns to hand its arithmetic to a calculator. Predicted before its first row here: at most 240 s, held-out
 accuracy from at most 0.5 to at least 0.95, error exactly 1.
 
-Writes benchmarks/results/tiny_runs.json (summaries, commit, versions, machine) and prints the tables of
+Writes benchmarks/results/tiny_runs.json (summaries, commit, versions, machine) and prints the table of
 docs/results/tiny.md. Run it on an idle machine; it takes some ten minutes on two cores.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
             found[name] = {"kind": "training_run", "name": name, **measured, **provenance()}
     rows = [found[name] for name in _RUNS if name in found]
     write_rows(path, rows)
-    print(learning_table(rows), cost_table(rows), sep="\n\n")
+    print(learning_table(rows))
 
 
 def measure(config: str, settings: list[str], run: str, folder: Path) -> Row:
@@ -70,17 +70,6 @@ def learning_table(runs: Sequence[Row]) -> str:
             for run in runs
         ],
     )
-
-
-def cost_table(runs: Sequence[Row]) -> str:
-    """Seconds of each run by part."""
-    tasks = ("warm_start", "rollout", "logprobs", "train")
-    lines = []
-    for run in runs:
-        seconds, overhead = run["seconds"], run["overhead_ms_per_step"]
-        parts = [f"{seconds['total']:.0f}", *(f"{seconds[task]:.1f}" for task in tasks)]
-        lines.append([run["name"], *parts, f"{overhead['median']:.0f}"])
-    return table(["run", "seconds", *tasks, "orchestration, ms a step"], lines)
 
 
 if __name__ == "__main__":
