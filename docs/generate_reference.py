@@ -32,7 +32,6 @@ from fp8core.plan.step_time import MEASURED, SHAPE, time_settings
 from fp8core.resources.memory import GPUS
 from fp8core.rl import alignment_metrics, correction
 from fp8core.rl.presets import PRESETS
-from fp8core.store.deletion_log import Deletion
 from fp8core.store.ledger import Entry
 from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
@@ -95,12 +94,11 @@ def pages() -> dict[Path, str]:
 
 
 def manifest_schemas() -> dict[Path, str]:
-    """The schemas of the manifest, the ledger and the log of deletions, and their text."""
+    """The schemas of the manifest and the ledger, and their text."""
     entry: TypeAdapter[Entry] = TypeAdapter(Entry)
     content = {
         f"manifest-{_VERSION}.json": StepManifest.model_json_schema(),
         "ledger.json": entry.json_schema(),
-        "deletion.json": Deletion.model_json_schema(),
     }
     return {SCHEMAS / name: json.dumps(schema, indent=2) + "\n" for name, schema in content.items()}
 

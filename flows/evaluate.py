@@ -35,7 +35,7 @@ from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.parts import measure_parts
 from fp8core.run.recompute import RedoError
 from fp8core.run.snapshot import FAILURES
-from fp8core.store.outputs import EVALUATION, Output
+from fp8core.store.outputs import Output
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,6 @@ def evaluate(
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0,
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95,
     output: str | None = None,
-    overwrite: bool = False,
     overrides: FlowOverrides = None,
     parts: bool = False,
 ) -> Any:
@@ -79,7 +78,6 @@ def evaluate(
         seed: Of samples and of resampling.
         confidence: Of the intervals.
         output: File for the result as JSON; null: none.
-        overwrite: Whether that may replace a file which is no such result.
         overrides: Any other setting, as {'rollout.max_batch': 64}.
         parts: Whether to measure the KL from BF16 of each part of FP8 too, on a CPU, on prompts and right answers.
     """
@@ -90,13 +88,9 @@ def evaluate(
         target, step, config, data, split, prompts, samples, k, temperature, max_new_tokens, precisions, seed,
         confidence, overrides, parts,
     )  # fmt: skip
-    file = None if output is None else Output("output", output, EVALUATION)
     try:
+        file = None if output is None else Output("output", output)
         refuse(asked)
-        if file is not None:
-            file.refuse_place()
-            if not overwrite:
-                file.refuse_other()
         with opened(asked) as checkpoint, stop_on_sigterm() as stop:
             result = measured(asked, checkpoint, stop)
             _tell(result, file)

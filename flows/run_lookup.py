@@ -97,7 +97,7 @@ def _steps_asked(folder: Path) -> int | None:
 
     if not (folder / LEDGER).exists():
         return None
-    ledger = LedgerView.glance(folder / LEDGER)
+    ledger = LedgerView.read(folder / LEDGER)
     if (segment := ledger.last_segment()) is not None and segment.steps is not None:
         return segment.steps
     entry = None if (last := ledger.last_step()) is None else ledger.step(last)
@@ -120,7 +120,7 @@ def description_of(folder: Path) -> "RunDescription":
     return stored_description(folder)
 
 
-_OF_FILES = ("model", "source", "demonstrations", "signing_key")
+_OF_FILES = ("model", "source", "demonstrations")
 """Last parts of the keys whose values may be files or folders."""
 
 

@@ -5,9 +5,6 @@ folder. When it returns, the new content is durable; before that the previous co
 
 A file of lines only grows, and each line is durable before the next. A line counts once it ends with a newline. So only
 the last one can be torn: by a kill or a power cut in the middle of an append that was never acknowledged.
-
-A run's folder may be somebody else's. So `stored_file` opens its files, and `sole_file` those that change in place.
-Both refuse a link, and neither waits for a FIFO or a device.
 """
 
 import errno
@@ -16,7 +13,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -29,9 +25,6 @@ from typing import BinaryIO
 
 from fp8core.errors import StoredFileError, UserError
 
-Line = tuple[int, bytes]
-"""Byte offset and content without its newline."""
-
 PRIVATE = 0o700
 """Mode of a run's folder and of its missing parents: settings and answers may hold what others are not to read."""
 
@@ -39,67 +32,15 @@ Report = Callable[[int], None]
 """Called with the number of bytes that were read since its last call."""
 
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
-_BLOCK, _DIGEST_BLOCK, _COPY_BLOCK = 1 << 16, 1 << 18, 1 << 22
+_DIGEST_BLOCK, _COPY_BLOCK = 1 << 18, 1 << 22
 
 # Folders whose names this process made durable: each costs one fsync, not one for each file that is written there.
 _durable_folders = set[Path]()
 _NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
-class NotOwnFileError(OSError):
-    """A link, a FIFO, a device or a folder where a file belongs, or a file that has a second name."""
-
-
-def stored_file(path: str | Path, flags: int) -> int:
-    """The `opener` of `open` for a file of a run. Raises OSError.
-
-    A link, a FIFO or a device is refused, and nothing waits for its writer. `user_files` opens files of the user's own.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        found = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a FIFO, a socket or a device", errno.EISDIR: "a folder"}
-        if error.errno in found:
-            raise _other(path, found[error.errno]) from error
-        raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise _other(path, "a folder" if stat.S_ISDIR(mode) else "a FIFO, a socket or a device")
-    return descriptor
-
-
-def _other(path: str | Path, found: str) -> NotOwnFileError:
-    return NotOwnFileError(errno.EINVAL, f"it is {found}, not a file; move it elsewhere", str(path))
-
-
-def sole_file(path: str | Path, flags: int) -> int:
-    """`stored_file` for a file that is changed where it is, and so must have no other name. Raises OSError."""
-    descriptor = stored_file(path, flags)
-    names = os.fstat(descriptor).st_nlink
-    if names > 1:
-        os.close(descriptor)
-        problem = f"the file has {names} names (hard links), and each would change; put a copy in its place"
-        raise NotOwnFileError(errno.EMLINK, problem, str(path))
-    return descriptor
-
-
-def read_stored(path: Path) -> bytes:
-    """The content of a file of a run. Raises OSError."""
-    with open(path, "rb", opener=stored_file) as file:
-        return file.read()
-
-
-def refuse_link(path: Path) -> None:
-    """Raises StoredFileError: a run's file or folder is a link, which leads out of the run's folder."""
-    if path.is_symlink():
-        raise StoredFileError(f"{path}: it is a symbolic link; a run changes only what lies in its own folder")
-
-
 def unwritable(path: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be written: StoredFileError where the fault lies in what is in its place."""
-    if isinstance(error, NotOwnFileError):
-        return StoredFileError(f"cannot write {path}: {error.strerror}")
+    """The error for a file that cannot be written."""
     if isinstance(error, IsADirectoryError):
         return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
     return UserError(f"cannot write {path}: {why_not_written(error)}")
@@ -210,7 +151,7 @@ def _temporary(path: Path) -> tuple[Path, BinaryIO]:
 def ensure_file(path: Path, data: bytes) -> None:
     """Write `data` durably, unless the file holds it already. Raises UserError."""
     try:
-        intact = read_stored(path) == data
+        intact = path.read_bytes() == data
         if intact:
             # Its writer may have been killed between the rename and this.
             sync_path(path.parent)
@@ -230,7 +171,7 @@ def ensure_copy(path: Path, source: Path, digest: str) -> None:
             return
     except OSError:
         pass  # Missing or unreadable: it is replaced, or the error is raised there.
-    with _replaced(path) as file, open(source, "rb", opener=stored_file) as content:
+    with _replaced(path) as file, source.open("rb") as content:
         shutil.copyfileobj(content, file, _COPY_BLOCK)
 
 
@@ -261,63 +202,22 @@ def sweep(folder: Path) -> list[Path]:
 
 def _remove_abandoned(temporary: Path) -> bool:
     try:
-        with open(temporary, "r+b", opener=stored_file) as file:
+        with temporary.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             temporary.unlink()
-    except NotOwnFileError:
-        temporary.unlink(missing_ok=True)
     except OSError:
         # It took its name meanwhile, is being written, or is another user's. No run waits for its end.
         return False
     return True
 
 
-def whole_end(file: FileIO) -> int:
-    """Bytes of the file up to the end of its last whole line. Raises OSError."""
-    pieces = lines_backward(file, os.fstat(file.fileno()).st_size)
-    end, _ = next(pieces)
-    last, line = next(pieces, (0, b""))
+def read_lines(path: Path) -> tuple[list[bytes], int]:
+    """The whole lines of a file, and the offset where the last of them ends. Raises OSError."""
+    *lines, _ = path.read_bytes().split(b"\n")
     # After a power cut a file can have its new length and zeros for content.
-    return last if b"\0" in line else end
-
-
-def read_lines(path: Path) -> list[bytes]:
-    """The whole lines of a file. Raises OSError."""
-    with FileIO(path, opener=stored_file) as file:
-        return [line for _, line in lines_forward(file, 0, whole_end(file))]
-
-
-def lines_forward(file: FileIO, begin: int, end: int) -> Iterator[Line]:
-    """The whole lines between two offsets, read block by block as they are consumed. Raises OSError."""
-    rest, position = b"", begin
-    while position < end:
-        block = os.pread(file.fileno(), min(_BLOCK, end - position), position)
-        if not block:
-            return
-        *lines, rest_after = (rest + block).split(b"\n")
-        offset = position - len(rest)
-        for line in lines:
-            yield offset, line
-            offset += len(line) + 1
-        rest, position = rest_after, position + len(block)
-
-
-def lines_backward(file: FileIO, end: int) -> Iterator[Line]:
-    """The lines before an offset from the last back, read block by block as they are consumed. Raises OSError.
-
-    The first item is what follows the last newline: empty, or the torn line.
-    """
-    rest = b""
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        first, *others = (os.pread(file.fileno(), end - start, start) + rest).split(b"\n")
-        offset = end + len(rest)
-        for piece in reversed(others):
-            offset -= len(piece)
-            yield offset, piece
-            offset -= 1
-        rest, end = first, start
-    yield 0, rest
+    if lines and b"\0" in lines[-1]:
+        lines.pop()
+    return lines, sum(len(line) + 1 for line in lines)
 
 
 def append_durably(file: FileIO, data: bytes) -> None:
@@ -337,7 +237,7 @@ def append_durably(file: FileIO, data: bytes) -> None:
 def file_digest(path: Path, report: Report | None = None) -> str:
     """SHA-256 (64 hex digits) of a file of any size. Raises OSError."""
     digest, block = hashlib.sha256(), memoryview(bytearray(_DIGEST_BLOCK))
-    with open(path, "rb", buffering=0, opener=stored_file) as file:
+    with path.open("rb", buffering=0) as file:
         while read := file.readinto(block):
             digest.update(block[:read])
             if report is not None:
@@ -346,12 +246,9 @@ def file_digest(path: Path, report: Report | None = None) -> str:
 
 
 def folder_digest(folder: Path, report: Report | None = None) -> str:
-    """SHA-256 (64 hex digits) over the sorted (relative path, SHA-256) of a folder's files.
-
-    Raises OSError, also for what is neither a file nor a folder.
-    """
+    """SHA-256 (64 hex digits) over the sorted (relative path, SHA-256) of a folder's files. Raises OSError."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
+    for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
         digest.update(f"{path.relative_to(folder).as_posix()}\n{file_digest(path, report)}\n".encode())
     return digest.hexdigest()
 

@@ -28,7 +28,7 @@ def reward(
     completions = store.get_table(rollouts, [*COMPLETION_KEY, "text", "finish"])
     played = None if turns is None else store.get_table(turns)
     table = reward_table(run, store.get_table(prompts), completions, played)
-    return {"rewards": store.put_table("rewards", table if run.records_scores(index) else table.drop_columns("score"))}
+    return {"rewards": store.put_table("rewards", table)}
 
 
 def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: pa.Table | None = None) -> pa.Table:

@@ -40,7 +40,7 @@ def shape(run: RunContext, index: int, options: ShapeOptions, rollouts: Ref, rew
     """
     store = run.directory.store
     table = shaped(store.get_table(rollouts), store.get_table(rewards), options)
-    return {"shaped": store.put_table("rewards", table if run.records_scores(index) else table.drop_columns("score"))}
+    return {"shaped": store.put_table("rewards", table)}
 
 
 def shaped(rollouts: pa.Table, rewards: pa.Table, options: ShapeOptions) -> pa.Table:

@@ -146,10 +146,9 @@ def stored_update(
         "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
         "train_report": store.put_json("train_report", asdict(report)),
     }
-    if run.records_scores(index):
-        values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
-        columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
-        outputs["advantages"] = store.put_table("advantages", pa.table(columns, schema=ADVANTAGES))
+    values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
+    columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
+    outputs["advantages"] = store.put_table("advantages", pa.table(columns, schema=ADVANTAGES))
     return outputs
 
 

@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -182,17 +181,6 @@ def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], P
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests come first: of two processes, neither is left with one of them at the end."""
     items.sort(key=lambda item: item.path.name not in _LONGEST)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Number of runs that were killed, by the last line of the ledger that each kill found."""
-    reports = [report for some in terminalreporter.stats.values() for report in some]
-    ended = [report for report in reports if getattr(report, "when", None) == "teardown"]
-    landings = Counter(value for report in ended for key, value in report.user_properties if key == "killed after")
-    if landings:
-        spread = ", ".join(f"{line} {count}" for line, count in landings.most_common())
-        terminalreporter.section("kills")
-        terminalreporter.write_line(f"{landings.total()} runs killed with SIGKILL, after the ledger line: {spread}")
 
 
 def word_problems() -> Iterator[str]:

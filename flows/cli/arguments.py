@@ -3,12 +3,9 @@
 import argparse
 import math
 from collections.abc import Callable
-from functools import partial
-from itertools import combinations
 from pathlib import Path
 
-from fp8core.errors import UserError
-from fp8core.store.outputs import Kind, Output, refuse_in_run
+from fp8core.store.outputs import Output
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -20,30 +17,13 @@ def add_overrides(parser: argparse.ArgumentParser, text: str = "override a setti
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help=text)
 
 
-def add_output(parser: argparse.ArgumentParser, option: str, kind: Kind, text: str, default: str | None = None) -> None:
+def add_output(parser: argparse.ArgumentParser, option: str, text: str, default: str | None = None) -> None:
     """A file to write, as an `Output`; one that may not be written is refused before any work (UserError)."""
-    parser.add_argument(option, type=partial(_output, option, kind), default=default, metavar="FILE", help=text)
-
-
-def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="replace a file even if this program did not write it")
-
-
-def refuse_other_files(options: argparse.Namespace) -> None:
-    """Raises UserError: two outputs are one file, or one would replace a file that this program did not write, and
-    `--force` is not given."""
-    outputs = [value for value in vars(options).values() if isinstance(value, Output)]
-    for first, second in combinations(outputs, 2):
-        if first.target == second.target:
-            raise UserError(f"{first.named} and {second.named} are one file; name another for one of both")
-    for output in outputs:
-        if not options.force:
-            output.refuse_other()
+    parser.add_argument(option, type=lambda path: Output(option, path), default=default, metavar="FILE", help=text)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """`target`, a folder to be made; one in a run's folder is refused before any work (UserError)."""
-    parser.add_argument("target", type=_target, metavar="TARGET", help="folder to be made")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to be made")
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +70,3 @@ def numbers(least: int, most: int, count: int) -> Callable[[str], list[int]]:
         return [each(part) for part in parts]
 
     return several
-
-
-def _output(option: str, kind: Kind, text: str) -> Output:
-    output = Output(option, text, kind)
-    output.refuse_place()
-    return output
-
-
-def _target(text: str) -> Path:
-    refuse_in_run(text, Path(text))
-    return Path(text)

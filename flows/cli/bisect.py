@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, at_least
+from flows.cli.arguments import add_output, add_overrides, at_least
 from flows.environment import set_engine_variables
 from flows.launch import long_part, say
 from flows.run_lookup import description_of, find_run
@@ -18,7 +18,6 @@ from flows.termination import ExitCode
 from fp8core.config.load import load_config, reload_config
 from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError
-from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.run.bisection import Subject
@@ -41,8 +40,7 @@ def add_command(commands: Any) -> None:
         "--by", choices=("layer", "operation", "both"), default="layer", help="what to flip at a time (default layer)"
     )
     parser.add_argument("--prompts", type=at_least(1), default=16, metavar="N", help="how many prompts (default 16)")
-    add_output(parser, "--json", json_output("compared", "tokens"), "write the ranking as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the ranking as JSON")
     parser.set_defaults(command=bisect_target)
 
 

@@ -34,7 +34,6 @@ from flows.cli import (
     up,
     verify,
 )
-from flows.cli.arguments import refuse_other_files
 from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import say, stopped
 from flows.termination import ExitCode, keep_interrupt, leave_import
@@ -77,7 +76,6 @@ def call(arguments: Sequence[str] | None = None) -> int:
         with keep_interrupt(leave_import) as interrupt:
             try:
                 options = _parsed(sys.argv[1:] if arguments is None else arguments)
-                refuse_other_files(options)
                 code = int(options.command(options))
             finally:
                 sys.stdout.flush()

@@ -4,12 +4,11 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output
+from flows.cli.arguments import add_output
 from flows.launch import say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from fp8core.errors import UserError
-from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.store.diff import Comparison
@@ -20,8 +19,7 @@ _WHY = {"steps": " (the last step of a run always evaluates)"}
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("compare", help="name the first difference between two runs")
     parser.add_argument("runs", metavar="RUN", nargs="*", help="two runs (names or folders)")
-    add_output(parser, "--json", json_output("equal", "configuration"), "write the comparison as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the comparison as JSON")
     parser.set_defaults(command=compare_runs)
 
 

@@ -7,12 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, add_trust, at_least, number_that, numbers
+from flows.cli.arguments import add_output, add_overrides, add_trust, at_least, number_that, numbers
 from flows.environment import search_last
 from flows.launch import explain, long_part, prepare_prefect, stopped
 from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode, keep_interrupt
-from fp8core.store.outputs import EVALUATION
 
 
 def add_command(commands: Any) -> None:
@@ -59,8 +58,7 @@ def add_command(commands: Any) -> None:
         help="of the intervals (default 0.95)",
     )
     add_trust(parser)
-    add_output(parser, "--json", EVALUATION, "write the result as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the result as JSON")
     add_overrides(parser)
     parser.set_defaults(command=evaluate_target)
 
@@ -89,7 +87,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
     # An exception, so that Prefect's server hears of it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped("terminated", ExitCode.TERMINATED)))
     output = None if options.json is None else str(options.json.target)
-    return _run({**parameters, "output": output, "overwrite": options.force})
+    return _run({**parameters, "output": output})
 
 
 def _enter_origin(folder: Path, options: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections import defaultdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from flows.cli.arguments import add_overrides
@@ -27,16 +26,13 @@ def collect(options: argparse.Namespace) -> int:
     """List, and remove when asked to; returns the exit code.
 
     Raises:
-        UserError: a setting is none of `artifacts.keep`, a process has the run (pid and host), or as
-            `refuse_wrong_kinds`, `plan_removal` and `remove`.
+        UserError: a setting is none of `artifacts.keep`, a process has the run, or as `plan_removal` and `remove`.
     """
     from flows.run_lookup import description_of, find_run
     from flows.tracking.record import read_record
     from fp8core.config.load import reload_config
     from fp8core.store.gc import plan_removal, remove
-    from fp8core.store.kinds import refuse_wrong_kinds
-    from fp8core.store.layout import LEDGER, LOCK
-    from fp8core.store.ledger import LedgerView
+    from fp8core.store.layout import LOCK
     from fp8core.store.lock import RunLock
 
     folder = find_run(options.run)
@@ -49,17 +45,13 @@ def collect(options: argparse.Namespace) -> int:
     try:
         tracked = read_record(folder)
         published = None if tracked is None else tracked.published
-        refuse_wrong_kinds(LedgerView.read(folder / LEDGER), config.pipeline)
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        removal = plan_removal(folder, keep, when, published, config.pipeline.reach)
+        removal = plan_removal(folder, keep, published, config.pipeline.reach)
         say(removal_text(keep, removal))
         if options.yes:
-            remove(folder, removal.deletions)
-        if removal.deletions:
-            size = sum(deletion.size for deletion in removal.deletions)
-            total = f"{len(removal.deletions):,} files, {size:,} bytes"
-            done = f"removed {total}; tombstones.jsonl names each file"
-            say(done if options.yes else f"nothing was removed yet: --yes removes {total}")
+            remove(folder, removal)
+        if removal.files:
+            total = f"{len(removal.files):,} files, {sum(each.size for each in removal.files):,} bytes"
+            say(f"removed {total}" if options.yes else f"nothing was removed yet: --yes removes {total}")
     finally:
         lock.release()
     return ExitCode.DONE
@@ -69,8 +61,8 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     from fp8core.store.run_view import spans
 
     kinds: dict[str, list[int]] = defaultdict(list)
-    for deletion in removal.deletions:
-        kinds[deletion.kind].append(deletion.size)
+    for each in removal.files:
+        kinds[each.kind].append(each.size)
     everything = [size for sizes in kinds.values() for size in sizes]
     rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
     rows.append(("in all", len(everything), sum(everything)))
@@ -83,6 +75,6 @@ def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
             "",
             f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
             *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
-            *(printable(deletion.uri) for deletion in removal.deletions),
+            *(printable(each.uri) for each in removal.files),
         ]
     )

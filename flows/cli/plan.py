@@ -5,13 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_config, add_force, add_output, at_least
+from flows.cli.arguments import add_config, add_output, at_least
 from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import say
 from flows.termination import ExitCode
 from fp8core.errors import UserError
-from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
@@ -36,8 +35,7 @@ def add_command(commands: Any) -> None:
     for name, parts in (("tensor", "linears"), ("pipeline", "layers"), ("expert", "experts")):
         text = f"of the GPUs that train, how many share {parts} (default: as configured)"
         parser.add_argument(f"--{name}", type=at_least(1), default=0, metavar="N", help=text)
-    add_output(parser, "--json", json_output("fits", "parameters"), "write the plan as JSON, in bytes")
-    add_force(parser)
+    add_output(parser, "--json", "write the plan as JSON, in bytes")
     parser.set_defaults(command=plan_config)
 
 

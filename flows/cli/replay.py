@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
+from flows.cli.arguments import add_output, add_overrides, add_trust
 from flows.environment import set_engine_variables
 from flows.launch import say
 from flows.run_lookup import admit_code, enter_origin, find_run_in
 from flows.termination import ExitCode
 from fp8core.errors import UserError
-from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
     from fp8core.run.replay import ReplayResult
@@ -37,8 +36,7 @@ def add_command(commands: Any) -> None:
         "--rerun-environments", action="store_true", help="ask environments again, instead of taking recorded answers"
     )
     add_trust(parser)
-    add_output(parser, "--json", json_output("equal", "steps"), "write the verdicts as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the verdicts as JSON")
     parser.set_defaults(command=replay_steps)
 
 
@@ -72,7 +70,6 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     from fp8core.run.replay import replay
     from fp8core.run.snapshot import RunSnapshot
     from fp8core.store.run_directory import RunDirectory
-    from fp8core.store.run_view import RunView
 
     folder, others = find_run_in(options.run, options.overrides)
     here = Path.cwd()
@@ -81,8 +78,6 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder)
-        if original.ledger.last_step() is None:
-            RunView.read(folder).refuse_cut()
         steps = _range(options, original.ledger.last_step())
         original.refuse_unknown(steps[0])
         set_engine_variables(original.config(steps[0], overrides))

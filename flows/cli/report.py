@@ -4,20 +4,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output
+from flows.cli.arguments import add_output
 from flows.launch import say, stopped
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import StoredFileError
-from fp8core.store.outputs import PAGE
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are overlaid")
-    add_output(parser, "--out", PAGE, f"the page to write (default {PAGE.kept_as})", PAGE.kept_as)
-    add_force(parser)
+    add_output(parser, "--out", "the page to write (default report.html)", "report.html")
     parser.set_defaults(command=report_runs)
 
 

@@ -5,19 +5,17 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_force, add_output, add_overrides, add_trust
+from flows.cli.arguments import add_output, add_overrides, add_trust
 from flows.launch import launch
 from flows.run_lookup import admit_code, enter_origin, find_run_in, load_settings
 from fp8core.config.run import own_code
 from fp8core.errors import without_passwords
-from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("resume", help="continue a run with the configuration it was begun with")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
-    add_output(parser, "--json", SUMMARY, "write the summary as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the summary as JSON")
     add_overrides(parser, "set what changes no results, as steps=120, which extends the run")
     parser.add_argument("--new-code", action="store_true", help="go on with other code than last, as a new segment")
     add_trust(parser)

@@ -5,20 +5,18 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from flows.cli.arguments import add_config, add_force, add_output
+from flows.cli.arguments import add_config, add_output
 from flows.cli.places import placed
 from flows.environment import search_last
 from flows.launch import launch
 from flows.run_lookup import refuse_run
 from fp8core.config.run import made_name, resume_command
-from fp8core.store.outputs import SUMMARY
 
 
 def add_command(commands: Any) -> None:
     parser = commands.add_parser("run", help="train, or continue a run")
     add_config(parser)
-    add_output(parser, "--json", SUMMARY, "write the summary as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write the summary as JSON")
     parser.set_defaults(command=run)
 
 

@@ -39,7 +39,6 @@ from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, last_words
 from fp8core.processes.end_with_parent import TiedProcess, installed, running
-from fp8core.store.outputs import refuse_in_run
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -275,7 +274,6 @@ def add_command(commands: Any) -> None:
 
 def up(options: argparse.Namespace) -> int:
     """Start everything and wait; returns the exit code (1: a service died), raises UserError before it starts."""
-    refuse_in_run(f"--runs {options.runs}", options.runs)
     _refuse_taken({"--prefect-port": options.prefect_port, "--mlflow-port": options.mlflow_port})
     if not (ROOT / "prefect.yaml").is_file():
         raise UserError(f"{ROOT} has no prefect.yaml: `fp8-grpo up` needs a checkout of the repository")

@@ -5,21 +5,17 @@ A live run can be checked: its lock is not taken, and uncommitted files are not 
 
 import argparse
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.arguments import add_force, add_output
+from flows.cli.arguments import add_output
 from flows.launch import long_part, say
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from fp8core.errors import without_passwords
-from fp8core.store.outputs import json_output
 
 if TYPE_CHECKING:
-    from fp8core.store.heads import Chain, ExpectedHead
-    from fp8core.store.manifest import StepManifest
+    from fp8core.store.manifest import Chain, StepManifest
     from fp8core.store.run_view import Finding, RunView
 
 # That of the lines about the run above them.
@@ -30,36 +26,21 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
     parser.add_argument(
-        "--head", metavar="DIGEST", help="a digest that you were told of a record; the chain must have it"
-    )
-    parser.add_argument(
         "--tracking-uri",
         type=_store,
         metavar="URI",
         help="ask this MLflow for the head of the chain, not the one that the folder names; `none` asks nobody",
     )
-    parser.add_argument(
-        "--public-key",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="every signature must be by this ed25519 key (PEM), or by one of several",
-    )
-    add_output(parser, "--json", json_output("run", "anchors"), "write run, findings and counts as JSON")
-    add_force(parser)
+    add_output(parser, "--json", "write run, findings and counts as JSON")
     parser.set_defaults(command=verify_run)
 
 
 def verify_run(options: argparse.Namespace) -> int:
     """Check, print and write; returns 1 when anything is wrong, raises UserError."""
     from fp8core.run.verify import references, verified_bytes, verify
-    from fp8core.store.heads import Chain, ExpectedHead
-    from fp8core.store.manifest import fingerprint, read_public_key
+    from fp8core.store.manifest import Chain
     from fp8core.store.run_view import Provenance, RunView
 
-    told = None if options.head is None else ExpectedHead.parse(options.head)
-    keys = {fingerprint(read_public_key("--public-key", path)): path for path in options.public_key}
     began, read = time.perf_counter(), 0
     view, provenance, links = RunView.read(find_run(options.run)), Provenance(), Chain()
 
@@ -75,7 +56,7 @@ def verify_run(options: argparse.Namespace) -> int:
     size = verified_bytes(view)
     with long_part("MiB verified") as progress:
         findings = list(verify(view, report, watch))
-    anchors, found = _anchors(view, links, told, keys, options.tracking_uri)
+    anchors, found = _anchors(view, links, options.tracking_uri)
     findings += found
     say(provenance.text(view))
     for name, line in anchors.items():
@@ -87,7 +68,7 @@ def verify_run(options: argparse.Namespace) -> int:
     counts = {
         "steps": len(view.steps),
         "artifacts": len(named) - len(absent),
-        "removed": sum(named[uri] in view.deletions for uri in absent),
+        "removed": sum(named[uri] in view.removed for uri in absent),
         "bytes": read,
         "seconds": time.perf_counter() - began,
         "errors": sum(finding.severity == "error" for finding in findings),
@@ -123,13 +104,10 @@ def _store(text: str) -> str:
     return text
 
 
-def _anchors(
-    view: "RunView", links: "Chain", told: "ExpectedHead | None", keys: Mapping[str, Path], store: str | None
-) -> "tuple[dict[str, str], list[Finding]]":
+def _anchors(view: "RunView", links: "Chain", store: str | None) -> "tuple[dict[str, str], list[Finding]]":
     from flows.environment import bound_mlflow_requests
     from flows.tracking.chain_head import compare_with_mlflow
     from flows.tracking.store import quiet_store_logs
-    from fp8core.store.heads import signature_lines
     from fp8core.store.run_view import Finding
 
     bound_mlflow_requests()
@@ -137,8 +115,5 @@ def _anchors(
     said: list[tuple[str, str | Finding]] = []
     if store != "none":
         said.append(("MLflow", compare_with_mlflow(view, links, store)))
-    if told is not None:
-        said.append(("--head", told.compare(links)))
-    said += [("signatures", line) for line in signature_lines(view.folder, links, keys)]
     lines = {name: line for name, line in said if isinstance(line, str)}
     return lines, [line for _, line in said if isinstance(line, Finding)]

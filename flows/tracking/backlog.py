@@ -38,7 +38,6 @@ from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 
 COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
-SIGNED_BY = "signed_by"
 # Longest wait of a finished training for a service that does not answer.
 OUTAGE_PATIENCE_SECONDS = 60.0
 
@@ -138,7 +137,7 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
         "code_version": run.code_version,
         RUN_DIRECTORY: str(run.directory.path),
     }
-    tracker.set_tags(tags if run.signing_key is None else {**tags, SIGNED_BY: run.signing_key.fingerprint}, _note(run))
+    tracker.set_tags(tags, _note(run))
     tracker.log_artifact("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
     tracker.log_artifact("graph.txt", pipeline_text(run.graph))
     tracker.log_artifact("graph.md", f"```mermaid\n{pipeline_mermaid(run.graph)}\n```\n")

@@ -9,11 +9,10 @@ from flows.tracking.store import existing_store, store_errors, store_of_folder
 from flows.tracking.tracker import HEAD, Outage, Tracker
 from fp8core.errors import UserError, without_passwords
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.heads import Chain, coverage
 from fp8core.store.json_text import shown
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
-from fp8core.store.manifest import Head
+from fp8core.store.manifest import Chain, Head
 from fp8core.store.run_directory import RunDirectory
 from fp8core.store.run_view import Finding, RunView
 from fp8core.store.step_manifests import read_manifest
@@ -70,12 +69,12 @@ def _compared(view: RunView, links: Chain, head: Head, place: str) -> str | Find
         return Finding("error", "MLflow", f"{told}, this folder has {ours}: the run was rewritten", step=head.step)
     if head.step == last:
         return f"the same head in {place}"
-    return f"{place} holds an earlier one, {head}{coverage(head.step, links)}; the publisher had come no further"
+    return f"{place} holds an earlier one, {head}: it vouches for the steps up to {head.step}"
 
 
 def _committed_since(view: RunView, head: Head) -> bool:
     try:
-        entry = LedgerView.glance(view.folder / LEDGER).step(head.step)
+        entry = LedgerView.read(view.folder / LEDGER).step(head.step)
         return entry is not None and Head.of(read_manifest(ArtifactStore(view.folder), view.folder, entry)) == head
     except UserError:  # The audit has reported the errors in these files.
         return False

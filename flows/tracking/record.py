@@ -61,7 +61,7 @@ def read_record(folder: Path) -> TrackingRecord | None:
     """The record of a run's folder; None when it has none. Raises StoredFileError when it is malformed."""
     path = folder / RECORD
     try:
-        return TrackingRecord.model_validate_json(durable.read_stored(path))
+        return TrackingRecord.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:

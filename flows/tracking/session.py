@@ -11,7 +11,6 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.publisher import Destination, Publisher
 from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
 from flows.tracking.store import resolve_tracking_uri, store_of_folder
-from flows.tracking.tables import published_kinds
 from flows.tracking.tracker import Outage, Refusal, RunOutcome, Tracker
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
@@ -20,10 +19,8 @@ from fp8core.report.console import Console
 from fp8core.report.summary import StepTiming
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
-from fp8core.run.loop import TrainingPaused, next_step
-from fp8core.run.open import open_directory, open_run, signing_key
-from fp8core.run.recompute import recompute_kinds_if_damaged
-from fp8core.store.ledger import START
+from fp8core.run.loop import TrainingPaused
+from fp8core.run.open import open_directory, open_run
 from fp8core.store.run_directory import RunDirectory
 
 
@@ -45,9 +42,6 @@ class Session:
 
 
 def follow_ledger(session: Session) -> None:
-    run = session.run
-    for index in range(max(START, session.mlflow.published + 1), next_step(run)):
-        recompute_kinds_if_damaged(run, index, published_kinds(run, index))
     session.mlflow.follow_ledger()
     session.wake()
 
@@ -62,13 +56,13 @@ def open_session(
     However the training ends, what is committed is published, unless a service is away. MLflow shows the outcome:
     FAILED for one that failed, KILLED for one that was stopped or paused.
     """
-    graph, key = graph_of(config), signing_key(config, name)
+    graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
         tracker = _open_tracker(directory, config, name)
         console.header(name, {"folder": str(directory.path), "MLflow": without_passwords(tracker.uri)})
         try:
             with (
-                open_run(config, graph, directory, console, key, kernels) as run,
+                open_run(config, graph, directory, console, kernels) as run,
                 _published(run, tracker) as session,
             ):
                 yield session

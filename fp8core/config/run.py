@@ -218,20 +218,9 @@ class KeepConfig(Section):
 
 
 class ArtifactsConfig(Section):
-    """Files of a step that are kept, and the key that signs its manifest."""
+    """Files of a step that are kept."""
 
     keep: KeepConfig | None = Field(None, description="What `fp8-grpo gc` leaves; null keeps every step.")
-    signing_key: UserPath | None = Field(
-        None, description="File with a private ed25519 key (PEM) that signs each step's manifest; null signs nothing."
-    )
-
-    @field_validator("signing_key", mode="before")
-    @classmethod
-    def _no_key_itself(cls, given: Any) -> Any:
-        # It would be in run.json, in MLflow and in the log.
-        if "PRIVATE KEY" in str(given):
-            raise ValueError("takes the path of a file, not the key itself")
-        return given
 
 
 class ReplayConfig(Section):

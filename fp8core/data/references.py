@@ -124,7 +124,7 @@ class _Memory:
         key = hashlib.sha256(canonical_json(parts, "reward")).hexdigest()
         file = config.runs.absolute() / _FOLDER / f"{key}.json"
         try:
-            return cls(file, parse_model(durable.read_stored(file), _Content, file))
+            return cls(file, parse_model(file.read_bytes(), _Content, file))
         except (OSError, StoredFileError):
             return cls(file, _Content())
 

@@ -324,6 +324,6 @@ def _text(value: object) -> str:
 def _results(folder: Path) -> Iterator[ParityResult]:
     for path in sorted(folder.glob(f"*/{RECORD}")):
         try:
-            yield ParityResult.model_validate_json(durable.read_stored(path))
+            yield ParityResult.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
             continue

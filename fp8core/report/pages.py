@@ -64,7 +64,6 @@ from fp8core.store.metrics import (
     TOKENS_DIFFERING,
     series,
 )
-from fp8core.store.outputs import PAGE_MARK
 
 _TEMPLATE = "page.html.jinja"
 EXAMPLE_RUNS = 2
@@ -105,7 +104,6 @@ def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Seq
     )
     template = environment.get_template(_TEMPLATE)
     return template.render(
-        mark=Markup(PAGE_MARK),
         title=title,
         subtitle=subtitle,
         answers=answers,

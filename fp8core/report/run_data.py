@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from fp8core.errors import StoredFileError, UserError
@@ -16,7 +17,6 @@ from fp8core.report.completions import Examples, heldout_examples, heldout_pairs
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
-from fp8core.store.deletion_log import Deletion
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
 from fp8core.store.manifest import StepManifest
@@ -275,13 +275,9 @@ def compared_artifacts(view: RunView) -> tuple[str, str]:
 
 
 def _removed(view: RunView) -> list[str]:
-    removed: dict[str, list[Deletion]] = defaultdict(list)
-    for deletion in view.deletions.values():
-        removed[deletion.when].append(deletion)
     return [
-        f"gc removed {len(files)} files ({sum(file.size for file in files):,} bytes) on {when}, of steps "
-        f"{spans({file.step for file in files if file.step is not None}) or 'none'}"
-        for when, files in removed.items()
+        f"gc removed files of steps {spans(removal.steps)} on {datetime.fromtimestamp(removal.when, UTC):%Y-%m-%d}"
+        for removal in view.removals
     ]
 
 

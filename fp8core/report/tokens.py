@@ -65,7 +65,7 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
 
 
 def was_removed(view: RunView, ref: Ref) -> bool:
-    return ref.digest in view.deletions and not (view.folder / ref.uri).exists()
+    return ref.digest in view.removed and not (view.folder / ref.uri).exists()
 
 
 def unread(what: str, step: int, error: ArtifactError, folder: Path) -> str:

@@ -20,7 +20,6 @@ from fp8core.run.policy import keep_policy
 from fp8core.run.recompute import (
     RedoError,
     producer_of,
-    recompute_input_if_damaged,
     rewind_from_newest_checkpoint,
     rewind_with_engine,
 )
@@ -73,8 +72,7 @@ def rebuild_kept_policies(run: RunContext, versions: Sequence[int]) -> None:
     replaced = list[int]()
     try:
         for version in missing:
-            # Its task may need another version to make them again.
-            scales = recompute_input_if_damaged(run, version + 1, "scales")
+            scales = carried(run, version + 1)["scales"]
             rewind_from_newest_checkpoint(run, version)
             if run.replayed is None and is_replaced(run, version):
                 # The later ones follow from it: they are rebuilt too, to find which of them differ.

@@ -9,7 +9,7 @@ from fp8core.durable import folder_digest, partial_folder, remove_folder, sync_p
 from fp8core.errors import StoredFileError, UserError
 from fp8core.run.context import RunContext, gc_unfrozen
 from fp8core.run.policy import initial_trainer
-from fp8core.store.checkpoints import content_of_policy, held_policy, last_written
+from fp8core.store.checkpoints import held_policy, last_written
 from fp8core.store.gc import kept_steps, metric_values
 from fp8core.store.layout import POLICY, checkpoint_place
 from fp8core.store.ledger import START, CheckpointEntry
@@ -60,9 +60,6 @@ def save_state(run: RunContext, index: int) -> None:
     trainer = run.ready_trainer()
     partial = partial_folder(folder)
     try:
-        for stale in (partial, folder):
-            if stale.is_symlink() or stale.is_file():
-                stale.unlink()
         if partial.exists():
             shutil.rmtree(partial)
         if folder.exists():
@@ -122,8 +119,8 @@ def _is_pruned(run: RunContext, entry: CheckpointEntry, later: int) -> bool:
 
 def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
     """Load a checkpoint; returns what forbids it, None when it is loaded."""
-    folder, store = run.directory.checkpoint(entry), run.directory.store
-    if (policy := held_policy(run.directory.ledger, store, entry)) is None:
+    folder = run.directory.checkpoint(entry)
+    if held_policy(run.directory.ledger, run.directory.store, entry) is None:
         return "the checkpoint holds another policy than the run went on from"
     if not folder.is_dir():
         return "the checkpoint is missing"
@@ -131,15 +128,12 @@ def _load(run: RunContext, entry: CheckpointEntry) -> str | None:
         found = folder_digest(folder)
         if found != entry.digest:
             return f"the checkpoint is damaged: digest {found}, the ledger says {entry.digest}"
-        check_checkpoint(folder, entry.step, entry.weights_digest, run.config.training)
+        check_checkpoint(folder, entry.step, entry.weights_digest)
         run.ready_trainer().load(folder)
     except OSError as error:
         return f"the checkpoint cannot be read: {error.strerror}"
     except StoredFileError as error:
         return f"the checkpoint is damaged: {error}"
-    if (damage := store.damage(policy)) is not None:
-        store.put_json(policy.kind, content_of_policy(entry))
-        run.console.note(f"step {entry.step}: the policy was damaged ({damage}); put back from its checkpoint, equal")
     return None
 
 

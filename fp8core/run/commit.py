@@ -15,29 +15,22 @@ from fp8core.store.layout import manifest_place
 from fp8core.store.ledger import START, LedgerView, StepEntry
 from fp8core.store.manifest import (
     Content,
-    Head,
     StepManifest,
     StepObservations,
     StepRecord,
     library_versions,
     record_digest,
-    signature_file,
-    write_signature,
 )
 from fp8core.store.metrics import OF_START, start_metrics
-from fp8core.store.step_manifests import put_back_manifest
+from fp8core.store.step_manifests import read_manifest
 
 
 def commit_step(run: RunContext, index: int) -> None:
-    """Write the manifest of a finished iteration, sign it, and append it to the ledger; then its shards may go."""
+    """Write the manifest of a finished iteration, and append it to the ledger; then its shards may go."""
     began = time.perf_counter()
     manifest = _manifest(run, index)
     ref = run.directory.store.put_json("manifest", manifest.model_dump(mode="json"))
     durable.write_file(run.directory.path / manifest_place(index), f"{manifest.model_dump_json(indent=2)}\n".encode())
-    if run.signing_key is not None:
-        write_signature(run.directory.path, run.signing_key.sign(Head.of(manifest)))
-    else:  # A process that had a key may have been killed between its signature and its commit.
-        signature_file(run.directory.path, index).unlink(missing_ok=True)
     run.directory.ledger.append(
         StepEntry(
             step=index,
@@ -132,12 +125,8 @@ def code_of(run: RunContext, index: int) -> str:
 
 
 def stored_manifest(run: RunContext, index: int) -> StepManifest:
-    """The manifest of a committed step, put back first from `manifests/` when its artifact is damaged.
-    Raises UserError: both copies are damaged."""
-    manifest, damage = put_back_manifest(run.directory.store, run.directory.path, committed_step(run, index))
-    if damage is not None:
-        run.console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
-    return manifest
+    """The manifest of a committed step. Raises UserError: both copies are damaged."""
+    return read_manifest(run.directory.store, run.directory.path, committed_step(run, index))
 
 
 def committed_step(run: RunContext, index: int) -> StepEntry:

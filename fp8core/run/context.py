@@ -13,7 +13,6 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from fp8core.config.run import RunConfig
-from fp8core.config.shipped import UPDATES
 from fp8core.config.step_graph import StepGraph
 from fp8core.data.prompt import PromptSource
 from fp8core.environments.pool import EnvironmentPool
@@ -24,7 +23,6 @@ from fp8core.report.console import Console
 from fp8core.rewards.verifier import Verifier
 from fp8core.rollout.engine import Probe, RolloutEngine
 from fp8core.store.ledger import START, LedgerView
-from fp8core.store.manifest import SigningKey
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.saved_state import header_of
 from fp8core.training.trainer import Trainer
@@ -72,7 +70,6 @@ class RunContext:
     trainer: Trainer | None = field(default=None, repr=False)
     engine: RolloutEngine | None = field(default=None, repr=False)
     reference: Trainer | None = field(default=None, repr=False)
-    signing_key: SigningKey | None = field(default=None, repr=False)
     probes: list[Probe] | None = field(default=None, repr=False)
     teacher: Trainer | None = field(default=None, repr=False)
     teacher_digest: str | None = None
@@ -97,13 +94,6 @@ class RunContext:
     @property
     def takes_recorded(self) -> bool:
         return self.replayed is not None and self.replayed.environment is not None
-
-    def records_scores(self, index: int) -> bool:
-        """False for a step that an earlier version made: without scores and advantages, it is made again as it was."""
-        ledger = self.directory.ledger if self.replayed is None else self.replayed.ledger
-        stored = [ledger.tasks(index).get(planned.name) for planned in self.graph.steps if planned.uses in UPDATES]
-        made = [ref.kind for task in stored if task is not None for ref in task.outputs.values()]
-        return not made or "advantages" in made
 
     def new_kernels(self) -> int | None:
         """Kernels that are kept now and were not at the last call, whoever compiled them; None where none are."""

@@ -47,10 +47,8 @@ def run_step(run: RunContext, index: int, planned: PlannedStep, inputs: Mapping[
     def body() -> dict[str, Ref]:
         outputs = function(run, index, planned.options, **inputs)
         kinds = {port: ref.kind for port, ref in outputs.items()}
-        left_out = () if run.records_scores(index) else ("advantages",)
-        declared = {port: kind for port, kind in planned.spec.outputs.items() if kind not in left_out}
-        if kinds != declared:
-            raise UserError(f"{planned.uses} returned {kinds}, but declares {declared}")
+        if kinds != dict(planned.spec.outputs):
+            raise UserError(f"{planned.uses} returned {kinds}, but declares {dict(planned.spec.outputs)}")
         return {planned.outputs[port]: ref for port, ref in outputs.items()}
 
     parts = _parts(run, index, planned, inputs)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 
 from fp8core.config.run import RunConfig
-from fp8core.durable import make_folder, read_stored, sync_path, write_file
+from fp8core.durable import make_folder, sync_path, write_file
 from fp8core.errors import StoredFileError, UserError, first_line
 from fp8core.numerics.fingerprint import masters_digest
 from fp8core.report.console import Console
@@ -59,21 +59,21 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Format
-    run: str = Field(max_length=4096, description="Name of the run.")
-    run_id: str = Field(max_length=200)
+    run: str = Field(description="Name of the run.")
+    run_id: str
     step: StepNumber
-    weights_digest: str = Field(max_length=128, description="Of the FP32 weights that these were rounded from.")
-    config_digest: str = Field(max_length=128)
-    code_version: str = Field(max_length=128)
-    mlflow_run_id: str | None = Field(max_length=200)
-    mlflow_model_id: str | None = Field(max_length=200)
+    weights_digest: str = Field(description="Of the FP32 weights that these were rounded from.")
+    config_digest: str
+    code_version: str
+    mlflow_run_id: str | None
+    mlflow_model_id: str | None
 
 
 def read_origin(folder: Path) -> Origin:
     """Where an exported folder comes from. Raises StoredFileError: its fp8_grpo.json is missing or damaged."""
     path = folder / ORIGIN
     try:
-        return parse_model(read_stored(path), Origin, path)
+        return parse_model(path.read_bytes(), Origin, path)
     except OSError as error:
         raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -94,12 +94,12 @@ def stored_policy(original: RunSnapshot, step: int, console: Console) -> Iterato
     if checkpoint is not None:
         _refuse_other_weights(original, step, checkpoint.weights_digest)
         folder = original.folder / checkpoint.uri
-        check_checkpoint(folder, step, checkpoint.weights_digest, original.config(step).training)
+        check_checkpoint(folder, step, checkpoint.weights_digest)
         check_weights(folder, checkpoint.weights_digest)
         yield ExportedPolicy(folder / POLICY, checkpoint.weights_digest, folder)
         return
     config = original.config(step)
-    original.refuse_removed(config, step)
+    original.refuse_removed(step)
     with scratch_folder(original.folder, step + 1, config) as folder:
         with scratch_run(config, original.folder, folder, console, original.environment(step)) as run:
             wanted = carried(run, step + 1)["policy"]

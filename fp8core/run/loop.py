@@ -15,12 +15,11 @@ from fp8core.run.checkpoint import checkpoint_due, missing_checkpoint, save_stat
 from fp8core.run.commit import commit_step, step_metrics
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError, TaskResult, carried, run_step
-from fp8core.run.recompute import recompute_kinds_if_damaged, rewind_to
+from fp8core.run.recompute import rewind_to
 from fp8core.run.resume import restore
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.start_tasks import START_TASKS
-from fp8core.store.step_manifests import refuse_other_outputs
 
 T = TypeVar("T")
 
@@ -119,13 +118,8 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     """Policy 0, its scales, its accuracy and its distance from BF16, then back to where an earlier process stopped.
 
     Returns the number of updates that were redone.
-
-    Raises StoredFileError: the ledger and a manifest differ, of a step that is read on the way.
     """
     ledger = run.directory.ledger
-    newest = next(ledger.newest_checkpoints(), None)
-    tail = range(START + 1 if newest is None else newest.step, (ledger.last_step() or START) + 1)
-    refuse_other_outputs(run.directory.path, run.directory.store, ledger, (START, *tail))
 
     def stage(task: str, body: Callable[[], TaskResult]) -> TaskResult:
         name = START_TASKS[task].stage
@@ -227,8 +221,6 @@ def crossing(run: RunContext) -> Crossing | None:
 
 def _crossed(run: RunContext, bounds: StopBounds, first: int, last: int) -> Crossing | None:
     steps = range(first, last + 1)
-    for index in steps:
-        recompute_kinds_if_damaged(run, index, {"metrics"})
     return crossed(bounds, [step_metrics(run, index) for index in steps])
 
 

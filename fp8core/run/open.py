@@ -31,7 +31,7 @@ from fp8core.run.machine import members_node, wants_gpus
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import shards_of_steps
 from fp8core.store.ledger import SegmentEntry
-from fp8core.store.manifest import PACKAGES, SigningKey, current_code, git_state, hardware, read_signing_key
+from fp8core.store.manifest import PACKAGES, current_code, git_state, hardware
 from fp8core.store.run_directory import RunDirectory
 from fp8core.training.lora import frozen_line
 
@@ -55,16 +55,6 @@ def open_directory(config: RunConfig, name: str, *, new_code: bool = False) -> I
             for folder in shards_of_steps(directory.path):
                 RolloutShards(folder).clear()
         yield directory
-
-
-def signing_key(config: RunConfig, name: str) -> SigningKey | None:
-    """The key that signs the manifests of a run of this name; None: nothing does. Raises UserError: it is of no use."""
-    path = config.artifacts.signing_key
-    if path is None:
-        return None
-    if path.resolve().is_relative_to((config.runs / name).resolve()):
-        raise UserError(f"artifacts.signing_key {path}: it lies in the run's own folder, which others get to see")
-    return read_signing_key("artifacts.signing_key", path)
 
 
 def _notes(config: RunConfig, base: BaseModel) -> Iterator[str]:
@@ -100,14 +90,13 @@ def open_run(
     graph: StepGraph,
     directory: RunDirectory,
     console: Console,
-    key: SigningKey | None = None,
     kernels: KernelFolders | None = None,
     replayed: Replayed | None = None,
 ) -> Iterator[RunContext]:
     """Everything that is alive in a run's folder, reachable for tasks (`context.live_run`) while the block lasts.
 
-    `key` signs what is committed, and new files in `kernels` are counted; a replay has neither. Data and model of a
-    replay were checked when its run began, and the comparison shows prompts that differ.
+    New files in `kernels` are counted. Data and model of a replay were checked when its run began, and the comparison
+    shows prompts that differ.
 
     Raises UserError: model, data or verifier cannot be loaded or do not fit into memory, or a row is of no use.
     """
@@ -159,7 +148,6 @@ def open_run(
             base=base.tensors,
             cluster=cluster,
             loss_source=None if config.loss.policy in SHIPPED_LOSSES else loss_source(config.loss.policy),
-            signing_key=key,
             environment=environment,
             environment_description=described,
             replayed=replayed,

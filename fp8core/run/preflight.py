@@ -6,7 +6,6 @@ from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_cluster, check_memory
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.machine import members_node
-from fp8core.run.open import signing_key
 
 
 def refuse_unrunnable(config: RunConfig, *, new_code: bool = False) -> None:
@@ -24,11 +23,10 @@ def refuse_unrunnable_settings(config: RunConfig, *, new_code: bool = False) -> 
     Trainings that differ in precision and seed alone have the other part in common.
 
     Raises:
-        UserError: as `graph_of`, `signing_key`, `refuse_conflict`, `check_memory` and `check_cluster`.
+        UserError: as `graph_of`, `refuse_conflict`, `check_memory` and `check_cluster`.
     """
     assert config.run is not None, "the command or the flow names the run"
     graph_of(config)
-    signing_key(config, config.run)
     refuse_conflict(config, new_code=new_code)
     node = members_node(config)
     check_memory(config, node, stored_ledger(config))

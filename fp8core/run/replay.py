@@ -1,6 +1,5 @@
 """Make steps of a run again, from its artifacts alone, and compare their records with the stored ones."""
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,12 @@ from fp8core.run.loop import begin, iterate
 from fp8core.run.recompute import RedoError
 from fp8core.run.snapshot import FAILURES, RunSnapshot, restore_as_it_was, scratch_folder, scratch_run
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.diff import causes, content_difference, first_difference, metric_differences
 from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest, StepRecord, current_code, hardware, library_versions
 from fp8core.store.run_directory import RunDirectory
-from fp8core.store.run_view import RunView, inspect_manifest
-from fp8core.store.step_manifests import put_back_manifest
+from fp8core.store.step_manifests import restore_manifest
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,6 @@ def replay(
     """
     for step in steps:
         original.refuse_unknown(step)
-    note_damaged_manifests(original, steps, console)
     own, changed = (original.config(steps[0], settings) for settings in ((), overrides))
     if changed.cluster.address != own.cluster.address:
         # The run's own one may be gone.
@@ -88,10 +84,10 @@ def replay(
     _refuse_other_model(own, changed, steps)
     _refuse_other_stream(own, changed, steps)
     if not rerun_environments:
-        _refuse_unasked(own, changed, steps)
+        _refuse_unasked(own, changed)
     if steps[0] > START:
         # The first step may score tokens of policies that are as old as this.
-        original.refuse_removed(own, steps[0] - 1, max(0, own.pipeline.reach - 1))
+        original.refuse_removed(steps[0] - 1, max(0, own.pipeline.reach - 1))
     with scratch_folder(original.folder, steps[0], own, changed) as folder:
         try:
             if overrides and steps[0] > START + 1:
@@ -106,32 +102,20 @@ def replay(
                 put_back(repaired, folder, steps, console)
 
 
-def note_damaged_manifests(original: RunSnapshot, steps: range, console: Console) -> None:
-    """Name the manifests that a replay does not use, since their copies are undamaged."""
-    commits = RunView.read(original.folder).steps
-    for step in steps:
-        commit = commits[step]
-        for finding in inspect_manifest(original.folder, commit)[1]:
-            console.note(f"{finding.place}: {finding.problem}; its copy in artifacts/ is used")
-        if (damage := original.store.damage(commit.entry.manifest)) is not None:
-            console.note(f"{commit.entry.manifest.uri}: {damage}; its copy {commit.place} is used")
-
-
 def put_back(original: RunDirectory, scratch: Path, steps: range, console: Console) -> None:
     """Replace damaged artifacts of a run by what a replay made, and damaged manifests by their second copies."""
     made = ArtifactStore(scratch)
-    removed = read_deletions(original.path)
+    removed = original.ledger.removed()
     for index in range(steps.stop):
         for name, ref in original.ledger.outputs(index):
-            if ref.digest in removed and not original.store.path(ref).exists():
+            if index in removed and not original.store.path(ref).exists():
                 continue  # `artifacts.keep` does not keep it.
             if made.path(ref).exists() and (damage := original.store.damage(ref)) is not None:
                 original.store.put_back(ref, made)
                 console.note(f"step {index}: artifact {name} was damaged ({damage}); put back")
-    for index in steps:
-        damage = put_back_manifest(original.store, original.path, original.ledger.steps()[index]).damage
-        if damage is not None:
-            console.note(f"step {index}: the manifest was damaged ({damage}); put back from its second copy")
+    for entry in original.ledger.steps().values():
+        if restore_manifest(original.store, original.path, entry):
+            console.note(f"step {entry.step}: the manifest was damaged; put back from its second copy")
 
 
 def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: Sequence[str]) -> Iterator[ReplayResult]:
@@ -291,55 +275,25 @@ def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> Non
         raise UserError(f"--set pipeline: step {steps[0]} starts from what the run's own pipeline hands on")
 
 
-def _refuse_unasked(own: RunConfig, changed: RunConfig, steps: range) -> None:
+def _refuse_unasked(own: RunConfig, changed: RunConfig) -> None:
     """Settings of an environment that answers nothing, since its recorded answers are taken."""
-    if own.environment is None or changed.environment is None:
-        return
-    # A warm start may make demonstrations by the first two.
-    unasked = ("timeout_seconds", "cpu_seconds", "memory_mb", "output_kb", "processes", "at_once")
-    for name in unasked if steps[0] == START else ("name", "options", *unasked):
-        if getattr(own.environment, name) != getattr(changed.environment, name):
-            raise UserError(
-                f"--set environment.{name}: no environment is asked, since its recorded answers are taken; add "
-                "--rerun-environments"
-            )
+    if own.environment != changed.environment and None not in (own.environment, changed.environment):
+        raise UserError(
+            "--set environment: no environment is asked, since its recorded answers are taken; add --rerun-environments"
+        )
+
+
+_OF_STREAM = (
+    *("seed", "environment", "data.max_prompt_tokens"),
+    *(f"pipeline.{name}" for name in ("mode", "max_staleness", "drop_or_wait")),
+    *(f"rollout.{name}" for name in ("max_new_tokens", "prompts_per_step", "oversample", "group_size")),
+)
 
 
 def _refuse_other_stream(own: RunConfig, changed: RunConfig, steps: range) -> None:
-    """The completions in flight that a step goes on from fit only settings that allow what was written."""
+    """The completions in flight that a step goes on from fit the run's own settings of generation only."""
     if steps[0] <= START + 1 or "stream" not in graph_of(own).carries:
         return
-    begun = f"step {steps[0]} goes on from completions begun"
-    if (own.environment is None) != (changed.environment is None):
-        raise UserError(f"--set environment: {begun} {'without one' if own.environment is None else 'in one'}")
-    unfit = {
-        "pipeline.max_staleness": changed.pipeline.max_staleness < own.pipeline.max_staleness,
-        "pipeline.drop_or_wait": changed.pipeline.drop_or_wait != own.pipeline.drop_or_wait,
-        "rollout.max_new_tokens": changed.rollout.max_new_tokens < own.rollout.max_new_tokens,
-        # The step of a prompt follows from its number.
-        "rollout.prompts_per_step": changed.rollout.prompts_per_step != own.rollout.prompts_per_step,
-        "rollout.oversample": changed.rollout.drawn_prompts != own.rollout.drawn_prompts,
-        # Prompts that enter would have others than those that wait beside them.
-        "rollout.group_size": changed.rollout.group_size != own.rollout.group_size,
-        "seed": changed.seed != own.seed,
-        "pipeline.mode": changed.pipeline.mode != own.pipeline.mode,
-    }
-    now = _budgets(changed)
-    unfit |= {key: now[key] < before for key, before in _budgets(own).items()}
-    for key, found in unfit.items():
-        if found:
-            value = json.dumps(reduce(getattr, key.split("."), own)).strip('"')
-            raise UserError(f"--set {key}: {begun} under {key}={value}")
-
-
-def _budgets(config: RunConfig) -> dict[str, int]:
-    """Bounds of episodes and their turns by setting; none without an environment."""
-    environment, row = config.environment, config.rollout.max_new_tokens
-    if environment is None:
-        return {}
-    return {
-        "environment.max_turns": environment.max_turns,
-        "environment.turn_tokens": min(environment.turn_tokens or row, row),
-        "environment.observation_tokens": min(environment.observation_tokens or row, row),
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
-    }
+    for key in _OF_STREAM:
+        if reduce(getattr, key.split("."), own) != reduce(getattr, key.split("."), changed):
+            raise UserError(f"--set {key}: step {steps[0]} goes on from completions begun under the run's own settings")

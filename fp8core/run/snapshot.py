@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from fp8core.config.load import reload_config
 from fp8core.config.run import RunConfig
-from fp8core.durable import read_lines, read_stored
+from fp8core.durable import read_lines
 from fp8core.errors import NotRecordedError, ProcessLost, UserError
 from fp8core.report.console import Console
 from fp8core.run.behaviour import versions_in_flight
@@ -29,13 +29,11 @@ from fp8core.run.open import open_run
 from fp8core.run.policy import SyncError
 from fp8core.run.recompute import rewind_to
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.layout import LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import START, LedgerView
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_directory import RunDescription, RunDirectory, stored_description
-from fp8core.store.run_view import RunView
-from fp8core.store.step_manifests import read_manifest, refuse_other_outputs
+from fp8core.store.step_manifests import read_manifest
 from fp8core.training.trainer import UpdateError
 
 FAILURES = (StepError, UpdateError, SyncError, NotRecordedError, ProcessLost)
@@ -76,40 +74,24 @@ class RunSnapshot:
         return changed.model_copy(update={"steps": record.steps, "replay": replay})
 
     def refuse_unknown(self, step: int) -> None:
-        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out, or was cut off.
-
-        Also where it differs from the step's manifest.
-        """
+        """Raises UserError: the step is not committed; StoredFileError: the ledger leaves one out."""
         committed = self.ledger.steps()
         self.ledger.refuse_gap(START, max(committed, default=START - 1))
         if step not in committed:
-            RunView.read(self.folder).refuse_cut()
             known = f"steps 0 to {max(committed)} are" if committed else "no step is"
             raise UserError(f"run {self.folder.name}: step {step} is not committed; {known}")
-        refuse_other_outputs(self.folder, self.store, self.ledger, (step,))
 
-    def refuse_removed(self, config: RunConfig, step: int, older: int = 0) -> None:
-        """Raises UserError: what leads from a checkpoint to the policy after a step was removed on purpose.
-
-        So must be so many `older` policies, with their scales.
-        """
-        removed, graph = read_deletions(self.folder), graph_of(config)
+    def refuse_removed(self, step: int, older: int = 0) -> None:
+        """Raises UserError: gc removed what leads from a checkpoint to the policy after a step, or to `older` ones."""
         oldest = max(START, step - older)
-        kept = [entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir()]
+        kept = sorted(entry.step for entry in self.ledger.checkpoints() if (self.folder / entry.uri).is_dir())
         nearest = max((checkpoint for checkpoint in kept if checkpoint <= oldest), default=START)
-        read = {name for planned in graph.steps if planned.spec.redo for name in planned.inputs.values()}
-        scales = {graph.carries["scales"]}
         which = f"the policy after step {step}" if oldest == step else f"policies {oldest} to {step}"
-        for index in range(min(nearest + 1, oldest), step + 1):
-            needed = (read if index > nearest else set()) | (scales if oldest <= index < step else set())
-            for artifact, ref in self.ledger.artifacts(index).items():
-                if artifact in needed and ref.digest in removed and not self.store.path(ref).exists():
-                    deletion = removed[ref.digest]
-                    raise UserError(
-                        f"run {self.folder.name}: {which} cannot be restored: that takes the update of step {index}, "
-                        f"whose {artifact} were removed on {deletion.when} "
-                        f"({deletion.reason}); checkpoints: {', '.join(map(str, sorted(kept))) or 'none'}"
-                    )
+        for index in sorted(self.ledger.removed().intersection(range(nearest + 1, step + 1))):
+            raise UserError(
+                f"run {self.folder.name}: {which} cannot be restored: that takes the update of step {index}, whose "
+                f"files gc removed; checkpoints: {', '.join(map(str, kept)) or 'none'}"
+            )
 
 
 @contextmanager
@@ -136,7 +118,7 @@ def scratch_folder(original: Path, step: int, *configs: RunConfig) -> Iterator[P
         for index in range(step):
             # One that is missing or damaged is reported by whoever needs it.
             with suppress(OSError):
-                (folder / manifest_place(index)).write_bytes(read_stored(original / manifest_place(index)))
+                (folder / manifest_place(index)).write_bytes((original / manifest_place(index)).read_bytes())
         yield folder
 
 
@@ -183,7 +165,7 @@ def _lines_before(original: Path, step: int) -> Iterator[str]:
 
     A redo that was entered after the step's commit came too late for it.
     """
-    for line in read_lines(original / LEDGER):
+    for line in read_lines(original / LEDGER)[0]:
         entry = json.loads(line)
         if entry["event"] == "step" and entry["step"] == step:
             return

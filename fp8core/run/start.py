@@ -203,7 +203,7 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileT
     store, entry = ArtifactStore(shelf), shelf / f"{_warm_start_key(run, rows)}.json"
     if entry.exists():
         try:
-            ref = parse_model(durable.read_stored(entry), Ref, entry)
+            ref = parse_model(entry.read_bytes(), Ref, entry)
             weights = store.file_tensors(ref)
             header_of(store.path(ref), parameter_shapes(run.arch))
         except (StoredFileError, OSError) as error:

@@ -41,7 +41,8 @@ def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> I
     for ledger in (*(() if run.replayed is None else (run.replayed.ledger,)), run.directory.ledger):
         stored = {ref.kind: ref for ref in ledger.artifacts(index).values()}
         if "schedule" in stored:
-            return _recorded(run, index, stored["schedule"])
+            chunks: list[int] = run.directory.store.get_json(stored["schedule"])["chunks"]
+            return chunks
     return _until_updated(run, index, has_more)
 
 
@@ -58,25 +59,6 @@ def until_halted(run: RunContext) -> Iterator[int]:
     while True:
         run.refuse_halted()
         yield run.config.pipeline.chunk_tokens
-
-
-def _recorded(run: RunContext, index: int, schedule: Ref) -> list[int]:
-    """The chunks of a stored schedule. All are equal, so those of a damaged one are found by its digest."""
-    store, pipeline = run.directory.store, run.config.pipeline
-    if store.damage(schedule) is not None:
-        for count in range((1 + pipeline.max_staleness) * run.config.rollout.drawn_prompts * _longest(run) + 1):
-            chunks = [pipeline.chunk_tokens] * count
-            if store.digest_json({"version": index - 1, "chunks": chunks}) == schedule.digest:
-                return chunks
-    found: list[int] = store.get_json(schedule)["chunks"]
-    return found
-
-
-def _longest(run: RunContext) -> int:
-    """Chunks of the longest completion, or of all turns of an episode."""
-    environment, most = run.config.environment, run.config.rollout.max_new_tokens
-    chunks = -(-most // run.config.pipeline.chunk_tokens)
-    return chunks if environment is None else min(most, chunks + environment.max_turns)
 
 
 def turns_of(rows: Sequence[Row]) -> pa.Table:

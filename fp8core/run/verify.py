@@ -5,41 +5,28 @@ and stored, and the record of the step before. So the last record vouches for th
 entries that are not committed yet are left out.
 
 The chain alone proves that no record was changed without those after it. A folder whose records were all made anew is
-found by what lies outside of it. This is a head that the reader noted, signatures (`store.heads`), and the head that
-MLflow holds (`flows.tracking.chain_head`).
+found by the head that MLflow holds (`flows.tracking.chain_head`).
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic import JsonValue
 
 from fp8core.config.load import config_digest_at
 from fp8core.config.pipeline import PipelineConfig
 from fp8core.durable import Report, file_digest, folder_digest
-from fp8core.errors import StoredFileError, UserError
-from fp8core.numerics.fingerprint import policy_digest
+from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.diff import content_differences
 from fp8core.store.json_text import shown, value_differences
-from fp8core.store.kinds import wrong_kinds
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START, CheckpointEntry, LedgerView, RedoEntry, SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.manifest import (
-    Content,
-    StepManifest,
-    StepObservations,
-    StepRecord,
-    record_digest,
-)
+from fp8core.store.ledger import START, CheckpointEntry, RedoEntry, StepEntry, TaskEntry
+from fp8core.store.manifest import Content, StepManifest, StepObservations, StepRecord, record_digest
 from fp8core.store.run_view import Commit, Finding, RunView, inspect_manifest, spans
-from fp8core.store.schemas import check_file, read_table
-from fp8core.store.tables import COMPLETION_KEY, TABLES, refuse_other_rows, refuse_other_turns
 from fp8core.training.saved_state import check_checkpoint, check_weights
 
 Watch = Callable[[StepManifest], None]
@@ -53,14 +40,10 @@ def verify(view: RunView, report: Report | None = None, watch: Watch | None = No
         watch: called with the manifest of each step.
     """
     yield from view.problems
-    yield from _beginning(view)
     yield from _order(view)
     yield from view.cut_end()
     yield from _manifests(view, watch)
-    yield from _kinds(view)
     yield from _artifacts(view, report)
-    yield from _warm_start(view)
-    yield from _tables(view)
     yield from _checkpoints(view, report)
 
 
@@ -71,33 +54,19 @@ def _order(view: RunView) -> Iterator[Finding]:
     """Steps follow one another without gaps; only a redo names a step that is committed."""
     expected = START
     for line, entry in view.entries:
-        if isinstance(entry, SegmentEntry):
-            continue
-        problem = None
-        if entry.step > expected:
-            problem = f"an entry of step {entry.step}, but step {expected} is not committed"
-        elif isinstance(entry, TaskEntry | StepEntry) and entry.step < expected:
-            problem = f"an entry of step {entry.step}, which was committed before"
-        elif isinstance(entry, RedoEntry):
-            text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
-            if not entry.gave_policy:
-                text = "completions in flight begin anew: a policy was replaced, or an environment answered otherwise"
-            yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
-        if problem is not None:
-            yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
-        expected = max(expected, entry.step + isinstance(entry, StepEntry))
-
-
-def _beginning(view: RunView) -> Iterator[Finding]:
-    """run.json names the code of the process that committed the first task; earlier processes left nothing."""
-    if not any(isinstance(entry, TaskEntry) for _, entry in view.entries):
-        return  # The next process writes it anew.
-    opened = itertools.takewhile(lambda numbered: isinstance(numbered[1], SegmentEntry), view.entries)
-    for line, segment in list(opened)[-1:]:
-        begun = view.description.code_version
-        if isinstance(segment, SegmentEntry) and segment.code_version != begun:
-            problem = f"the run was begun by code {shown(segment.code_version)}, run.json says {shown(begun)}"
-            yield Finding("error", f"{LEDGER}:{line}", problem)
+        match entry:
+            case TaskEntry() | StepEntry() if entry.step != expected:
+                problem = f"an entry of step {entry.step}, expected one of step {expected}"
+                yield Finding("error", f"{LEDGER}:{line}", problem, step=entry.step)
+            case RedoEntry():
+                text = f"redone by code {shown(entry.code_version)} with another outcome, from which the run went on"
+                if not entry.gave_policy:
+                    text = "completions in flight begin anew: a policy or the answers of an environment changed"
+                yield Finding("note", f"{LEDGER}:{line}", text, step=entry.step, task=entry.task)
+            case _:
+                pass
+        if isinstance(entry, StepEntry):
+            expected = max(expected, entry.step + 1)
 
 
 def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
@@ -118,9 +87,7 @@ def _manifests(view: RunView, watch: Watch | None) -> Iterator[Finding]:
             configurations[manifest.record.config_digest, manifest.record.level].append(commit.step)
             before = (commit.step, record_digest(manifest))
     for (digest, level), steps in configurations.items():
-        if view.config is None:
-            break
-        if (expected := config_digest_at(view.config, level)) != digest:
+        if view.config is not None and (expected := config_digest_at(view.config, level)) != digest:
             problem = f"the digest of the configuration is {shown(expected)}, the records of steps {spans(steps)} say"
             yield Finding("error", "run.json", f"{problem} {shown(digest)}")
 
@@ -185,7 +152,7 @@ def _policy_and_scales(
     if record.scales_digest != digest:
         named = shown(record.scales_digest)
         yield commit.error(f"record.scales_digest: {named}, but the stored scales are {shown(digest)}")
-    content = None if policy is None else _stored_json(view.folder, policy)
+    content = None if policy is None else _stored_json(view, policy)
     expected = {"version": commit.step, "weights_digest": record.weights_digest}
     if content is not None and content != expected:
         yield commit.error(f"the stored policy is {content}, not {expected}")
@@ -216,10 +183,6 @@ class Reference:
     def error(self, problem: str) -> Finding:
         return Finding("error", self.ref.uri, problem, step=self.step, task=self.task, kind=self.ref.kind)
 
-    def __str__(self) -> str:
-        task = f", task {self.task}" if self.task else ""
-        return f"{self.ref.uri} ({self.ref.kind}, step {self.step}{task})"
-
 
 def references(view: RunView) -> list[Reference]:
     """Every artifact that the ledger names, once, from the first line that names it."""
@@ -246,138 +209,46 @@ def verified_bytes(view: RunView) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _stored_json(folder: Path, ref: Ref) -> dict[str, Any] | None:
+def _stored_json(view: RunView, ref: Ref) -> dict[str, Any] | None:
     """A stored JSON object; None when it is missing or damaged, which `_artifacts` reports."""
     try:
-        content = ArtifactStore(folder).get_json(ref)
+        content = ArtifactStore(view.folder).get_json(ref)
     except ArtifactError:
         return None
     return content if isinstance(content, dict) else None
-
-
-def _content_problem(folder: Path, ref: Ref) -> str | None:
-    """The difference of an undamaged file's content from its kind's schema, if any."""
-    try:
-        check_file(folder / ref.uri, ref.kind)
-    except StoredFileError as error:
-        return str(error).removeprefix(f"{folder / ref.uri}: ")
-    return None
-
-
-def _kinds(view: RunView) -> Iterator[Finding]:
-    """Every reference has the kind of its port."""
-    for commit in view.commits:
-        if (kind := commit.entry.manifest.kind) != "manifest":
-            yield Finding("error", f"{LEDGER}:{commit.line}", f"a manifest of kind {kind}", step=commit.step)
-    if view.config is None:
-        return
-    made = [entry for _, entry in view.entries if isinstance(entry, TaskEntry | RedoEntry)]
-    try:
-        for found in wrong_kinds(made, view.config.pipeline):
-            yield Finding("error", found.ref.uri, str(found), step=found.step, task=found.task, kind=found.ref.kind)
-    except UserError as error:
-        yield Finding("error", "run.json", f"pipeline: {error}")
 
 
 def _artifacts(view: RunView, report: Report | None) -> Iterator[Finding]:
     """Every artifact that the ledger names: present and unchanged, or removed by gc."""
     named = references(view)
     owners = {reference.ref.digest: reference for reference in named}
-    removed, deletions, looked_again = defaultdict(list), view.deletions, False
+    removed = defaultdict[int, list[Ref]](list)
     for reference in named:
         ref = reference.ref
         path = view.folder / ref.uri
         try:
             size, digest = path.stat().st_size, file_digest(path, report)
         except FileNotFoundError:
-            if ref.digest not in deletions and not looked_again:
-                # A gc beside this names all that it removes, and then begins.
-                deletions, looked_again = view.deletions_now(), True
-            if (deletion := deletions.get(ref.digest)) is None:
-                yield reference.error("the file is missing")
+            if ref.digest in view.removed:
+                removed[reference.step].append(ref)
             else:
-                removed[reference.step, deletion.reason, deletion.when].append(ref)
+                yield reference.error("the file is missing")
         except OSError as error:
             yield reference.error(f"cannot be read: {error.strerror}")
         else:
-            if (digest, size) != (ref.digest, ref.size):
+            if digest != ref.digest:
                 yield reference.error(_damage(ref, digest, size, owners))
-            elif (problem := _content_problem(view.folder, ref)) is not None:
-                yield reference.error(problem)
-    for (step, reason, when), refs in removed.items():
+            elif size != ref.size:
+                yield reference.error(f"has {size} bytes, the ledger says {ref.size}")
+    for step, refs in removed.items():
         kinds = ", ".join(ref.kind for ref in refs)
-        problem = f"removed ({reason}, {when}): {kinds}; {sum(ref.size for ref in refs)} bytes"
+        problem = f"removed by gc: {kinds}; {sum(ref.size for ref in refs)} bytes"
         yield Finding("note", "artifacts", problem, step=step)
 
 
-def _tables(view: RunView) -> Iterator[Finding]:
-    """All tables of one step have the same completions."""
-    for commit in view.commits:
-        tables = {name: _completions(view.folder, ref) for name, ref in commit.artifacts.items()}
-        rollouts = next((tables[name] for name, ref in commit.artifacts.items() if ref.kind == "rollouts"), None)
-        for name, ref in commit.artifacts.items():
-            table = tables[name]
-            if rollouts is not None and table is not None:
-                try:
-                    refuse_other_rows(rollouts, table, "")
-                except StoredFileError as error:
-                    problem = str(error).removeprefix(": ")
-                    yield Finding("error", ref.uri, problem, step=commit.step, kind=ref.kind)
-        yield from _turns(view, commit)
-
-
-def _turns(view: RunView, commit: Commit) -> Iterator[Finding]:
-    store = ArtifactStore(view.folder)
-    for task in commit.tasks.values():
-        by_kind = {ref.kind: ref for ref in task.outputs.values()}
-        if {"rollouts", "turns"} <= by_kind.keys():
-            try:
-                rollouts = store.get_table(by_kind["rollouts"], [*COMPLETION_KEY, "written"])
-                turns = store.get_table(by_kind["turns"])
-            except ArtifactError:
-                continue  # `_artifacts` reports it.
-            try:
-                refuse_other_turns(rollouts, turns, "")
-            except StoredFileError as error:
-                problem = str(error).removeprefix(": ")
-                yield Finding("error", by_kind["turns"].uri, problem, step=commit.step, kind="turns")
-
-
-def _warm_start(view: RunView) -> Iterator[Finding]:
-    """The stored weights of the warm start have the digest that its policy names."""
-    for _, entry in view.entries:
-        if not isinstance(entry, TaskEntry) or entry.step != START:
-            continue
-        by_kind = {ref.kind: ref for ref in entry.outputs.values()}
-        if {"weights", "policy"} <= by_kind.keys():
-            ref, policy = by_kind["weights"], _stored_json(view.folder, by_kind["policy"])
-            try:
-                made = policy_digest(ArtifactStore(view.folder).get_tensors(ref))
-            except ArtifactError:
-                continue
-            if policy is not None and policy["weights_digest"] != made:
-                problem = f"holds weights {shown(made)}, the policy of its task has {shown(policy['weights_digest'])}"
-                yield Finding("error", ref.uri, problem, step=START, task=entry.task, kind=ref.kind)
-
-
-def _completions(folder: Path, ref: Ref) -> pa.Table | None:
-    """The rows of a table of completions; None for another artifact and for a damaged one."""
-    schema = TABLES.get(ref.kind)
-    if schema is None or not schema.whole or "sample" not in schema.columns.names:
-        return None
-    columns = [name for name in (*COMPLETION_KEY, "logprobs") if name in schema.columns.names]
-    try:
-        return read_table(folder / ref.uri, ref.kind, folder / ref.uri, columns)
-    except StoredFileError:
-        return None
-
-
 def _damage(ref: Ref, digest: str, size: int, owners: Mapping[str, Reference]) -> str:
-    if digest == ref.digest:
-        return f"has {size} bytes, the ledger says {ref.size}"
-    other = owners.get(digest)
-    if other is not None:
-        return f"holds the content of {other}"
+    if (other := owners.get(digest)) is not None:
+        return f"holds the content of {other.ref.uri} ({other.ref.kind}, step {other.step})"
     if size < ref.size:
         return f"truncated: {size} of {ref.size} bytes"
     expected = f"expected {shown(ref.digest)} of {ref.size} bytes"
@@ -394,55 +265,31 @@ def _last_checkpoints(view: RunView) -> dict[int, CheckpointEntry]:
 def _checkpoints(view: RunView, report: Report | None) -> Iterator[Finding]:
     """Every checkpoint: unchanged and of its step's weights, or pruned; the newest must be there."""
     entries, pruned = _last_checkpoints(view), []
+    dropped = {step for removal in view.removals for step in removal.steps}
     for step, entry in entries.items():
         yield from _weights(view, entry)
-        folder, deletion = view.folder / entry.uri, view.deletions.get(entry.digest)
+        folder = view.folder / entry.uri
         try:
             digest = folder_digest(folder, report) if folder.is_dir() else None
-        except FileNotFoundError:  # Pruned by the live run while it was read.
+            if digest is not None and digest != entry.digest:
+                problem = f"content differs: digest {shown(digest)}, expected {shown(entry.digest)}"
+                yield Finding("error", entry.uri, problem, step=step)
+            elif digest is not None:
+                check_checkpoint(folder, step, entry.weights_digest)
+                check_weights(folder, entry.weights_digest)
+        except (OSError, UserError) as error:
+            if folder.is_dir():
+                yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
             digest = None
-        except OSError as error:
-            yield Finding("error", entry.uri, f"cannot be read: {error.filename}: {error.strerror}", step=step)
-            continue
-        if digest is not None and digest != entry.digest:
-            problem = f"content differs: digest {shown(digest)}, expected {shown(entry.digest)}"
-            yield Finding("error", entry.uri, problem, step=step)
-        elif digest is not None:
-            try:
-                if view.config is not None:
-                    check_checkpoint(folder, step, entry.weights_digest, view.config.training)
-                    check_weights(folder, entry.weights_digest)
-            except UserError as error:
-                if folder.is_dir():
-                    yield Finding("error", entry.uri, str(error).removeprefix(f"{folder}/"), step=step)
-                else:  # Pruned by the live run while it was read.
-                    pruned.append(step)
-        elif deletion is not None:
-            yield Finding("note", entry.uri, f"removed ({deletion.reason}, {deletion.when})", step=step)
-        elif step == max(entries) and not _has_later_checkpoint(view, step):
-            yield Finding("error", entry.uri, "the folder is missing, and it is the newest checkpoint", step=step)
-        else:
+        if not folder.is_dir():  # The live run may prune one while it is read.
             pruned.append(step)
+    if entries and (newest := max(entries)) in pruned and newest not in dropped:
+        problem = "the folder is missing, and it is the newest checkpoint"
+        yield Finding("error", entries[newest].uri, problem, step=newest)
+        pruned.remove(newest)
     if pruned:
-        yield from _pruned(view, entries, pruned)
-
-
-def _pruned(view: RunView, entries: Collection[int], pruned: Sequence[int]) -> Iterator[Finding]:
-    yield Finding("note", "checkpoints", f"pruned, as later ones replace them: steps {spans(pruned)}")
-    if view.config is not None and (reach := view.config.pipeline.reach):
-        oldest = max(view.steps, default=START) - reach
-        if (needed := {step for step in entries if step <= oldest}) and needed <= {*pruned}:
-            problem = f"none up to step {oldest} is there: a resume makes the policies since then from the first one"
-            yield Finding("note", "checkpoints", problem)
-
-
-def _has_later_checkpoint(view: RunView, step: int) -> bool:
-    """True if the live run has written another one since the view was made, and may have pruned this one."""
-    try:
-        newest = next(LedgerView.glance(view.folder / LEDGER).newest_checkpoints(), None)
-    except UserError:  # The view has its problem already.
-        return False
-    return newest is not None and newest.step > step
+        text = f"pruned, as later ones replace them or by gc: steps {spans(pruned)}"
+        yield Finding("note", "checkpoints", text)
 
 
 def _weights(view: RunView, entry: CheckpointEntry) -> Iterator[Finding]:
@@ -453,7 +300,7 @@ def _weights(view: RunView, entry: CheckpointEntry) -> Iterator[Finding]:
         yield Finding("error", entry.uri, "its step is not committed", step=entry.step)
         return
     made = commit.entry.weights_digest
-    policies = [_stored_json(view.folder, ref) for ref in redone if ref.kind == "policy"]
+    policies = [_stored_json(view, ref) for ref in redone if ref.kind == "policy"]
     again = [policy["weights_digest"] for policy in policies if policy is not None]
     if entry.weights_digest not in (made, *again):
         problem = f"holds weights {shown(entry.weights_digest)}, its step made {shown(made)}"

@@ -12,12 +12,12 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
@@ -28,10 +28,10 @@ from fp8core.durable import io_timer
 from fp8core.errors import StoredFileError, printable
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.store import schemas
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.json_text import Bytes, canonical_json, parse_model
 from fp8core.store.layout import ARTIFACTS
 from fp8core.store.manifest import StepManifest
+from fp8core.store.tables import read_table
 
 _MAKER = "made_by"
 # Empty: safetensors writes metadata keys in random order; a single key keeps the bytes fixed.
@@ -47,28 +47,13 @@ class Ref(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str = Field(
-        min_length=1, max_length=200, description="What the content means: rollouts, rewards, scales, ..."
-    )
+    kind: str = Field(description="What the content means: rollouts, rewards, scales, ...")
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the file.")
     uri: str = Field(
         pattern=r"^artifacts/[0-9a-f]{2}/[0-9a-f]{64}\.(json|parquet|safetensors)$",
         description="Path relative to the run directory.",
     )
     size: Bytes = Field(description="Bytes of the file.")
-
-    @field_validator("kind")
-    @classmethod
-    def _one_line(cls, kind: str) -> str:
-        if not kind.isprintable():
-            raise ValueError("has characters that cannot be printed")
-        return kind
-
-    @model_validator(mode="after")
-    def _named_by_its_digest(self) -> Self:
-        if self.uri[10:13] != self.digest[:2] + "/" or self.uri[13:77] != self.digest:
-            raise ValueError("uri: is not that of the digest")
-        return self
 
 
 def encode_table(table: pa.Table) -> bytes:
@@ -79,59 +64,39 @@ def encode_table(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def decode_table(data: bytes, kind: str, place: object, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table of `encode_table`, or those of some columns that it has. Raises ArtifactError: `place: column: ...`."""
-    with _refused():
-        return schemas.read_table(pa.BufferReader(data), kind, place, columns)
-
-
 @contextmanager
-def _refused() -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
+    """Every problem of a file as an ArtifactError."""
     try:
         yield
     except ArtifactError:
         raise
-    except StoredFileError as error:
-        raise ArtifactError(str(error)) from error
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
     except FileNotFoundError as error:
         raise ArtifactError(f"{path}: the file is missing") from error
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    except StoredFileError as error:
+        raise ArtifactError(str(error)) from error
 
 
-def read_checked(path: Path, digest: str, size: int | None = None) -> bytes:
-    """The bytes of a file of known SHA-256 (and size). Raises ArtifactError with the kind of damage."""
+def read_checked(path: Path, digest: str) -> bytes:
+    """The bytes of a file of known SHA-256. Raises ArtifactError."""
     with _reading(path):
-        # A file that outgrew the memory must not be read.
-        if size is not None and path.is_file() and (there := path.stat().st_size) > size:
-            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
-        data = durable.read_stored(path)
-    if size is not None and len(data) < size:
-        raise ArtifactError(f"{path}: truncated: {len(data)} of {size} bytes")
-    found = hashlib.sha256(data).hexdigest()
-    if found != digest or (size is not None and len(data) != size):
-        expected = digest if size is None else f"{digest} of {size} bytes"
-        raise ArtifactError(f"{path}: content differs: SHA-256 {found} of {len(data)} bytes, expected {expected}")
+        data = path.read_bytes()
+    _refuse_other(path, hashlib.sha256(data).hexdigest(), digest)
     return data
 
 
-def check_content(path: Path, digest: str, size: int) -> None:
-    """Refuse what `read_checked` refuses, without the whole content in memory."""
+def _check_content(path: Path, digest: str) -> None:
+    """`read_checked` without the whole content in memory."""
     with _reading(path):
-        there = path.stat().st_size if path.is_file() else size
-        if there < size:
-            raise ArtifactError(f"{path}: truncated: {there} of {size} bytes")
-        if there > size:
-            raise ArtifactError(f"{path}: content differs: {there} bytes, expected {digest} of {size} bytes")
         found = durable.file_digest(path)
+    _refuse_other(path, found, digest)
+
+
+def _refuse_other(path: Path, found: str, digest: str) -> None:
     if found != digest:
-        raise ArtifactError(f"{path}: content differs: SHA-256 {found} of {size} bytes, expected {digest}")
+        raise ArtifactError(f"{path}: content differs: SHA-256 {found}, expected {digest}")
 
 
 class ArtifactStore:
@@ -149,11 +114,9 @@ class ArtifactStore:
         return self._holder(ref) / ref.uri
 
     def damage(self, ref: Ref) -> ArtifactError | None:
-        """The error of the file of a reference; None when its digest and its content are as they should be."""
+        """The error of the file of a reference; None when it has its digest."""
         try:
-            self._read(ref, Path(ref.uri).suffix.removeprefix("."))
-            with _refused():
-                schemas.check_file(self.path(ref), ref.kind)
+            _check_content(self.path(ref), ref.digest)
         except ArtifactError as error:
             return error
         return None
@@ -161,8 +124,8 @@ class ArtifactStore:
     @io_timer()
     def put_back(self, ref: Ref, source: "ArtifactStore") -> None:
         """Copy the file of another store, unless it is here. Raises ArtifactError; UserError (the disk)."""
-        found = source._there(ref, Path(ref.uri).suffix.removeprefix("."))
-        check_content(found, ref.digest, ref.size)
+        found = source.path(ref)
+        _check_content(found, ref.digest)
         durable.ensure_copy(self._root / ref.uri, found, ref.digest)
 
     @io_timer()
@@ -176,7 +139,7 @@ class ArtifactStore:
 
         The digest of the whole file is checked.
         """
-        return decode_table(self._read(ref, "parquet"), ref.kind, self.path(ref), columns)
+        return _decoded(self._read(ref, "parquet"), ref.kind, self.path(ref), columns)
 
     @io_timer()
     def put_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> Ref:
@@ -190,21 +153,18 @@ class ArtifactStore:
     @io_timer()
     def get_tensors(self, ref: Ref) -> dict[str, Tensor]:
         """Stored tensors, on the CPU, sorted by name. Raises ArtifactError."""
-        data = self._read(ref, "safetensors")
-        with _refused():
-            schemas.read_tensor_header(self.path(ref), ref.kind)
         try:
-            return dict(sorted(decode_tensors(data).items()))
+            return dict(sorted(decode_tensors(self._read(ref, "safetensors")).items()))
         except (SafetensorError, ValueError) as error:
             raise ArtifactError(f"{self.path(ref)}: {printable(str(error))}") from error
 
     @io_timer()
     def file_tensors(self, ref: Ref) -> FileTensors:
         """`get_tensors` that are read one at a time; the digest of the whole file is checked here."""
-        path = self._there(ref, "safetensors")
-        check_content(path, ref.digest, ref.size)
-        with _refused():
-            return FileTensors(dict(sorted(schemas.read_tensor_header(path, ref.kind).items())))
+        path = self.path(ref)
+        _check_content(path, ref.digest)
+        with _reading(path):
+            return FileTensors(dict(sorted(schemas.tensor_header(path).items())))
 
     @io_timer()
     def put_json(self, kind: str, value: Any) -> Ref:
@@ -214,13 +174,13 @@ class ArtifactStore:
     @io_timer()
     def get_json(self, ref: Ref) -> Any:
         """A stored JSON value of its kind's schema. Raises ArtifactError."""
-        with _refused():
+        with _reading(self.path(ref)):
             return schemas.read_json(self._read(ref, "json"), ref.kind, self.path(ref))
 
     @io_timer()
     def get_manifest(self, ref: Ref) -> StepManifest:
         """The manifest of a step. Raises ArtifactError."""
-        with _refused():
+        with _reading(self.path(ref)):
             return parse_model(self._read(ref, "json"), StepManifest, f"{self.path(ref)}: not of kind manifest")
 
     def digest_json(self, value: Any) -> str:
@@ -236,21 +196,10 @@ class ArtifactStore:
         return self._root if self._origin is None or (self._root / ref.uri).exists() else self._origin
 
     def _read(self, ref: Ref, extension: str) -> bytes:
-        return read_checked(self._there(ref, extension), ref.digest, ref.size)
-
-    def _there(self, ref: Ref, extension: str) -> Path:
-        """The file of a reference, which was not removed. Raises ArtifactError."""
         path = self.path(ref)
         if path.suffix != f".{extension}":
             raise ArtifactError(f"{path}: the {ref.kind} artifact is not a {extension} file")
-        if not path.exists():
-            try:
-                deletion = read_deletions(self._holder(ref)).get(ref.digest)
-            except StoredFileError as error:
-                raise ArtifactError(f"{path}: the file is missing, and it is not known why: {error}") from error
-            if deletion is not None:
-                raise ArtifactError(f"{path}: removed by gc on {deletion.when} ({deletion.reason})")
-        return path
+        return read_checked(path, ref.digest)
 
 
 class RolloutShards:
@@ -317,4 +266,10 @@ class RolloutShards:
         return sorted(self._folder.glob("[0-9]*-*.parquet"))
 
     def _table(self, path: Path) -> pa.Table:
-        return decode_table(read_checked(path, path.stem.split("-")[1]), self._kind, path)
+        return _decoded(read_checked(path, path.stem.split("-")[1]), self._kind, path)
+
+
+def _decoded(data: bytes, kind: str, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table of `encode_table`, or those of some columns that it has. Raises ArtifactError."""
+    with _reading(path):
+        return read_table(pa.BufferReader(data), kind, path, columns)

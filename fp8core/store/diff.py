@@ -13,7 +13,7 @@ import torch
 from pydantic import JsonValue
 
 from fp8core.config.layers import leaves
-from fp8core.config.load import NON_NUMERIC_KEYS, dump_digest
+from fp8core.config.load import NON_NUMERIC_KEYS
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -21,8 +21,9 @@ from fp8core.store.json_text import Difference, shown, value_differences
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Content, Contents, StepRecord
-from fp8core.store.run_view import Commit, RunView, inspect_manifest
+from fp8core.store.run_view import Commit, RunView
 from fp8core.store.start_tasks import START_TASKS
+from fp8core.store.step_manifests import read_manifest
 
 CAUSES = ("config_digest", "code_version", "model_revision", "precision", "executed", "level", "versions", "steps")
 """Fields of a record that can explain why others differ."""
@@ -169,13 +170,10 @@ def compare(ours: RunView, theirs: RunView) -> Comparison:
             raise StoredFileError(f"{run.folder}/{LEDGER} cannot be compared: {run.gap}")
     common = [step for step in ours.steps if step in theirs.steps]
     if not common:
-        for view in (ours, theirs):
-            view.refuse_cut()
         raise UserError(f"{ours.folder} and {theirs.folder}: no step is committed in both")
     settings = _settings(ours, theirs)
     configuration = [found for found in settings if _section(found) not in NON_NUMERIC_KEYS]
-    # Equal settings that are written differently have another digest.
-    explained = {"config_digest"} if configuration or _written_differently(ours, theirs) else set()
+    explained = {"config_digest"} if configuration else set()
     explained |= {found.path for found in configuration}
     notes = {found.path: found for found in settings if _section(found) in NON_NUMERIC_KEYS}
     circumstances: dict[str, tuple[int, Difference]] = {}
@@ -213,30 +211,12 @@ def _settings(ours: RunView, theirs: RunView) -> list[Difference]:
     runs = (ours, theirs)
     configs = with_equal_steps([run.config for run in runs])
     left, right = (
-        leaves(run.description.config if config is None else _with_mappings(config))
+        leaves(run.description.config if config is None else public_dump(config))
         for run, config in zip(runs, configs, strict=True)
     )
-    found = [
+    return [
         Difference(key, left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)
     ]
-    # An empty list or mapping differs by the items that the other one has, which are named.
-    filled = {key[:at] for key in {**left, **right} for at, letter in enumerate(key) if letter == "."}
-    empty: tuple[JsonValue, ...] = (None, [], {})
-    return [one for one in found if not (one.path in filled and one.ours in empty and one.theirs in empty)]
-
-
-def _with_mappings(config: RunConfig) -> dict[str, Any]:
-    """A dumped configuration in which every step has its inputs as a mapping, however they were written."""
-    dump = public_dump(config)
-    for step, written in zip(dump["pipeline"]["steps"], config.pipeline.steps, strict=True):
-        step["needs"] = written.inputs()
-    return dump
-
-
-def _written_differently(ours: RunView, theirs: RunView) -> bool:
-    if ours.config is None or theirs.config is None:
-        return False
-    return dump_digest(ours.description.config) != dump_digest(theirs.description.config)
 
 
 def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | None]:
@@ -252,11 +232,7 @@ def with_equal_steps(configs: Sequence[RunConfig | None]) -> list[RunConfig | No
 
 
 def _record(run: RunView, step: int) -> StepRecord:
-    manifest, problems = inspect_manifest(run.folder, run.steps[step])
-    if manifest is None:
-        found = "; ".join(problem.problem for problem in problems)
-        raise StoredFileError(f"{run.folder}/{run.steps[step].place} cannot be compared: {found} (see fp8-grpo verify)")
-    return manifest.record
+    return read_manifest(ArtifactStore(run.folder), run.folder, run.steps[step].entry).record
 
 
 def _metric(ours: RunView, theirs: RunView, step: int) -> MetricDifference | None:

@@ -6,22 +6,23 @@ than every policy that the next step scores tokens with. The other steps keep th
 `metrics` and `policy`, which curves, MLflow and the chain need. Their other artifacts and their checkpoints are
 removed, and so are files that no line of the ledger names.
 
-All functions are for the holder of the run's lock. Nothing is removed through a link: a run may be somebody else's.
+All functions are for the holder of the run's lock. The ledger names the steps before the first file goes, so that
+`verify` does not take what is gone for lost.
 """
 
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from fp8core.config.run import KeepConfig
-from fp8core.durable import refuse_link, remove_folder
+from fp8core.durable import remove_folder
 from fp8core.errors import UserError
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.checkpoints import held_policy, is_intact, last_written
-from fp8core.store.deletion_log import Deletion, log_deletions
 from fp8core.store.layout import ARTIFACTS, CHECKPOINTS, LEDGER
-from fp8core.store.ledger import START, CheckpointEntry, LedgerView
+from fp8core.store.ledger import START, Ledger, LedgerView, RemovalEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.step_manifests import read_manifest
 
@@ -29,12 +30,20 @@ _STAYS = frozenset({"metrics", "policy"})
 _CONTENT = re.compile(r"[0-9a-f]{64}\.[a-z]+")
 
 
+class RemovedFile(NamedTuple):
+    """A file, or the folder of a checkpoint, by its path in the run's folder; `kind` is `orphan` without a line."""
+
+    uri: str
+    kind: str
+    size: int
+
+
 class Removal(NamedTuple):
-    """A plan for `remove`: the finished steps that are kept and dropped, and one deletion for each file that goes."""
+    """A plan for `remove`: the finished steps that are kept and dropped, and the files that go."""
 
     kept: list[int]
     dropped: list[int]
-    deletions: list[Deletion]
+    files: list[RemovedFile]
 
 
 def kept_steps(keep: KeepConfig, steps: Collection[int], values: Mapping[int, float]) -> set[int]:
@@ -58,64 +67,54 @@ def metric_values(ledger: LedgerView, store: ArtifactStore, metric: str) -> dict
     return {step: metrics[metric] for step, metrics in recorded if metric in metrics}
 
 
-def plan_removal(
-    folder: Path, keep: KeepConfig | None, when: str, published: int | None = None, reach: int = 0
-) -> Removal:
+def plan_removal(folder: Path, keep: KeepConfig | None, published: int | None = None, reach: int = 0) -> Removal:
     """Plan what to remove from a run's folder; without `keep` only files that the ledger does not name.
 
     Steps after `published` are kept: their tables are not yet published. None: all are. So are those from a checkpoint
     on that is `reach` updates older than the last step (`pipeline.reach`).
 
-    Raises:
-        UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
-            `keep.best`.
-        StoredFileError: what would go is a link, or lies beyond one.
+    Raises UserError: the ledger, a manifest or a metric that is needed cannot be read, or no step has the metric of
+    `keep.best`.
     """
     ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
     ledger.refuse_gap(START, max(ledger.steps(), default=START - 1))
     kept = set(ledger.steps()) if keep is None else _kept(folder, keep, ledger, store, reach)
     kept |= {step for step in ledger.steps() if published is not None and step > published}
     dropped = ledger.steps().keys() - kept
-    going = {
-        ref.digest: Deletion(**ref.model_dump(), step=step, reason=_reason(step), when=when)
-        for step in sorted(dropped)
-        for _, ref in ledger.outputs(step)
-    }
+    kinds = {ref.digest: ref.kind for step in dropped for _, ref in ledger.outputs(step)}
     staying = _staying(folder, ledger, store, kept)
-    deletions = [_partial_deletion(folder, path, when) for path in sorted((folder / CHECKPOINTS).glob(".*.partial"))]
-    deletions += [
-        going.get(path.stem) or _orphan(path, when)
+    # A checkpoint becomes such a rest while it goes.
+    going = [(path, "checkpoint") for path in sorted((folder / CHECKPOINTS).glob(".*.partial"))]
+    going += [
+        (path, kinds.get(path.stem, "orphan"))
         for path in sorted((folder / ARTIFACTS).glob("??/*"))
-        if _CONTENT.fullmatch(path.name) and path.stem not in staying and not path.is_dir()
+        if _CONTENT.fullmatch(path.name) and path.stem not in staying
     ]
-    checkpoints = {entry.uri: entry for entry in ledger.checkpoints() if entry.step in dropped}
-    deletions += [
-        _checkpoint_deletion(folder, entry, when) for uri, entry in checkpoints.items() if (folder / uri).is_dir()
-    ]
-    for deletion in deletions:
-        path = folder / deletion.uri
-        for place in (path, *path.parents[: deletion.uri.count("/")]):
-            refuse_link(place)
-    return Removal(sorted(kept), sorted(dropped), deletions)
+    checkpoints = sorted({folder / entry.uri for entry in ledger.checkpoints() if entry.step in dropped})
+    going += [(path, "checkpoint") for path in checkpoints if path.is_dir()]
+    files = [RemovedFile(path.relative_to(folder).as_posix(), kind, _size(path)) for path, kind in going]
+    return Removal(sorted(kept), sorted(dropped), files)
 
 
-def remove(folder: Path, deletions: Collection[Deletion]) -> None:
-    """Log the deletions durably, then remove their files.
-
-    Raises UserError: the disk refuses, or what would change is a link or has a second name.
+def remove(folder: Path, removal: Removal) -> None:
+    """Name the dropped steps in the ledger, then remove the files. Raises UserError: the disk refuses.
 
     After a kill in between, `plan_removal` finds the remaining files again.
     """
+    ledger = Ledger.open(folder / LEDGER)
     try:
-        log_deletions(folder, deletions)
-        for deletion in deletions:
-            path = folder / deletion.uri
-            if deletion.kind == "checkpoint":
+        if removal.files and set(removal.dropped) - ledger.removed():
+            ledger.append(RemovalEntry(steps=removal.dropped, when=time.time()))
+        for each in removal.files:
+            path = folder / each.uri
+            if each.kind == "checkpoint":
                 remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
+    finally:
+        ledger.close()
 
 
 def _kept(folder: Path, keep: KeepConfig, ledger: LedgerView, store: ArtifactStore, reach: int) -> set[int]:
@@ -147,33 +146,7 @@ def _contents(manifest: StepManifest) -> Iterator[str]:
         yield from (content.digest for content in task.values())
 
 
-def _reason(step: int) -> str:
-    return f"artifacts.keep does not keep step {step}"
-
-
-def _orphan(path: Path, when: str) -> Deletion:
-    uri, size = path.relative_to(path.parents[2]).as_posix(), path.lstat().st_size
-    return Deletion(digest=path.stem, uri=uri, kind="orphan", size=size, step=None, reason="orphan", when=when)
-
-
-def _partial_deletion(folder: Path, path: Path, when: str) -> Deletion:
-    """Of the rest of a checkpoint. It comes first: a checkpoint of that step becomes such a rest while it goes."""
-    refuse_link(path)
-    uri, reason = path.relative_to(folder).as_posix(), "the rest of a checkpoint that was cut short"
-    return Deletion(digest="", uri=uri, kind="checkpoint", size=_size(path), step=None, reason=reason, when=when)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _checkpoint_deletion(folder: Path, entry: CheckpointEntry, when: str) -> Deletion:
-    return Deletion(
-        digest=entry.digest,
-        uri=entry.uri,
-        kind="checkpoint",
-        size=_size(folder / entry.uri),
-        step=entry.step,
-        reason=_reason(entry.step),
-        when=when,
-    )
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return path.stat().st_size

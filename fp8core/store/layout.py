@@ -7,7 +7,6 @@ LEDGER: Final = "ledger.jsonl"
 DESCRIPTION: Final = "run.json"
 LOCK: Final = "lock"
 SUMMARY: Final = "summary.json"
-DELETION_LOG: Final = "tombstones.jsonl"
 
 ARTIFACTS: Final = "artifacts"
 MANIFESTS: Final = "manifests"
@@ -22,11 +21,6 @@ POLICY: Final = "policy"
 def manifest_place(step: int) -> str:
     """Path of the manifest of a step for people to read, relative to the run directory."""
     return f"{MANIFESTS}/{step:05d}.json"
-
-
-def signature_place(step: int) -> str:
-    """Path of the signature of a step, relative to the run directory."""
-    return f"{MANIFESTS}/{step:05d}.signature.json"
 
 
 def checkpoint_place(step: int) -> str:

@@ -3,46 +3,24 @@
 A torn last line (`durable`) was never acknowledged; `Ledger.open` cuts it off. Iterations count from 1. Step 0
 precedes them (warm start, first scales, first evaluation), so that the policy after step n is version n. When a task or
 a step was computed again, its later entry wins.
-
-Tasks and steps never go back to an earlier step, and a redo comes after its step. So a run resumes from both ends of
-its ledger: step 0 at the start, steps from the last checkpoint on at the tail. The middle is read when a question needs
-it.
 """
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from io import FileIO
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from fp8core.durable import (
-    Line,
-    append_durably,
-    lines_backward,
-    lines_forward,
-    make_folder,
-    read_stored,
-    sole_file,
-    stored_file,
-    sync_path,
-    unwritable,
-    whole_end,
-)
+from fp8core import durable
 from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import Ref
-from fp8core.store.json_text import MOST_STEPS, Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
-from fp8core.store.layout import checkpoint_place
+from fp8core.store.json_text import Seconds, StepNumber, UnixMilliseconds, UnixSeconds, mistake
 
 START = 0
 """The step that precedes the first iteration."""
-
-Name = Annotated[str, Field(max_length=500)]
-Digest = Annotated[str, Field(max_length=128)]
 
 
 class _Entry(BaseModel):
@@ -54,8 +32,8 @@ class TaskEntry(_Entry):
 
     event: Literal["task"] = "task"
     step: StepNumber
-    task: Name = Field(description="Name of the task in its step.")
-    key: Digest = Field(description="Digest of what the task is a function of: inputs, options, code.")
+    task: str = Field(description="Name of the task in its step.")
+    key: str = Field(description="Digest of what the task is a function of: inputs, options, code.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> stored artifact.")
     started: UnixSeconds = Field(description="Unix seconds.")
     seconds: Seconds = Field(description="How long it took, by a clock that never goes back.")
@@ -68,7 +46,7 @@ class StepEntry(_Entry):
     event: Literal["step"] = "step"
     step: StepNumber
     manifest: Ref = Field(description="The step's manifest; `manifests/` holds a second copy for people.")
-    weights_digest: Digest = Field(description="Of the policy that the step produced.")
+    weights_digest: str = Field(description="Of the policy that the step produced.")
     committed_ms: UnixMilliseconds = Field(description="Unix milliseconds.")
     seconds: Seconds = Field(0.0, description="How long its manifest took, up to this line.")
     compiled: int | None = Field(
@@ -82,27 +60,21 @@ class CheckpointEntry(_Entry):
     event: Literal["checkpoint"] = "checkpoint"
     step: StepNumber
     uri: str = Field(pattern=r"^checkpoints/[0-9]{5,8}$", description="Path relative to the run directory.")
-    digest: Digest = Field(description="Of the folder (`durable`).")
-    weights_digest: Digest = Field(description="Of the policy in it (`numerics.fingerprint`).")
+    digest: str = Field(description="Of the folder (`durable`).")
+    weights_digest: str = Field(description="Of the policy in it (`numerics.fingerprint`).")
     seconds: Seconds = Field(0.0, description="How long it took, up to this line.")
-
-    @model_validator(mode="after")
-    def _named_by_its_step(self) -> Self:
-        if self.uri != checkpoint_place(self.step):
-            raise ValueError("uri: is not that of the step")
-        return self
 
 
 class SegmentEntry(_Entry):
     """The start of a process on this run; steps up to the next one were made by its code."""
 
     event: Literal["segment"] = "segment"
-    pid: int = Field(ge=0, lt=1 << 63, description="Of the process.")
-    host: Name = Field(description="Name of its machine.")
-    code_version: Digest = Field(description="Digest of its sources (`manifest.code_version`).")
+    pid: int = Field(ge=0, description="Of the process.")
+    host: str = Field(description="Name of its machine.")
+    code_version: str = Field(description="Digest of its sources (`manifest.code_version`).")
     started: UnixSeconds = Field(description="Unix seconds.")
-    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="That it was to come to; null in older runs.")
-    data: Digest | None = Field(
+    steps: int | None = Field(None, ge=1, description="That it was to come to; null in older runs.")
+    data: str | None = Field(
         None, description="Of all problems that it used, held-out ones too; null for generated ones and in older runs."
     )
     left_out: int = Field(0, ge=0, description="Rows that it did not use (`data.unreadable`).")
@@ -113,9 +85,9 @@ class RedoEntry(_Entry):
 
     event: Literal["redo"] = "redo"
     step: StepNumber
-    task: Name = Field(description="Name of the task in its step.")
+    task: str = Field(description="Name of the task in its step.")
     outputs: dict[str, Ref] = Field(description="Artifact name -> what the run goes on from, in place of the task's.")
-    code_version: Digest = Field(description="Of the process that redid it.")
+    code_version: str = Field(description="Of the process that redid it.")
 
     @property
     def gave_policy(self) -> bool:
@@ -133,8 +105,17 @@ class BoundEntry(_Entry):
     reason: str = Field(description="The bound and the values beyond it, in words.")
 
 
+class RemovalEntry(_Entry):
+    """Steps that `fp8-grpo gc` thinned out: of their files only manifest, metrics and policy are kept."""
+
+    event: Literal["removal"] = "removal"
+    steps: list[StepNumber] = Field(description="Of which files were about to be removed.")
+    when: UnixSeconds = Field(description="Unix seconds.")
+
+
 Entry = Annotated[
-    TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry | BoundEntry, Field(discriminator="event")
+    TaskEntry | StepEntry | CheckpointEntry | SegmentEntry | RedoEntry | BoundEntry | RemovalEntry,
+    Field(discriminator="event"),
 ]
 
 ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
@@ -143,32 +124,14 @@ ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 class _Index:
     """Entries by kind and step; later ones replace earlier ones."""
 
-    def __init__(self, reached: int = -1) -> None:
+    def __init__(self) -> None:
         self.tasks: dict[int, dict[str, TaskEntry]] = {}
         self.steps: dict[int, StepEntry] = {}
         self.checkpoints: list[CheckpointEntry] = []
         self.segments: list[SegmentEntry] = []
         self.redone: dict[int, dict[str, RedoEntry]] = {}
         self.bounds: list[BoundEntry] = []
-        self._reached = reached
-
-    def misplaced(self, entry: Entry) -> str | None:
-        match entry:
-            case TaskEntry() | StepEntry() if entry.step < self._reached:
-                return f"an entry of step {entry.step} after step {self._reached}"
-            case RedoEntry() if entry.step > self._reached:
-                return f"a redo of step {entry.step}, which was not done before"
-            case BoundEntry() if entry.step > self._reached:
-                return f"a bound crossed by step {entry.step}, which was not done before"
-        return None
-
-    def refuse_misplaced(self, entries: Iterable[Entry]) -> None:
-        """Asserts that entries keep the order, each after those before it."""
-        checked = _Index(self._reached)
-        for entry in entries:
-            reason = checked.misplaced(entry)
-            assert reason is None, reason
-            checked.add(entry)
+        self.removed: set[int] = set()
 
     def add(self, entry: Entry) -> None:
         match entry:
@@ -176,154 +139,68 @@ class _Index:
                 self.tasks.setdefault(entry.step, {})[entry.task] = entry
                 # It ran anew, from other inputs or by other code than what was redone before.
                 self.redone.get(entry.step, {}).pop(entry.task, None)
-                self._reached = entry.step
             case StepEntry():
                 self.steps[entry.step] = entry
-                self._reached = entry.step
             case CheckpointEntry():
                 self.checkpoints.append(entry)
-            case SegmentEntry() if entry not in self.segments[-1:]:
+            case SegmentEntry():
                 self.segments.append(entry)
             case RedoEntry():
                 self.redone.setdefault(entry.step, {})[entry.task] = entry
-            case BoundEntry() if entry not in self.bounds[-1:]:
+            case BoundEntry():
                 self.bounds.append(entry)
+            case RemovalEntry():
+                self.removed |= set(entry.steps)
 
 
-class _Read(NamedTuple):
-    """The entries of step 0, those of the steps from `since` on, and the end of the file.
-
-    With `since` 0 everything was read, and start and tail are one index.
-    """
-
-    start: _Index
-    tail: _Index
-    since: int
-    end: int
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[FileIO]:
+def _read(path: Path) -> tuple[_Index, int]:
+    """The entries of a ledger, and where its last whole line ends."""
     try:
-        with FileIO(path, opener=stored_file) as file:
-            yield file
+        lines, end = durable.read_lines(path)
     except OSError as error:
         raise StoredFileError(f"cannot read the ledger {path}: {error.strerror}") from error
-
-
-def _refusal(path: Path, offset: int, reason: str) -> StoredFileError:
-    number = read_stored(path)[:offset].count(b"\n") + 1
-    return StoredFileError(f"{path}:{number}: {reason}")
-
-
-def _parse(path: Path, line: Line) -> tuple[int, Entry]:
-    offset, content = line
-    try:
-        return offset, ENTRY.validate_json(content)
-    except ValidationError as error:
-        raise _refusal(path, offset, f"not a ledger entry: {mistake(error)}") from error
-
-
-def _indexed(path: Path, entries: Iterable[tuple[int, Entry]], reached: int = -1) -> _Index:
-    index = _Index(reached)
-    for offset, entry in entries:
-        reason = index.misplaced(entry)
-        if reason is not None:
-            raise _refusal(path, offset, f"not in the order of the steps: {reason}")
+    index = _Index()
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = ENTRY.validate_json(line)
+        except ValidationError as error:
+            raise StoredFileError(f"{path}:{number}: not a ledger entry: {mistake(error)}") from error
         index.add(entry)
-    return index
-
-
-def _read_whole(path: Path, end: int | None = None) -> _Read:
-    with _reading(path) as file:
-        end = whole_end(file) if end is None else end
-        index = _indexed(path, (_parse(path, line) for line in lines_forward(file, 0, end)))
-    return _Read(index, index, START, end)
-
-
-def _read_ends(path: Path) -> _Read:
-    with _reading(path) as file:
-        end = whole_end(file)
-        start, begin = _read_start(path, file, end)
-        tail, since, reached = _read_tail(path, file, begin, end)
-    if since == START:
-        whole = _indexed(path, [*start, *tail])
-        return _Read(whole, whole, START, end)
-    return _Read(_indexed(path, start), _indexed(path, tail, reached), since, end)
-
-
-def _read_start(path: Path, file: FileIO, end: int) -> tuple[list[tuple[int, Entry]], int]:
-    """The entries before the first one of an iteration, and where that one begins."""
-    entries: list[tuple[int, Entry]] = []
-    for line in lines_forward(file, 0, end):
-        offset, entry = located = _parse(path, line)
-        if isinstance(entry, TaskEntry | StepEntry) and entry.step > START:
-            return entries, offset
-        entries.append(located)
-    return entries, end
-
-
-def _read_tail(path: Path, file: FileIO, begin: int, end: int) -> tuple[list[tuple[int, Entry]], int, int]:
-    """The entries from the step of the last checkpoint on, that step (0: read back to `begin`), and the step before."""
-    entries: list[tuple[int, Entry]] = []
-    checkpoint = None
-    for line in islice(lines_backward(file, end), 1, None):
-        if line[0] < begin:
-            break
-        _, entry = located = _parse(path, line)
-        match entry:
-            case TaskEntry() | StepEntry() if checkpoint is not None and entry.step < checkpoint:
-                return entries[::-1], checkpoint, entry.step
-            case CheckpointEntry() if checkpoint is None:
-                checkpoint = entry.step
-        entries.append(located)
-    return entries[::-1], START, -1
+    return index, end
 
 
 class LedgerView:
-    """The entries of a ledger, read-only: the run may be live.
+    """The entries of a ledger, read-only: the run may be live."""
 
-    After `glance`, which reads the two ends, a question about the middle reads the whole file once. It may raise
-    UserError as `read` does.
-    """
-
-    def __init__(self, path: Path, read: _Read) -> None:
+    def __init__(self, path: Path, index: _Index) -> None:
         self._path = path
-        self._read = read
-        self._lock = threading.Lock()
+        self._index = index
 
     @classmethod
     def read(cls, path: Path) -> "LedgerView":
-        """The entries of this moment, every line checked.
+        """The entries of this moment.
 
-        Raises UserError: no ledger, or a line that is malformed or in the wrong place (file:line).
+        Raises UserError: no ledger, or a malformed line (file:line).
         """
-        return LedgerView(path, _read_whole(path))
-
-    @classmethod
-    def glance(cls, path: Path) -> "LedgerView":
-        """The entries of this moment, at the cost of the steps since the last checkpoint; raises as `read`."""
-        return LedgerView(path, _read_ends(path))
+        return LedgerView(path, _read(path)[0])
 
     def holds_work(self) -> bool:
         """True if any task is finished; before that, the run's configuration may still change."""
         return bool(self.tasks(START))
 
     def tasks(self, step: int) -> dict[str, TaskEntry]:
-        return dict(self._of(step).tasks.get(step, {}))
+        return dict(self._index.tasks.get(step, {}))
 
     def begun(self) -> list[int]:
         """Steps with a finished task or a redo that gave another result, finished or not, in order."""
-        return sorted(self._all().tasks.keys() | self._all().redone.keys())
+        return sorted(self._index.tasks.keys() | self._index.redone.keys())
 
     def artifacts(self, step: int) -> dict[str, Ref]:
         return {name: ref for task in self.tasks(step).values() for name, ref in task.outputs.items()}
 
     def redone(self, step: int) -> dict[str, RedoEntry]:
         """The redos of a step, by task, that gave another result, and after which the task did not run anew."""
-        # A redo may be anywhere after its step.
-        index = self._read.tail if step >= self._read.since else self._all()
-        return dict(index.redone.get(step, {}))
+        return dict(self._index.redone.get(step, {}))
 
     def outputs(self, step: int) -> list[tuple[str, Ref]]:
         """All artifacts by name that the finished tasks of a step stored, and that their redos gave."""
@@ -338,11 +215,11 @@ class LedgerView:
     def inexact_steps(self) -> list[int]:
         """Steps whose update, redone, gave another policy, and those after which completions began anew."""
         # Copies: another thread may append.
-        redone = [entry for tasks in list(self._all().redone.values()) for entry in list(tasks.values())]
+        redone = [entry for tasks in list(self._index.redone.values()) for entry in list(tasks.values())]
         return sorted({entry.step for entry in redone})
 
     def step(self, number: int) -> StepEntry | None:
-        return self._of(number).steps.get(number)
+        return self._index.steps.get(number)
 
     def refuse_gap(self, first: int, last: int) -> None:
         """Raises StoredFileError: a step from `first` to `last` is not finished."""
@@ -351,33 +228,29 @@ class LedgerView:
                 raise StoredFileError(f"{self._path}: step {last} is committed, but step {index} is not")
 
     def steps(self) -> dict[int, StepEntry]:
-        return dict(self._all().steps)
+        return dict(self._index.steps)
 
     def last_step(self) -> int | None:
         """The highest finished step (0: the warm start); None when there is none."""
-        return max(self._read.tail.steps or self._all().steps, default=None)
+        return max(self._index.steps, default=None)
 
     def checkpoints(self) -> list[CheckpointEntry]:
         """The checkpoints in the order in which they were written."""
-        return list(self._all().checkpoints)
+        return list(self._index.checkpoints)
 
     def newest_checkpoints(self) -> Iterator[CheckpointEntry]:
-        """The checkpoints from the last one back; the second may need the whole file."""
-        newest = list(self._read.tail.checkpoints)
-        yield from reversed(newest)
-        older = self.checkpoints()
-        yield from reversed(older[: len(older) - len(newest)])
+        """The checkpoints from the last one back."""
+        yield from reversed(self.checkpoints())
 
     def segments(self) -> list[SegmentEntry]:
-        return list(self._all().segments)
+        return list(self._index.segments)
 
     def last_segment(self) -> SegmentEntry | None:
-        segments = self._read.tail.segments or self._all().segments
-        return segments[-1] if segments else None
+        return self._index.segments[-1] if self._index.segments else None
 
     def was_cut(self, number: int) -> bool:
         """True if a process began between the first task of a finished step and its commit."""
-        index = self._of(number)
+        index = self._index
         began, ended = (
             min(task.started for task in index.tasks[number].values()),
             index.steps[number].committed_ms / 1000,
@@ -386,65 +259,51 @@ class LedgerView:
 
     def bounds(self, since: int) -> list[BoundEntry]:
         """The crossings of bounds by step `since`, an iteration, and later ones, in order."""
-        return [entry for entry in self._of(since).bounds if entry.step >= since]
+        return [entry for entry in self._index.bounds if entry.step >= since]
+
+    def removed(self) -> set[int]:
+        """Steps whose files, but for metrics and policy, gc removed."""
+        return set(self._index.removed)
 
     def last_bound(self) -> BoundEntry | None:
-        return self._read.tail.bounds[-1] if self._read.tail.bounds else None
-
-    def _of(self, step: int) -> _Index:
-        read = self._read
-        if step >= read.since:
-            return read.tail
-        return read.start if step == START else self._all()
-
-    def _all(self) -> _Index:
-        with self._lock:
-            if self._read.since > START:
-                self._read = _read_whole(self._path, self._read.end)
-            return self._read.tail
+        return self._index.bounds[-1] if self._index.bounds else None
 
 
 class Ledger(LedgerView):
     """A ledger open for appending; the one writer holds the run's lock. Safe for threads."""
 
-    def __init__(self, path: Path, file: FileIO, read: _Read) -> None:
-        super().__init__(path, read)
+    def __init__(self, path: Path, file: FileIO, index: _Index) -> None:
+        super().__init__(path, index)
         self._file = file
+        self._lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or create a ledger, read its ends, and cut off a torn last line.
+        """Open or create a ledger, and cut off a torn last line.
 
-        Raises UserError for any other line there that is malformed or in the wrong place (file:line), and when the
-        file cannot be read or written.
+        Raises UserError for any other line that is malformed (file:line), and when the file cannot be read or written.
         """
-        make_folder(path.parent)
-        read = _read_ends(path) if path.exists() else _Read(empty := _Index(), empty, START, 0)
+        durable.make_folder(path.parent)
+        index, end = _read(path) if path.exists() else (_Index(), 0)
         try:
-            file = FileIO(path, "a", opener=sole_file)
-            sync_path(path.parent)
-            file.truncate(read.end)
+            file = FileIO(path, "a")
+            durable.sync_path(path.parent)
+            file.truncate(end)
             os.fsync(file.fileno())
         except OSError as error:
-            raise unwritable(path, error) from error
-        return cls(path, file, read)
+            raise durable.unwritable(path, error) from error
+        return cls(path, file, index)
 
     def append(self, *entries: Entry) -> None:
         """Append entries durably, in one write. Raises UserError (a full disk), and then appends nothing."""
         with self._lock:
-            index = self._read.tail
-            index.refuse_misplaced(entries)
-            # Repeated with every checkpoint, so that the tail has the last process start and crossing.
-            checkpoint = any(isinstance(entry, CheckpointEntry) for entry in entries)
-            repeated = [*index.segments[-1:], *index.bounds[-1:]] if checkpoint else []
-            lines = b"".join(line.model_dump_json().encode() + b"\n" for line in [*repeated, *entries])
+            lines = b"".join(entry.model_dump_json().encode() + b"\n" for entry in entries)
             try:
-                append_durably(self._file, lines)
+                durable.append_durably(self._file, lines)
             except OSError as error:
                 raise UserError(f"cannot append to the ledger {self._path}: {error.strerror}") from error
             for entry in entries:
-                index.add(entry)
-            self._read = self._read._replace(end=self._read.end + len(lines))
+                self._index.add(entry)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

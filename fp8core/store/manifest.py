@@ -1,13 +1,7 @@
-"""The manifest of a step, its signature, and the versions of sources, libraries and machine that it names.
+"""The manifest of a step, and the versions of sources, libraries and machine that it names.
 
 A redo or a replay reproduces `record` bit for bit; `observed` differs between executions. A record names the digest of
 its predecessor's record, so that the last record vouches for the whole run.
-
-`manifests/00012.signature.json` is written before its step is committed. The holder of a key signs this line
-
-    fp8-grpo step 12 record <64 hex digits of the record's digest>
-
-with a newline, by ed25519. The record does not contain the signature: signed and unsigned runs have equal records.
 """
 
 import hashlib
@@ -15,26 +9,15 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-    load_pem_public_key,
-)
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from fp8core import durable
-from fp8core.errors import UserError
-from fp8core.store.json_text import MOST_STEPS, Bytes, Seconds, StepNumber, canonical_json
-from fp8core.store.layout import signature_place
+from fp8core.store.json_text import Bytes, Seconds, StepNumber, canonical_json
 
 ReplayLevel = Literal["exact", "deterministic", "tolerant"]
 PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("fp8core", "tasks"))
@@ -48,7 +31,7 @@ class _Part(BaseModel):
 class Content(_Part):
     """An artifact by what it holds."""
 
-    digest: str = Field(max_length=128, description="SHA-256 of the file.")
+    digest: str = Field(description="SHA-256 of the file.")
     size: Bytes = Field(description="Bytes.")
 
 
@@ -65,7 +48,7 @@ class StepRecord(_Part):
     predecessor: str | None = Field(description="Digest of the previous step's record; null for the first.")
     config_digest: str = Field(description="SHA-256 of the settings that determine numbers (`config.load`).")
     code_version: str = Field(description="Digest of the sources (`manifest.code_version`).")
-    steps: int = Field(ge=1, le=MOST_STEPS, description="Steps the run was to have; the last one always evaluates.")
+    steps: int = Field(ge=1, description="Steps the run was to have; the last one always evaluates.")
     inputs: Contents = Field(description="What each task read: task, port, content.")
     outputs: Contents = Field(description="What each task stored: task, artifact, content.")
     model_revision: str | None = Field(description="Commit of a hub model; null for a folder or from scratch.")
@@ -105,13 +88,6 @@ class StepObservations(_Part):
         "episode opens it.",
     )
 
-    @field_validator("git")
-    @classmethod
-    def _commit_and_state(cls, git: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if git and (git.keys() != {"commit", "dirty"} or not isinstance(git["commit"], str)):
-            raise ValueError("must be empty, or say `commit` and `dirty`")
-        return git
-
 
 class StepManifest(_Part):
     """Everything that is kept about one step besides its artifacts."""
@@ -150,135 +126,18 @@ class Head(NamedTuple):
         return f"{self.step}:{self.digest}"
 
 
-_LARGEST = 1 << 16
-"""Bytes of a key or signature file; a file beyond is neither."""
+@dataclass
+class Chain:
+    """Digests of the records of a run, by step."""
 
+    digests: dict[int, str] = field(default_factory=dict)
 
-class Signature(BaseModel):
-    """The content of a step's signature file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    step: int = Field(ge=0, description="Number of the step.")
-    record: str = Field(pattern=r"^[0-9a-f]{64}$", description="Digest of the step's record.")
-    public_key: str = Field(pattern=r"^[0-9a-f]{64}$", description="The ed25519 key, 32 bytes in hex.")
-    fingerprint: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the public key in DER.")
-    signature: str = Field(pattern=r"^[0-9a-f]{128}$", description="64 bytes in hex.")
-
-    def mistake(self, head: Head) -> str | None:
-        """The reason why this is no signature of a link by the key that it names; None when it is."""
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.public_key))
-        if fingerprint(key) != self.fingerprint:
-            return f"its fingerprint is not that of its public key, which is {fingerprint(key)}"
-        if (self.step, self.record) != head:
-            return f"it signs the record {self.step}:{self.record}, the step's is {head}"
-        try:
-            key.verify(bytes.fromhex(self.signature), message(head))
-        except InvalidSignature:
-            return "the signature does not fit the record and the public key"
-        return None
-
-
-class SigningKey:
-    """A private key that signs; it is never written, shown or logged."""
-
-    def __init__(self, key: Ed25519PrivateKey) -> None:
-        self._key = key
+    def add(self, manifest: StepManifest) -> None:
+        self.digests[manifest.record.step] = record_digest(manifest)
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 (64 hex digits) of the public key in DER."""
-        return fingerprint(self._key.public_key())
-
-    def sign(self, head: Head) -> Signature:
-        """Of one link; of the same link always the same."""
-        public = self._key.public_key()
-        return Signature(
-            step=head.step,
-            record=head.digest,
-            public_key=public.public_bytes_raw().hex(),
-            fingerprint=fingerprint(public),
-            signature=self._key.sign(message(head)).hex(),
-        )
-
-
-def message(head: Head) -> bytes:
-    return f"fp8-grpo step {head.step} record {head.digest}\n".encode()
-
-
-def fingerprint(key: Ed25519PublicKey) -> str:
-    """SHA-256 (64 hex digits) of a public key in DER (SubjectPublicKeyInfo)."""
-    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
-
-
-def signature_file(folder: Path, step: int) -> Path:
-    return folder / signature_place(step)
-
-
-def write_signature(folder: Path, signature: Signature) -> None:
-    """Write or replace a signature, durably. Raises UserError when the disk refuses."""
-    durable.write_file(signature_file(folder, signature.step), f"{signature.model_dump_json(indent=2)}\n".encode())
-
-
-def read_signature(folder: Path, step: int) -> Signature | None:
-    """The signature of a step; None when there is none. Raises UserError, without the folder: it is malformed."""
-    path = signature_file(folder, step)
-    try:
-        return Signature.model_validate_json(_small_file(path, durable.stored_file))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"not a signature: {f'{place}: ' if place else ''}{first['msg']}") from error
-
-
-def read_signing_key(setting: str, path: Path) -> SigningKey:
-    """A private key (PEM, PKCS 8, without a password: `openssl genpkey -algorithm ed25519`).
-
-    Raises UserError: it cannot be read, or is another kind of key. Nothing of the content is in the message.
-    """
-    data = _key_file(setting, path)
-    try:
-        key = load_pem_private_key(data, password=None)
-    except TypeError:
-        raise UserError(f"{setting} {path}: the key has a password; take one without") from None
-    except (ValueError, UnsupportedAlgorithm):
-        public = " (it is a public one)" if b"BEGIN PUBLIC KEY" in data else ""
-        raise UserError(f"{setting} {path}: not a private key in PEM{public}; {_HOW_TO_MAKE}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{setting} {path}: not an ed25519 key; {_HOW_TO_MAKE}")
-    return SigningKey(key)
-
-
-def read_public_key(setting: str, path: Path) -> Ed25519PublicKey:
-    """A public key (PEM). Raises UserError: it cannot be read, or is another kind of key."""
-    try:
-        key = load_pem_public_key(_key_file(setting, path))
-    except (ValueError, UnsupportedAlgorithm):
-        raise UserError(f"{setting} {path}: not a public key in PEM; {_HOW_TO_PUBLISH}") from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{setting} {path}: not an ed25519 key; {_HOW_TO_PUBLISH}")
-    return key
-
-
-_HOW_TO_MAKE = "openssl genpkey -algorithm ed25519 -out FILE makes one"
-_HOW_TO_PUBLISH = "openssl pkey -in PRIVATE -pubout -out FILE makes one of a private key"
-
-
-def _key_file(setting: str, path: Path) -> bytes:
-    try:
-        return _small_file(path)
-    except OSError as error:
-        raise UserError(f"{setting} {path}: cannot be read: {error.strerror}") from error
-
-
-def _small_file(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """Raises OSError. Content that is too long is cut, and then no longer what it should be."""
-    with open(path, "rb", opener=opener) as file:
-        return file.read(_LARGEST)
+    def last(self) -> int | None:
+        return max(self.digests, default=None)
 
 
 # CUDA's are compiled when they are first used.

@@ -7,7 +7,6 @@
     shards/       groups of unfinished steps     checkpoints/  weights and optimiser
 
 A run that may be live is looked at without the lock: `ArtifactStore(path)` and `LedgerView.read(path / LEDGER)`.
-`glance` takes the place of `read` where the newest steps are enough.
 """
 
 import errno
@@ -35,15 +34,11 @@ class RunDescription(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: str = Field(min_length=1, max_length=200, description="Identity of the run, under which MLflow finds it again.")
+    id: str = Field(description="Identity of the run, under which MLflow finds it again.")
     config: dict[str, JsonValue] = Field(description="The resolved configuration; it can be loaded again.")
-    code_version: str = Field(
-        max_length=128, description="Of the code that began it; the ledger's segments name the later ones."
-    )
-    begun_in: str = Field(
-        max_length=4096, description="Working directory, to which paths in the configuration are relative."
-    )
-    created: str = Field(max_length=64, description="ISO 8601, UTC.")
+    code_version: str = Field(description="Of the code that began it; the ledger's segments name the later ones.")
+    begun_in: str = Field(description="Working directory, to which paths in the configuration are relative.")
+    created: str = Field(description="ISO 8601, UTC.")
 
     @property
     def tracking_uri(self) -> str | None:
@@ -81,7 +76,6 @@ class RunDirectory:
         lock = RunLock.acquire(path / LOCK)
         try:
             for name in FOLDERS:
-                durable.refuse_link(path / name)
                 durable.make_folder(path / name, durable.PRIVATE)
             ledger = Ledger.open(path / LEDGER)
             try:
@@ -177,7 +171,7 @@ def read_description(folder: Path) -> RunDescription | None:
     """The run.json of a run's folder, without its lock; None when there is none. Raises UserError when malformed."""
     path = folder / DESCRIPTION
     try:
-        data = durable.read_stored(path)
+        data = path.read_bytes()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
             return None

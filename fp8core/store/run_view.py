@@ -1,4 +1,4 @@
-"""A view of a run's folder, read without its lock: configuration, ledger, deletions, manifests.
+"""A view of a run's folder, read without its lock: configuration, ledger, manifests.
 
 A file that cannot be read becomes a finding, so that `verify` goes on with the rest. `Provenance` is where a run
 comes from: its configuration, and the code, libraries and machines that made each of its steps.
@@ -17,25 +17,25 @@ from pydantic import JsonValue, ValidationError
 
 from fp8core.config.load import config_digest, reload_config
 from fp8core.config.run import RunConfig
-from fp8core.durable import read_lines, read_stored
+from fp8core.durable import read_lines
 from fp8core.errors import StoredFileError, UserError
-from fp8core.store.artifacts import ArtifactError, Ref, read_checked
-from fp8core.store.deletion_log import Deletion, read_deletions
-from fp8core.store.json_text import mistake, parse_model
-from fp8core.store.layout import CHECKPOINTS, DELETION_LOG, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
+from fp8core.store.artifacts import ArtifactStore, Ref
+from fp8core.store.json_text import mistake
+from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, LEDGER, MANIFESTS, manifest_place
 from fp8core.store.ledger import (
     ENTRY,
     START,
     CheckpointEntry,
     Entry,
     RedoEntry,
+    RemovalEntry,
     SegmentEntry,
     StepEntry,
     TaskEntry,
 )
 from fp8core.store.manifest import StepManifest, record_digest
 from fp8core.store.run_directory import RunDescription, stored_description
-from fp8core.store.step_manifests import read_second_copy
+from fp8core.store.step_manifests import read_manifest, second_copy
 
 _SHOWN_DIGITS = 12
 _STEP = re.compile(r"([0-9]{5,8})(?:\.|$)")
@@ -89,7 +89,7 @@ class Commit:
 class RunView:
     """A run's folder without manifests, artifacts and checkpoints; `config` is None when it cannot be read.
 
-    `written` has the manifests, signatures and checkpoints that were there before the ledger was read: path -> step.
+    `finished` has the steps that were committed by the files that were there before the ledger was read.
     """
 
     folder: Path
@@ -97,8 +97,7 @@ class RunView:
     config: RunConfig | None
     entries: Sequence[tuple[int, Entry]]
     commits: Sequence[Commit]
-    deletions: Mapping[str, Deletion]
-    written: Mapping[str, int]
+    finished: Set[int]
     problems: Sequence[Finding]
 
     @classmethod
@@ -108,15 +107,26 @@ class RunView:
         problems: list[Finding] = []
         # The run may go on meanwhile. Manifests and checkpoints come first: the ledger has the lines before them.
         # Artifacts come last, because each was stored before its line.
-        written = _written(folder)
+        finished = _finished(folder)
         entries = _entries(folder, problems)
         commits = list(_commits(description, entries))
-        config, deletions = _config(description, problems), _deletions(folder, problems)
-        return cls(folder, description, config, entries, commits, deletions, written, problems)
+        config = _config(description, problems)
+        return cls(folder, description, config, entries, commits, finished, problems)
 
-    def deletions_now(self) -> dict[str, Deletion]:
-        """As `deletions`, of this moment: a gc may have gone on since the view was made."""
-        return _deletions(self.folder, [])
+    @cached_property
+    def removals(self) -> list[RemovalEntry]:
+        """The removals by gc, in order."""
+        return [entry for _, entry in self.entries if isinstance(entry, RemovalEntry)]
+
+    @cached_property
+    def removed(self) -> set[str]:
+        """Digests of the artifacts of steps that gc thinned out, which no other step has; some are still there."""
+        steps = {step for removal in self.removals for step in removal.steps}
+        thinned, whole = set[str](), set[str]()
+        for _, entry in self.entries:
+            if isinstance(entry, TaskEntry | RedoEntry):
+                (thinned if entry.step in steps else whole).update(ref.digest for ref in entry.outputs.values())
+        return thinned - whole
 
     @cached_property
     def redone(self) -> dict[int, list[RedoEntry]]:
@@ -160,31 +170,12 @@ class RunView:
         return None if missing is None else f"step {max(self.steps)} is committed, but step {missing} is not"
 
     def cut_end(self) -> Iterator[Finding]:
-        """The folder holds no step after the last line of the ledger, but for the one that a kill kept from its line.
-
-        A manifest, and its signature, are written when every task of the step has its line, a checkpoint when the step
-        has.
-        """
-        if any(problem.place == LEDGER for problem in self.problems):
-            return  # It cannot be read, which is said.
-        last = max(self.steps, default=START - 1)
-        begun = {entry.task for _, entry in self.entries if isinstance(entry, TaskEntry) and entry.step == last + 1}
-        later = defaultdict(list)
-        for place, step in self.written.items():
-            if step > last and not (
-                step == last + 1 and place.startswith(f"{MANIFESTS}/") and _is_finished(self, step, begun)
-            ):
-                later[step].append(place)
-        if later:
+        """An error where files of the folder are of later steps than the ledger."""
+        last, known = max(self.steps, default=START - 1), max(self.finished, default=START - 1)
+        if known > last and not any(problem.place == LEDGER for problem in self.problems):
             ends = "holds no finished step" if last < START else f"ends with step {last}"
-            places = ", ".join(later[min(later)])
-            problem = f"{ends}, but there are files of steps {spans(later)} ({places}): its end was cut off"
+            problem = f"{ends}, but by manifests and checkpoints step {known} was finished: its end was cut off"
             yield Finding("error", LEDGER, problem)
-
-    def refuse_cut(self) -> None:
-        """Raises StoredFileError: the end of the ledger was cut off."""
-        for cut in self.cut_end():
-            raise StoredFileError(f"{self.folder / cut.place}: {cut.problem}")
 
 
 def inspect_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None, list[Finding]]:
@@ -192,18 +183,15 @@ def inspect_manifest(folder: Path, commit: Commit) -> tuple[StepManifest | None,
 
     None when neither has; and the findings about the file in manifests/, which must equal the artifact.
     """
-    ref = commit.entry.manifest
-    stored, problems = _stored(folder, ref), list[str]()
+    problems = list[Finding]()
     try:
-        stored = read_second_copy(folder, commit.entry, stored)
+        second_copy(folder, commit.entry)
     except StoredFileError as error:
-        problems.append(str(error))
-    manifest = None
+        problems.append(commit.error(str(error)))
     try:
-        manifest = parse_model(stored, StepManifest, "not a manifest that this version reads") if stored else None
-    except StoredFileError as error:
-        problems.append(str(error))
-    return manifest, [commit.error(problem) for problem in problems]
+        return read_manifest(ArtifactStore(folder), folder, commit.entry), problems
+    except StoredFileError:  # Both are reported, the artifact with all others.
+        return None, problems
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -217,20 +205,13 @@ def spans(steps: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
-def _is_finished(view: RunView, step: int, begun: Set[str]) -> bool:
-    file = view.folder / manifest_place(step)
-    try:
-        record = parse_model(read_stored(file), StepManifest, file).record
-    except (OSError, StoredFileError):  # A kill leaves a manifest whole or not at all.
-        return False
-    return record.outputs.keys() <= begun
-
-
-def _written(folder: Path) -> dict[str, int]:
-    """Paths, relative to a run's folder, whose names begin with the number of their step."""
-    places = [place for name in (MANIFESTS, CHECKPOINTS) for place in folder.glob(f"{name}/*")]
-    found = {path.relative_to(folder).as_posix(): _STEP.match(path.name) for path in sorted(places)}
-    return {place: int(number[1]) for place, number in found.items() if number is not None}
+def _finished(folder: Path) -> set[int]:
+    """The steps that must be in the ledger: those with a checkpoint, and those before one with a manifest."""
+    manifests, checkpoints = (
+        {int(number[1]) for path in folder.glob(f"{name}/*") if (number := _STEP.match(path.name)) is not None}
+        for name in (MANIFESTS, CHECKPOINTS)
+    )
+    return checkpoints | {step - 1 for step in manifests}
 
 
 def _config(description: RunDescription, problems: list[Finding]) -> RunConfig | None:
@@ -241,18 +222,10 @@ def _config(description: RunDescription, problems: list[Finding]) -> RunConfig |
         return None
 
 
-def _deletions(folder: Path, problems: list[Finding]) -> dict[str, Deletion]:
-    try:
-        return read_deletions(folder)
-    except UserError as error:
-        problems.append(Finding("error", DELETION_LOG, str(error)))
-        return {}
-
-
 def _entries(folder: Path, problems: list[Finding]) -> list[tuple[int, Entry]]:
     """The entries of the ledger with the numbers of their lines, without a torn last line."""
     try:
-        lines = read_lines(folder / LEDGER)
+        lines, _ = read_lines(folder / LEDGER)
     except OSError as error:
         problems.append(Finding("error", LEDGER, f"cannot be read: {error.strerror}"))
         return []
@@ -278,13 +251,6 @@ def _commits(description: RunDescription, entries: Sequence[tuple[int, Entry]]) 
                 yield Commit(line, entry, dict(tasks[entry.step]), code_version)
             case _:
                 pass
-
-
-def _stored(folder: Path, ref: Ref) -> bytes | None:
-    try:
-        return read_checked(folder / ref.uri, ref.digest, ref.size)
-    except ArtifactError:
-        return None  # `verify` reports it with the other artifacts.
 
 
 @dataclass
@@ -363,12 +329,7 @@ def _uncommitted(view: RunView) -> dict[int, list[str]]:
 
 
 def _segments(view: RunView) -> list[SegmentEntry]:
-    """The process starts; a line that repeats the last one is no other start."""
-    segments: list[SegmentEntry] = []
-    for _, entry in view.entries:
-        if isinstance(entry, SegmentEntry) and entry not in segments[-1:]:
-            segments.append(entry)
-    return segments
+    return [entry for _, entry in view.entries if isinstance(entry, SegmentEntry)]
 
 
 def _time(segment: SegmentEntry) -> str:

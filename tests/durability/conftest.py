@@ -10,15 +10,13 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from manifest_chain import first_broken_link
@@ -71,20 +69,20 @@ class Watch:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Countdown(Watch):
-    """SIGKILL right before, or right after, the n-th thing that becomes durable."""
+class Killer(Watch):
+    """SIGKILL right before, or right after, a thing becomes durable."""
 
-    def __init__(self, before: int | None, after: int | None) -> None:
+    def __init__(self, before: str | None, after: str | None) -> None:
         super().__init__()
         self._before, self._after = before, after
 
     def before(self, what: str) -> None:
-        if len(self.durable) + 1 == self._before:
+        if what == self._before:
             self.die(f"before {what}")
 
     def after(self, what: str) -> None:
         super().after(what)
-        if len(self.durable) == self._after:
+        if what == self._after:
             self.die(f"after {what}")
 
 
@@ -103,10 +101,12 @@ class WatchedLedger(Ledger):
 
     watch: Watch
 
-    def append(self, entry: Entry) -> None:
-        self.watch.before(_name(entry))
-        super().append(entry)
-        self.watch.after(_name(entry))
+    def append(self, *entries: Entry) -> None:
+        for entry in entries:
+            self.watch.before(_name(entry))
+        super().append(*entries)
+        for entry in entries:
+            self.watch.after(_name(entry))
 
 
 def _name(entry: Entry) -> str:
@@ -153,11 +153,10 @@ class WatchedRun(RunContext):
 
 @dataclass(frozen=True)
 class Life:
-    """The end of a child (exit code, or minus the signal), its notes, and the processor time it used."""
+    """The end of a child (exit code, or minus the signal), and its notes."""
 
     status: int
     notes: list[dict[str, Any]]
-    seconds: float
 
     @property
     def killed(self) -> bool:
@@ -186,32 +185,27 @@ class Life:
 class Training:
     """A run in its folder, and its lives one after the other."""
 
-    def __init__(self, config: RunConfig, name: str, scratch: Path, landings: list[str]) -> None:
+    def __init__(self, config: RunConfig, name: str, scratch: Path) -> None:
         self.config, self.name = config, name
         self.folder = config.runs / name
         self.lives: list[Life] = []
         self.pid = 0
-        self._scratch, self._landings = scratch, landings
+        self._scratch = scratch
         self._finished: Groups = set()
 
-    def live(self, *, seconds: float | None = None, **ways: Any) -> Life:
-        """One life to its end; ways to die early: after so many seconds of work, or what `begin` takes."""
+    def live(self, **ways: Any) -> Life:
+        """One life to its end; ways to die early: what `begin` takes."""
         self._finished |= self.durable_groups()
         self.begin(**ways)
-        if seconds is not None:
-            self._wait_until_it_has_used(seconds)
-            self.kill()
         life = self.end()
         assert not life.asked & self._finished, "a finished group was generated again"
-        if life.killed:
-            self._landings.append(self._last_line())
         return life
 
     def begin(
         self,
         *,
-        before: int | None = None,
-        after: int | None = None,
+        before: str | None = None,
+        after: str | None = None,
         watch: Watch | None = None,
         audit: Instant | None = None,
         arrange: Callable[[], None] = lambda: None,
@@ -219,7 +213,7 @@ class Training:
         """Start a life.
 
         Args:
-            before: it dies right before the n-th thing that becomes durable.
+            before: it dies right before this becomes durable, such as `3 train`.
             after: it dies right after that.
             watch: it notifies this watch instead.
             audit: it dies at this instant.
@@ -228,14 +222,8 @@ class Training:
         notes = os.open(self._notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.pid = os.fork()
         if self.pid == 0:
-            self._child(notes, watch or Countdown(before, after), audit, arrange)
+            self._child(notes, watch or Killer(before, after), audit, arrange)
         os.close(notes)
-
-    def _wait_until_it_has_used(self, seconds: float) -> None:
-        """Processor time: progress does not depend on the machine's other load."""
-        child = psutil.Process(self.pid)
-        while child.status() != psutil.STATUS_ZOMBIE and sum(child.cpu_times()[:2]) < seconds:
-            time.sleep(0.001)
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended by itself."""
@@ -243,8 +231,8 @@ class Training:
 
     def end(self) -> Life:
         """Wait for the life to end."""
-        _, status, used = os.wait4(self.pid, 0)
-        life = Life(os.waitstatus_to_exitcode(status), self.notes(), used.ru_utime + used.ru_stime)
+        _, status = os.waitpid(self.pid, 0)
+        life = Life(os.waitstatus_to_exitcode(status), self.notes())
         assert not life.said("traceback"), "".join(life.said("traceback"))
         assert life.status in (0, 2, -signal.SIGKILL), life
         self.lives.append(life)
@@ -280,8 +268,8 @@ class Training:
         contents = [json.dumps(store.get_json(steps[step].manifest)) for step in sorted(steps)]
         return [StepManifest.model_validate_json(content) for content in contents]
 
-    def must_equal(self, whole: "Training", without: Collection[str] = ()) -> None:
-        """The same weights, records, artifacts (but some) and last checkpoint as an uninterrupted run; no leftovers."""
+    def must_equal(self, whole: "Training") -> None:
+        """The same weights, records, artifacts and last checkpoint as an uninterrupted run; no leftovers."""
         assert self.lives[-1].finished
         assert self.lives[-1].said("weights") == whole.lives[-1].said("weights")
         manifests = self.manifests()
@@ -290,8 +278,8 @@ class Training:
         for step, manifest in enumerate(manifests):
             beside = self.folder / "manifests" / f"{step:05d}.json"
             assert StepManifest.model_validate_json(beside.read_text()).record == manifest.record
-        assert {*whole.stored()} - {*without} <= {*self.stored()}, "an artifact is missing"
-        assert self.checkpoints(without)[-1] == whole.checkpoints()[-1]
+        assert {*whole.stored()} <= {*self.stored()}, "an artifact is missing"
+        assert self.checkpoints()[-1] == whole.checkpoints()[-1]
         left = [path for path in self.folder.rglob(".*") if path.suffix in (".tmp", ".partial")]
         assert left + list((self.folder / "shards").iterdir()) == [], "what killed lives left was not removed"
 
@@ -301,12 +289,11 @@ class Training:
         files = (path.relative_to(self.folder).as_posix() for path in (self.folder / "artifacts").rglob("*.*"))
         return sorted(file for file in files if file not in manifests)
 
-    def checkpoints(self, without: Collection[str] = ()) -> list[tuple[str, str]]:
-        """The remaining checkpoints, which must match the ledger, except those that hold files of `without`."""
+    def checkpoints(self) -> list[tuple[str, str]]:
+        """The remaining checkpoints, which must match the ledger."""
         entries = {entry.uri: entry.digest for entry in self.ledger.checkpoints()}
         folders = {f"checkpoints/{folder.name}": folder for folder in sorted((self.folder / "checkpoints").iterdir())}
-        damaged = {uri for uri in folders for file in without if file.startswith(uri)}
-        found = [(uri, folder_digest(folder)) for uri, folder in folders.items() if uri not in damaged]
+        found = [(uri, folder_digest(folder)) for uri, folder in folders.items()]
         assert set(found) <= entries.items(), "half a checkpoint, or one that is not in the ledger"
         return found
 
@@ -322,14 +309,6 @@ class Training:
     @property
     def _notes(self) -> Path:
         return self._scratch / f"{len(self.lives)}.jsonl"
-
-    def _last_line(self) -> str:
-        path = self.folder / LEDGER
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        if not lines:
-            return "an empty ledger"
-        entry = json.loads(lines[-1])
-        return str(entry.get("task", entry["event"]))
 
     def _steps(self) -> range:
         return range(1, self.config.steps + 1)
@@ -395,28 +374,13 @@ Train = Callable[..., Training]
 
 
 @pytest.fixture(scope="session")
-def landings() -> list[str]:
-    """The last line of the ledger that each kill found, since the test before."""
-    return []
-
-
-@pytest.fixture(autouse=True)
-def _report_landings(landings: list[str], record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """Reports reach the summary from whichever process the test ran in."""
-    yield
-    for line in landings:
-        record_property("killed after", line)
-    landings.clear()
-
-
-@pytest.fixture(scope="session")
-def new_training(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, landings: list[str]) -> Train:
+def new_training(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Train:
     """A run that has not lived yet: new_training(name, **{"checkpoint.every": 3})."""
     runs = tmp_path_factory.mktemp("runs")
 
     def new(name: str, runs: Path = runs, **settings: Any) -> Training:
         config = load_config("tiny", {**small, **SETTINGS, "runs": str(runs), **settings})
-        return Training(config, name, tmp_path_factory.mktemp("notes"), landings)
+        return Training(config, name, tmp_path_factory.mktemp("notes"))
 
     torch.set_num_threads(1)
     # In this process, so that children inherit whatever is imported or set up when it is first used.
@@ -436,15 +400,3 @@ def whole(new_training: Train) -> Training:
 @pytest.fixture(scope="session")
 def instant() -> type[Instant]:
     return Instant
-
-
-@pytest.fixture(scope="session")
-def cut(new_training: Train, whole: Training, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """A run that was killed right after something became durable: cut("3 train")."""
-
-    def after(what: str) -> Training:
-        training = new_training("cut", runs=tmp_path_factory.mktemp("cut"))
-        assert training.live(after=whole.lives[0].said("durable").index(what) + 1).said("died") == [f"after {what}"]
-        return training
-
-    return after

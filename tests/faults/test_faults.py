@@ -1,17 +1,8 @@
-"""Faults that are injected into a run, and the bound that ends it: each within two steps, by the defaults alone.
+"""Faults that are injected into a run, and the bound that ends it: each within two steps, by the defaults alone."""
 
-The list is also a script, which prints the table of docs/results/faults.md. With a configuration for a GPU, all
-faults that any engine can have go into one run after another:
-
-    python tests/faults/test_faults.py
-    python tests/faults/test_faults.py h200-small --set warm_start.steps=400
-"""
-
-import argparse
 import io
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from flows.environment import set_engine_variables
 from fp8core.config.load import load_config
-from fp8core.models.experts import TopKRouting, top_k
-from fp8core.models.weights import Formats, rollout_formats
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.logprobs import Bf16Head
 from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PolicyScales, SyncReport
 from fp8core.run.build import build_trainer
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.execute import carried
-from fp8core.run.loop import BoundError, begin, iterate, next_step, watch
+from fp8core.run.loop import BoundError, begin, iterate, watch
 from fp8core.run.open import open_directory, open_run
-from fp8core.run.policy import SyncError, push
-from fp8core.run.scales import read_scales
+from fp8core.run.policy import SyncError
 
 STEPS = 2
 
@@ -120,38 +105,6 @@ class ReencodingEngine(Wrapper):
         return replace(done, tokens=[*reversed(done.tokens[:2]), *done.tokens[2:]])
 
 
-class StalePrefixEngine(EmbeddedEngine):
-    """Keeps the KV cache of prompts from the policy before."""
-
-    _before: Any = None
-
-    def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        self._before = self._weights
-        return super().update(tensors, scales, version)
-
-    def _prefill(self, *arguments: Any) -> Any:
-        current = self._weights
-        try:
-            self._weights = self._before or current
-            return super()._prefill(*arguments)
-        finally:
-            self._weights = current
-
-
-class OffByOneRouting(TopKRouting):
-    """Sends every token to the experts after those that the router chose."""
-
-    def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
-        return ((top_k(logits, k) + 1) % logits.shape[1]).sort(dim=-1).values
-
-
-class MisroutingEngine(EmbeddedEngine):
-    """An embedded engine whose router is off by one."""
-
-    def _hidden(self, tokens: Tensor, positions: Tensor, cache: Any, record: Any) -> Tensor:
-        return super()._hidden(tokens, positions, cache, record or OffByOneRouting())
-
-
 class FaultyTrainer(Wrapper):
     """A trainer one of whose calls gets other arguments, or gives something else."""
 
@@ -174,20 +127,6 @@ def with_written_shifted(batch: TokenBatch) -> TokenBatch:
 
 def step_with(change: Callable[[RolloutBatch], RolloutBatch]) -> Callable[..., Any]:
     return lambda part, batch, *others: part.step(change(batch), *others)
-
-
-def replace_engine(run: RunContext, kind: type[EmbeddedEngine], formats: Formats | None = None) -> None:
-    chosen = formats or rollout_formats(run.config.precision, run.arch.num_layers)
-    engine = kind(run.arch, chosen, run.config.rollout.max_batch)
-    run.engine = engine
-
-
-def bf16_head(run: RunContext) -> None:
-    agreed = rollout_formats(run.config.precision, run.arch.num_layers)
-    replace_engine(run, EmbeddedEngine, replace(agreed, head=Bf16Head()))
-    lying = Wrapper(run.engine)
-    lying.describe = lambda: {**lying._part.describe(), "head": "fp32"}
-    run.engine = lying
 
 
 def cached_logprobs(run: RunContext) -> None:
@@ -232,15 +171,11 @@ class Fault:
         name: what is wrong, in words.
         bound: the setting below `alignment.stop` that must end the run.
         inject: puts the fault into a run that has begun.
-        embedded: whether it needs the embedded engine.
-        config: shipped configuration on a CPU.
     """
 
     name: str
     bound: str
     inject: Callable[[RunContext], None]
-    embedded: bool = False
-    config: str = "tiny"
 
 
 FAULTS = (
@@ -261,20 +196,6 @@ FAULTS = (
     Fault("the loss mask is shifted by one token", "mask_differing", trainer_with(step=step_with(mask_shifted))),
     Fault("training scores the tokens before", "ratio_bias", trainer_with(step=step_with(unwritten_first))),
     Fault("advantages have the wrong sign", "reward_slope", trainer_with(step=step_with(turned))),
-    Fault("the engine's head computes in BF16", "probe_differing", bf16_head, embedded=True),
-    Fault(
-        "the engine's router is off by one",
-        "probe_differing",
-        lambda run: replace_engine(run, MisroutingEngine),
-        embedded=True,
-        config="tiny-moe",
-    ),
-    Fault(
-        "prompts are read from the KV cache of the policy before",
-        "probe_differing",
-        lambda run: replace_engine(run, StalePrefixEngine),
-        embedded=True,
-    ),
     Fault("completions are decoded and encoded again", "error", engine_with(ReencodingEngine)),
     Fault("old log-probs come from the first policy", "probe_differing", cached_logprobs),
 )
@@ -282,61 +203,28 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run with a fault ended: the bound that is named first and the step, or None twice."""
+    """How a run with a fault ended: the bound that is named first, or None."""
 
     bound: str | None
-    step: int | None
     message: str
 
 
-def run_with(faults: Sequence[Fault], config: str, overrides: Any, name: str = "faulty") -> list[Outcome]:
-    """Train with one fault after the other, each from the first rollout or the rollout after the last fault on."""
-    asked = load_config(config, overrides)
-    set_engine_variables(asked)
+def outcome_of(fault: Fault, settings: dict[str, Any], name: str) -> Outcome:
+    config = load_config("tiny", settings)
     with (
-        open_directory(asked, name) as directory,
-        open_run(asked, graph_of(asked), directory, Console(io.StringIO(), asked.steps)) as run,
+        open_directory(config, name) as directory,
+        open_run(config, graph_of(config), directory, Console(io.StringIO(), STEPS)) as run,
     ):
         begin(run)
-        found = []
-        for fault in faults:
-            engine, trainer = run.engine, run.trainer
-            found.append(outcome_of(run, fault))
-            run.engine, run.trainer = engine, trainer
-            if fault is not faults[-1]:
-                heal(run)
-        return found
-
-
-def heal(run: RunContext) -> None:
-    """The engine gets what it should hold: by the rest of the step that was cut, or by another sync."""
-    index = next_step(run)
-    if run.ready_trainer().version == index:
-        iterate(run, index, carried(run, index))
-    else:
-        push(run, read_scales(run, carried(run, index)["scales"]))
-
-
-def outcome_of(run: RunContext, fault: Fault) -> Outcome:
-    first = next_step(run)
-    fault.inject(run)
-    try:
-        if fault.embedded:
-            push(run, read_scales(run, carried(run, first)["scales"]))
-        for index in range(first, first + STEPS):
-            iterate(run, index, carried(run, index))
-            watch(run)
-    except (SyncError, BoundError) as error:
-        bound = re.search(r"alignment\.stop\.(\w+)=", str(error))
-        done = next_step(run) - first
-        return Outcome(bound[1] if bound else None, done if isinstance(error, BoundError) else done + 1, str(error))
-    return Outcome(None, None, "the run went on")
-
-
-def table(outcomes: Sequence[tuple[Fault, Outcome]]) -> str:
-    """The rows as Markdown."""
-    rows = [f"| {fault.name} | `{outcome.bound}` | {outcome.step} |" for fault, outcome in outcomes]
-    return "\n".join(["| fault | bound that ends the run | in step |", "| --- | --- | --- |", *rows])
+        fault.inject(run)
+        try:
+            for index in range(1, STEPS + 1):
+                iterate(run, index, carried(run, index))
+                watch(run)
+        except (SyncError, BoundError) as error:
+            bound = re.search(r"alignment\.stop\.(\w+)=", str(error))
+            return Outcome(bound[1] if bound else None, str(error))
+    return Outcome(None, "the run went on")
 
 
 @pytest.fixture(scope="module")
@@ -347,35 +235,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_fault_ends_the_run_by_the_bound_that_is_named(fault: Fault, small: dict[str, Any]) -> None:
-    (found,) = run_with([fault], fault.config, small, f"fault-{FAULTS.index(fault)}")
+    found = outcome_of(fault, small, f"fault-{FAULTS.index(fault)}")
     assert found.bound == fault.bound, found.message
-    assert found.step is not None
-    assert found.step <= STEPS
 
 
 def test_without_a_fault_no_bound_is_crossed(small: dict[str, Any]) -> None:
-    healthy = Fault("none", "none", lambda run: None)
-    assert run_with([healthy], "tiny", small, "healthy")[0].bound is None
-
-
-def test_the_page_has_every_fault_with_its_bound() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "results" / "faults.md").read_text().partition("## On a GPU")[0]
-    rows = re.findall(r"^\| (.+?) \| `(\w+)` \| [12] \|$", page, re.MULTILINE)
-    assert rows == [(fault.name, fault.bound) for fault in FAULTS]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", help="a configuration for a GPU (default: tiny, made small)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if options.config is None:
-            chosen = FAULTS
-            outcomes = [run_with([f], f.config, {**SMALL, "runs": f"{folder}/{i}"})[0] for i, f in enumerate(FAULTS)]
-        else:
-            chosen = tuple(fault for fault in FAULTS if not fault.embedded)
-            outcomes = run_with(chosen, options.config, [f"runs={folder}", "steps=100", *options.set])
-    print(table(list(zip(chosen, outcomes, strict=True))))
-    for fault, found in zip(chosen, outcomes, strict=True):
-        print(f"{fault.name}: {found.message}")
+    assert outcome_of(Fault("none", "none", lambda run: None), small, "healthy").bound is None

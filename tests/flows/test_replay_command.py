@@ -6,7 +6,6 @@ import re
 import pytest
 
 from flows.cli import main
-from fp8core.store.layout import LEDGER
 
 
 @pytest.fixture
@@ -55,25 +54,6 @@ def test_repair_puts_files_back_and_says_so(run_copy, replay):
     assert code == 0
     assert errors.startswith(f"step 2: artifact metrics was damaged ({metrics}: the file is missing); put back")
     assert metrics.read_bytes() == held
-
-
-def test_a_damaged_manifest_is_named_though_its_copy_is_used(run_copy, replay):
-    (run_copy.folder / "manifests" / "00003.json").write_text("")
-    code, lines, errors = replay(run_copy.folder, "--step", 3)
-    assert code == 0
-    assert lines[0].startswith("step 3: equal")
-    assert errors.startswith("manifests/00003.json: ")
-    assert errors.endswith("; its copy in artifacts/ is used\n")
-
-
-@pytest.mark.parametrize("arguments", [["--step", "2"], ["--from", "1"]])
-def test_a_ledger_that_was_cut_off_is_damage_and_not_a_mistake(run_copy, replay, arguments):
-    ledger = run_copy.folder / LEDGER
-    ledger.write_text("")
-    code, lines, errors = replay(run_copy.folder, *arguments)
-    assert (code, lines) == (1, [])
-    assert errors.startswith(f"fp8-grpo: {ledger}: holds no finished step, but there are files of steps 0-4 (")
-    assert errors.endswith("): its end was cut off\n")
 
 
 @pytest.mark.parametrize(

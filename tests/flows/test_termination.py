@@ -412,7 +412,7 @@ def test_an_evaluation_keeps_the_precisions_that_are_whole(
     assert [*json.loads((workplace / "answers.json").read_text())["precisions"]] == ["bf16"]
     begun.clear()
     with signal_when(lambda: bool(begun)):
-        code, out, err = command(*evaluate, "--force")
+        code, out, err = command(*evaluate)
     assert code == 128 + signal.SIGTERM
     assert err.endswith(stopped("configured"))
     assert "pass@1" not in out

@@ -7,15 +7,14 @@ from fp8core.errors import StoredFileError, UserError
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView, SegmentEntry
 from fp8core.store.manifest import current_code
-from fp8core.store.outputs import refuse_in_run
 from fp8core.store.run_directory import RunDescription, read_description, refuse_in_use
 
 
 def stored_ledger(config: RunConfig) -> LedgerView | None:
-    """The ledger of the run that a configuration names; None where it has not begun. Errors: `LedgerView.glance`."""
+    """The ledger of the run that a configuration names; None where it has not begun. Errors: `LedgerView.read`."""
     if config.run is None or not (ledger := config.runs / config.run / LEDGER).exists():
         return None
-    return LedgerView.glance(ledger)
+    return LedgerView.read(ledger)
 
 
 def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
@@ -23,9 +22,8 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
 
     Raises:
         UserError: another process has it (pid and host), or `open_directory` would refuse it (every key that differs,
-            or both code versions); its folder cannot be made; or `runs` lies in a run's own folder.
+            or both code versions); or its folder cannot be made.
     """
-    refuse_in_run(f"runs {config.runs}", config.runs)
     if config.run is None:
         refuse_unwritable(config.runs.absolute())
         return
@@ -35,7 +33,7 @@ def refuse_conflict(config: RunConfig, *, new_code: bool = False) -> None:
     if described is not None:
         refuse_in_use(folder)
         if (folder / LEDGER).exists():
-            refuse_other_run(described, LedgerView.glance(folder / LEDGER), config, config.run, new_code=new_code)
+            refuse_other_run(described, LedgerView.read(folder / LEDGER), config, config.run, new_code=new_code)
 
 
 def refuse_other_data(config: RunConfig, ledger: LedgerView, data: str | None) -> None:

@@ -1,18 +1,13 @@
 """A run that learns adapters is a run like others: equal on both sides, resumed, replayed and verified."""
 
-import json
 import shutil
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from fp8core.durable import folder_digest
-from fp8core.errors import UserError
-from fp8core.run.resume import _refuse_narrow_base
 from fp8core.run.verify import verify
-from fp8core.store.manifest import StepRecord
 from fp8core.store.run_directory import read_description
 from fp8core.store.run_view import RunView
 
@@ -57,18 +52,9 @@ def test_a_replay_is_equal(adapted) -> None:
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
 
 
-def test_a_base_in_fp8_of_earlier_code_is_refused_in_one_line(adapted) -> None:
-    run, executed = SimpleNamespace(directory=SimpleNamespace(path=adapted.folder)), adapted.records[4]["executed"]
-    _refuse_narrow_base(run, 4, StepRecord.model_construct(executed=executed))
-    lora = executed["training"]["lora"] | {"frozen": {"fp8_block": 14, "bf16": 11}}
-    with pytest.raises(UserError, match="run adapted: the weights under its adapters were frozen in FP8 up to step 4"):
-        _refuse_narrow_base(run, 4, StepRecord.model_construct(executed={"training": {"lora": lora}}))
-
-
 EXCHANGED = {
     "policy/model.safetensors": "its weights have the digest",
     "masters.safetensors": "its weights have the digest",
-    "trainer.json": "base: missing",
 }
 
 
@@ -77,13 +63,8 @@ def test_exchanged_weights_are_found(adapted_copy, damaged) -> None:
     """Though the ledger has the digest of the changed folder."""
     checkpoint = adapted_copy.folder / "checkpoints" / "00004"
     path = checkpoint / damaged
-    if damaged == "trainer.json":
-        state = json.loads(path.read_text())
-        del state["base"]
-        path.write_text(json.dumps(state))
-    else:
-        tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
-        save_file(tensors, path, metadata={"format": "pt"})
+    tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
     def sealed(entry):
         if (entry["event"], entry.get("step")) == ("checkpoint", 4):

@@ -1,5 +1,3 @@
-import io
-import json
 import re
 from dataclasses import replace
 from importlib.util import find_spec
@@ -9,25 +7,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8core.config.capability import Node, this_node
-from fp8core.config.derived import sft_training
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.checkpoint import initial_weights, load_checkpoint, save_checkpoint
-from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
 from fp8core.models.weights import StoredNames, stored_weights
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import scales_from_statistics
 from fp8core.numerics.recipe import POW2
-from fp8core.report.console import Console
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.build import build_base, build_engine, build_trainer
 from fp8core.run.checks.machine import check_engine, check_memory
-from fp8core.run.checks.settings import graph_of
 from fp8core.run.machine import engine_environment
-from fp8core.run.open import open_directory, open_run
-from fp8core.training.registry import packages_of, trainer_of
+from fp8core.training.registry import packages_of
 
 FP32 = {f"precision.{side}": {"linear": "fp32", "kv_cache": "fp32"} for side in ("rollout", "training")}
 QUESTIONS = ("Tom has 17 apples and buys 2 more. How many apples does Tom have now?", "How many pencils are left?", "7")
@@ -88,19 +81,6 @@ def test_trainer_and_engine_follow_the_contract():
 # --- refusals ---
 
 
-@pytest.mark.parametrize(("first", "last", "sum_"), [(3, 0, 3), (0, 3, 3), (1, 2, 3)])
-def test_more_bf16_layers_than_layers(first, last, sum_):
-    config = load_config("tiny", {"precision.bf16_first_layers": first, "precision.bf16_last_layers": last})
-    message = f"precision.bf16_first_layers + bf16_last_layers = {sum_}, but the model has 2 layers"
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        build_base(config)
-
-
-def test_as_many_bf16_layers_as_layers_are_allowed():
-    config = load_config("tiny", {"precision.bf16_first_layers": 1, "precision.bf16_last_layers": 1})
-    assert build_engine(config, build_base(config).arch).describe()["linear"] == ["bf16", "bf16"]
-
-
 def test_a_warm_start_of_a_checkpoint_is_refused_before_it_is_looked_for(tmp_path):
     config = load_config("tiny", {"architecture": None, "model": tmp_path / "nowhere"})
     with pytest.raises(UserError, match=r"^warm_start on the chain task.s demonstrations is for a model from scratch"):
@@ -116,16 +96,6 @@ def test_from_scratch_only_the_chain_task_is_learnt():
 def test_a_checkpoint_that_is_not_there(gsm8k, tmp_path):
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / 'nowhere'))}: no such folder"):
         build_base(gsm8k(model=tmp_path / "nowhere"))
-
-
-def test_a_checkpoint_without_weights(gsm8k, tmp_path):
-    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
-        build_base(gsm8k(model=tmp_path))
-
-
-def test_a_revision_of_a_folder(gsm8k):
-    with pytest.raises(UserError, match="revision=abc applies to hub ids"):
-        build_base(gsm8k(revision="abc"))
 
 
 def test_more_bf16_layers_than_the_checkpoint_has(gsm8k):
@@ -225,64 +195,7 @@ def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
             ask(config, this_node(packages_of(config)))
 
 
-def test_the_embedded_engine_asks_for_nothing(gsm8k):
-    check_engine(gsm8k(), this_node())
-    assert engine_environment(gsm8k(), this_node()).required == engine_environment(gsm8k(), this_node()).suggested == {}
-
-
-def environment_elsewhere(node):
-    config = load_config("h200-small", {"cluster.address": "HEAD:6379"})
-    check_engine(config, node)
-    check_memory(config, node, None)
-    return engine_environment(config, node)
-
-
-FORMS = ("fp32", "bf16")
 HOPPER = Node("sm_90", 8, ("NVIDIA H200", 143_771 << 20), 1 << 41, {"vllm": "0.26.0"})
-
-
-@pytest.mark.parametrize(
-    ("node", "complaint"),
-    [
-        (
-            replace(HOPPER, platform="cpu", gpus=0, gpu=None),
-            "h200-small trains on a GPU, .* tiny runs on a CPU",
-        ),
-        (replace(HOPPER, packages={}), "rollout.engine=vllm: vLLM is not installed"),
-        (replace(HOPPER, packages={"vllm": "0.20.0"}), "rollout.engine=vllm: vllm 0.20.0 is installed"),
-        (replace(HOPPER, gpu=("NVIDIA H200", 4 << 30)), "memory: generating on NVIDIA H200 needs .* there are 4.0"),
-    ],
-)
-def test_a_machine_elsewhere_decides_what_is_refused(node, complaint):
-    """This one has no GPU and no vLLM."""
-    with pytest.raises(UserError, match=f"^{complaint}") as refused:
-        environment_elsewhere(node)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_machine_elsewhere_that_fits_is_taken():
-    assert environment_elsewhere(HOPPER).required["VLLM_BATCH_INVARIANT"] in "01"
-
-
-def test_torch_trains_the_warm_start_on_the_gpu_whatever_trains_after_it():
-    """Runs of all trainers start from one policy; Megatron's own may not be repeatable."""
-    unlike = ["training.trainer=megatron", "training.deterministic=false", "replay.level=tolerant"]
-    formats = ["precision.training.kv_cache=bf16", "correction.method=token_tis", "rollout.vllm.model=stock"]
-    megatron = load_config("h200-small", [*unlike, *formats, "rollout.engine=embedded"])
-    settings = sft_training(megatron)
-    assert settings == sft_training(load_config("h200-small"))
-    assert trainer_of(settings).name == "packed"
-    assert settings.deterministic
-    needed = engine_environment(megatron, this_node(packages_of(megatron))).required
-    assert needed["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def test_a_warm_start_has_the_moments_of_the_training_after_it():
-    """In FP32 a model that trains beside its engine may not fit its warm start."""
-    settings = {form: sft_training(load_config("qwen3-aligned", {"training.optimiser_state": form})) for form in FORMS}
-    assert {form: each.optimiser_state for form, each in settings.items()} == {form: form for form in FORMS}
-    # By its settings a stored warm start is found again: those of earlier versions had none of another format.
-    assert settings["fp32"] == settings["bf16"].model_copy(update={"optimiser_state": "fp32"})
 
 
 def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
@@ -293,22 +206,3 @@ def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
     with pytest.raises(UserError, match=r"^memory: warm start on NVIDIA H200 needs "):
         check_memory(config, node, None)
     check_memory(config, node, ledger)
-
-
-def test_a_checkpoint_in_block_fp8_and_a_second_reference_are_told_once(small_checkpoint, gsm8k, tmp_path):
-    write_checkpoint(plan_quantisation(small_checkpoint, KeptInBf16(), POW2.weights), tmp_path / "fp8", lambda *_: None)
-    problems = tmp_path / "problems.jsonl"
-    row = {"question": QUESTIONS[0], "answer": "#### 19"}
-    rows = [{**row, "question": f"{i}: {QUESTIONS[0]}"} for i in range(200)]
-    rows.append({**rows[6], "answer": "#### 20"})
-    problems.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
-    settings = {"data.source": problems, "evaluation.prompts": 1, "runs": tmp_path / "runs"}
-    told, config = io.StringIO(), gsm8k(model=tmp_path / "fp8", **settings)
-    with (
-        open_directory(config, "fp8") as directory,
-        open_run(config, graph_of(config), directory, Console(told, config.steps)) as run,
-    ):
-        assert {tensor.dtype for tensor in run.base.values()} == {torch.bfloat16}
-    assert told.getvalue().count("14 weights in block FP8 are read as BF16") == 1
-    second = "problems.jsonl:201: the question of "
-    assert "".join(told.getvalue().split()).count("".join(second.split())) == 1

@@ -1,12 +1,7 @@
 """Which kernels a configuration has compiled before it begins, and the passes that compile them, here on a CPU."""
 
-import ast
-from pathlib import Path
-
 import pytest
 
-import fp8core.rollout.aligned as aligned
-import fp8core.rollout.vllm as vllm
 import fp8core.run.compilation as module
 from fp8core.config.load import load_config
 from fp8core.config.training import LoraConfig
@@ -14,7 +9,6 @@ from fp8core.errors import UserError
 from fp8core.kernels.compilation import KernelFolders, multiply
 from fp8core.models.hub import model_shape
 from fp8core.numerics import dispatch
-from fp8core.numerics.recipe import FP32_ACTIVATIONS
 from fp8core.resources.kernels import Product, kernels
 from fp8core.run.compilation import compile_kernels, decode, learn, planned_jobs, score, sweep_gradients, warm_up
 from fp8core.training.registry import trainer_of
@@ -83,20 +77,6 @@ def test_trainer_and_warm_start_call_every_operation_that_has_a_kernel(small, ca
     assert both & either
 
 
-def test_the_engine_s_layers_are_made_of_what_the_aligned_model_calls(small, called):
-    decode(small[0], 3, FP32_ACTIVATIONS.activations, "cpu")
-    sources = [Path(aligned.__file__), Path(vllm.__path__[0], "aligned.py")]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source.read_text()))]
-    imported = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
-    products = {"forward_gemm", "bf16_gemm", "head_logits", "log_softmax"}
-    assert called >= (imported & dispatch.OPERATIONS.keys()) - products != set()
-
-
-def test_gradients_are_computed_for_every_length_of_a_pack(small, called):
-    sweep_gradients(small[0], PACKS, "cpu")
-    assert called == {"add_norm_backward", "norm_rotate_backward"}
-
-
 def test_a_training_in_fp8_compiles_all_kernels_of_both_sides(folders, monkeypatch):
     monkeypatch.setattr(module, "has_deep_gemm", lambda: True)
     config, arch = qwen3()
@@ -115,19 +95,6 @@ def test_a_training_in_fp8_compiles_all_kernels_of_both_sides(folders, monkeypat
         (tiling,) = kernels(product, H200)
         assert (product.outputs, product.contraction, tiling) in {(*one[1:3], one.tiling) for one in before}
     assert {job.folder for job in jobs if job.work == multiply} == {folders.deep_gemm}
-
-
-def test_without_deep_gemm_there_are_no_products_to_compile(folders, monkeypatch):
-    monkeypatch.setattr(module, "has_deep_gemm", lambda: False)
-    assert multiply not in {job.work for job in planned_jobs(*qwen3(), H200, folders)}
-
-
-def test_other_settings_of_the_trainer_are_other_jobs_and_products_stay(folders, monkeypatch):
-    monkeypatch.setattr(module, "has_deep_gemm", lambda: True)
-    before, after = (planned_jobs(*qwen3(f"training.deterministic={on}"), H200, folders) for on in ("true", "false"))
-    differing = {job.name for job, other in zip(before, after, strict=True) if job.mark("") != other.mark("")}
-    assert {name.split()[1] for name in differing} == {"trainer"}
-    assert len(differing) == 2
 
 
 @pytest.mark.parametrize(("platform", "reason"), [("cpu", "torch sees no GPU"), ("sm_100", "this GPU is sm_100")])

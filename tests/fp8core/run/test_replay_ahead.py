@@ -18,23 +18,11 @@ def ahead(loop_run):
     return loop_run("ahead", **AHEAD)
 
 
-@pytest.mark.parametrize(
-    ("setting", "begun"),
-    [
-        ("pipeline.max_staleness=1", "pipeline.max_staleness=2"),
-        ("pipeline.drop_or_wait=drop", "pipeline.drop_or_wait=wait"),
-        ("rollout.max_new_tokens=3", "rollout.max_new_tokens=16"),
-        ("rollout.prompts_per_step=6", "rollout.prompts_per_step=4"),
-        ("rollout.oversample=1.5", "rollout.oversample=1.0"),
-        ("rollout.group_size=3", "rollout.group_size=4"),
-        ("seed=8", "seed=0"),
-    ],
-)
-def test_a_setting_that_does_not_allow_what_is_in_flight_is_refused(ahead, setting, begun):
+@pytest.mark.parametrize("setting", ["pipeline.max_staleness=1", "rollout.max_new_tokens=3", "seed=8"])
+def test_a_setting_of_what_is_in_flight_is_refused(ahead, setting):
     key = setting.partition("=")[0]
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"^--set {key}: step 3 goes on from completions begun under the run's own"):
         ahead.replayed([3], setting)
-    assert str(refused.value) == f"--set {key}: step 3 goes on from completions begun under {begun}"
     # Nothing is in flight before the first step.
     (verdict,) = ahead.replayed([1], setting)
     assert not any("Error" in line for line in verdict.difference)
@@ -46,18 +34,6 @@ def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahea
     scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
     with pytest.raises(UserError, match=r"logprobs\.source=pass: step train is tasks\.train:train_scoring"):
         scored.replayed([1], "logprobs.source=pass")
-
-
-def test_completions_that_began_without_an_environment_go_on_in_none(ahead):
-    overrides = ("environment.name=calculator", 'environment.options={"modulus": 10}', "environment.turn_tokens=4")
-    with pytest.raises(UserError, match=r"^--set environment: step 3 goes on from completions begun without one$"):
-        ahead.replayed([3], *overrides)
-
-
-def test_a_setting_that_allows_all_that_is_in_flight_is_replayed(ahead):
-    for setting in ("pipeline.max_staleness=3", "rollout.max_new_tokens=40", "pipeline.max_inflight_prompts=1"):
-        (verdict,) = ahead.replayed([3], setting)
-        assert not any("fails" in line for line in verdict.difference)
 
 
 def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):

@@ -33,10 +33,9 @@ def manifest(step: int, code: str, git: dict[str, object]) -> StepManifest:
 
 def view() -> RunView:
     task = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=0.0, seconds=0.0)
-    # A checkpoint repeats the line of the process that writes it.
-    entries = list(enumerate([FIRST, FIRST, SECOND, task], start=1))
+    entries = list(enumerate([FIRST, SECOND, task], start=1))
     description = RunDescription.model_construct(id="i", config={}, code_version="1" * 64, created="then")
-    return RunView(Path("run"), description, None, entries, [], {}, {}, [])
+    return RunView(Path("run"), description, None, entries, [], set(), [])
 
 
 def gathered() -> Provenance:

@@ -1,4 +1,3 @@
-import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref, RolloutShards
 from fp8core.store.ledger import CheckpointEntry, SegmentEntry, StepEntry, TaskEntry
-from fp8core.store.run_directory import RunDirectory, checkpoint_folders, refuse_in_use
+from fp8core.store.run_directory import RunDirectory
 
 SEGMENT = SegmentEntry(pid=1, host="h", code_version="c", started=1.0)
 TASK = TaskEntry(step=0, task="warm_start", key="k", outputs={}, started=1.0, seconds=1.0)
@@ -44,14 +43,6 @@ def test_a_run_is_created_and_opened_again(tmp_path: Path) -> None:
         assert run.swept == []
 
 
-def test_a_relative_folder_does_not_move_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with RunDirectory.create_or_open(Path("run")) as run:
-        monkeypatch.chdir("/")
-        ref = run.store.put_json("notes", {})
-    assert (tmp_path / "run" / ref.uri).is_file()
-
-
 def test_the_description_changes_only_while_nothing_is_done(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         first = run.write_description({"seed": 1}, "code")
@@ -65,29 +56,11 @@ def test_the_description_changes_only_while_nothing_is_done(tmp_path: Path) -> N
             run.write_description({}, "code")
 
 
-def test_a_run_in_use_is_known_without_opening_it(tmp_path: Path) -> None:
-    with (
-        RunDirectory.create_or_open(tmp_path),
-        pytest.raises(UserError, match=rf"^{tmp_path} is in use by process {os.getpid()} on .+"),
-    ):
-        refuse_in_use(tmp_path)
-    refuse_in_use(tmp_path)
-
-
 def test_a_malformed_description_is_named(tmp_path: Path) -> None:
     with RunDirectory.create_or_open(tmp_path) as run:
         run.write_text("run.json", "{")
         with pytest.raises(UserError, match=rf"^{tmp_path}/run\.json: not a description of a run: not JSON: "):
             run.description()
-
-
-def test_orphans_are_swept_on_opening(tmp_path: Path) -> None:
-    orphan = tmp_path / "artifacts" / "ab" / f".x.json.{'0' * 32}.tmp"
-    orphan.parent.mkdir(parents=True)
-    orphan.touch()
-    with RunDirectory.create_or_open(tmp_path) as run:
-        assert run.swept == [orphan]
-    assert not orphan.exists()
 
 
 def test_a_checkpoint_that_was_killed_before_its_line_is_swept_on_opening(tmp_path: Path) -> None:
@@ -103,12 +76,6 @@ def test_a_checkpoint_that_was_killed_before_its_line_is_swept_on_opening(tmp_pa
         assert run.swept == [tmp_path / "checkpoints/00003"]
     # Beyond the last step, the end of the ledger is gone.
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names} - {"00003"}
-
-
-def test_checkpoints_are_ordered_by_their_numbers(tmp_path: Path) -> None:
-    for name in ("100000", "99980", "99990", "00007"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert [*checkpoint_folders(tmp_path)] == [7, 99980, 99990, 100000]
 
 
 def test_shards_of_committed_steps_are_swept_on_opening(
@@ -146,22 +113,3 @@ def test_a_refused_ledger_frees_the_lock(tmp_path: Path) -> None:
     RunDirectory.create_or_open(tmp_path).close()
     # The traceback keeps the refused objects alive up to here: nothing was freed by chance.
     del caught
-
-
-def test_any_error_frees_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("fp8core.durable.sweep", interrupted)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            RunDirectory.create_or_open(tmp_path)
-    RunDirectory.create_or_open(tmp_path).close()
-    # The traceback keeps the refused objects alive up to here: nothing was freed by chance.
-    del caught
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "runs").touch()
-    with pytest.raises(UserError, match=rf"^cannot create the folder {tmp_path}/runs: File exists$"):
-        RunDirectory.create_or_open(tmp_path / "runs" / "first")

@@ -1,11 +1,8 @@
 """Damage of each kind to a copy of a real run, and each is named."""
 
 import json
-import math
-import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +10,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8core.config.load import config_digest, load_config, reload_config
 from fp8core.durable import folder_digest
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import UserError
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.verify import references, verified_bytes, verify
 from fp8core.store.artifacts import ArtifactStore, Ref
-from fp8core.store.deletion_log import Deletion, log_deletions
-from fp8core.store.heads import Chain, ExpectedHead
 from fp8core.store.json_text import canonical_json
-from fp8core.store.kinds import refuse_wrong_kinds
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import LedgerView, RedoEntry, SegmentEntry
-from fp8core.store.manifest import Head, StepManifest
+from fp8core.store.ledger import LedgerView, RedoEntry, RemovalEntry
+from fp8core.store.manifest import StepManifest
 from fp8core.store.run_view import Finding, RunView
 
 ZEROS = "0" * 64
@@ -86,20 +79,13 @@ def forge(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None
     edit_ledger(run, set_in("manifest", value=ref.model_dump()), event="step", step=step)
 
 
-def in_record(**values: Any) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
-        content["record"] |= values
-
-    return change
-
-
 # --- an intact run ---
 
 
 def test_an_intact_run_has_no_errors_and_its_pruned_checkpoint_is_noted(run: Path) -> None:
     view, read, seen = RunView.read(run), list[int](), list[StepManifest]()
     found = list(verify(view, read.append, seen.append))
-    assert [str(finding) for finding in found] == ["note checkpoints: pruned, as later ones replace them: steps 1"]
+    assert [(finding.severity, finding.place) for finding in found] == [("note", "checkpoints")]
     assert sum(read) == verified_bytes(view)
     assert [manifest.record.step for manifest in seen] == [0, 1, 2, 3]
     files = {path for path in (run / "artifacts").rglob("*") if path.is_file()}
@@ -115,56 +101,31 @@ def keep_lines(run: Path, step: int, task: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "task", "later"),
-    [(-1, None, "0-3"), (0, None, "1-3"), (2, None, "3"), (3, "train", "3"), (1, "record", "2-3")],
+    ("step", "task", "known"), [(-1, None, 3), (0, None, 3), (2, None, 3), (1, "record", 3), (3, "train", 3)]
 )
 def test_a_ledger_that_was_cut_is_an_error_by_the_files_of_later_steps(
-    run: Path, step: int, task: str | None, later: str
+    run: Path, step: int, task: str | None, known: int
 ) -> None:
-    head = Head.of(StepManifest.model_validate_json((run / "manifests/00003.json").read_bytes()))
     keep_lines(run, step, task)
-    shutil.rmtree(run / "checkpoints")
-    links = Chain()
-    found = [finding for finding in verify(RunView.read(run), watch=links.add) if finding.severity == "error"]
-    (cut,) = (finding for finding in found if "its end was cut off" in finding.problem)
+    (cut,) = (finding for finding in findings(run) if "its end was cut off" in finding.problem)
     assert (cut.place, cut.step) == (LEDGER, None)
-    assert f"files of steps {later} (manifests/" in cut.problem
-    assert isinstance(ExpectedHead.parse(str(head)).compare(links), Finding)
+    assert f"step {known} was finished" in cut.problem
 
 
-def test_a_checkpoint_alone_shows_that_the_ledger_was_cut(run: Path) -> None:
-    edit_ledger(run, drop, step=3)
-    (run / "manifests/00003.json").unlink()
-    assert [finding.place for finding in findings(run)] == [LEDGER]
+def test_a_kill_between_a_manifest_and_its_line_is_no_error(run: Path) -> None:
+    keep_lines(run, 3, "record")
     shutil.rmtree(run / "checkpoints/00003")
     assert findings(run) == []
 
 
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_kill_between_a_manifest_and_its_line_is_no_error(run: Path, step: int) -> None:
+def test_what_a_live_run_has_not_committed_is_no_error(run: Path) -> None:
     lines = (run / LEDGER).read_text().splitlines(keepends=True)
-    end = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step},' in line)
-    (run / LEDGER).write_text("".join(lines[:end]))
-    for later in range(step, 4):
-        shutil.rmtree(run / f"checkpoints/{later:05d}", ignore_errors=True)
-        (run / f"manifests/{later + 1:05d}.json").unlink(missing_ok=True)
-    (run / f"manifests/{step:05d}.signature.json").write_text("{}")
-    assert findings(run) == []
-
-
-def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(run: Path) -> None:
-    os.mkfifo(run / "manifests/00004.json")
-    assert [finding.place for finding in findings(run)] == [LEDGER]
-
-
-def test_a_kill_before_the_first_task_of_other_code_is_no_error(run: Path) -> None:
-    """run.json has the code of a process that has not said that it began."""
-    keep_lines(run, -1)
-    for folder in ("manifests", "checkpoints"):
-        shutil.rmtree(run / folder)
-    first = SegmentEntry(pid=1, host="h", code_version="c" * 64, started=1.0)
-    (run / LEDGER).write_text(first.model_dump_json() + "\n")
-    assert [finding for finding in findings(run) if "was begun by code" in finding.problem] == []
+    (end,) = [i for i, line in enumerate(lines) if '"event":"step","step":3' in line]
+    (run / LEDGER).write_text("".join(lines[:end]) + lines[end][:40])
+    shutil.rmtree(run / "checkpoints/00003")  # Which is made after the step's line.
+    view = RunView.read(run)
+    assert list(view.steps) == [0, 1, 2]
+    assert [finding.place for finding in verify(view) if finding.severity == "error"] == []
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -192,7 +153,7 @@ def put_a_folder_in_place(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated: "),
         (flip_a_bit, "content differs: SHA-256 "),
         (Path.unlink, "the file is missing"),
-        (put_a_folder_in_place, "cannot be read: it is a folder"),
+        (put_a_folder_in_place, "cannot be read: Is a directory"),
     ],
     ids=["truncated", "flipped", "missing", "unreadable"],
 )
@@ -205,30 +166,6 @@ def test_a_damaged_artifact_is_named_with_kind_step_and_task(
     assert str(found).startswith(f"error {path.relative_to(run)} (rollouts, step 2, task rollout): {problem}")
 
 
-@pytest.mark.parametrize(
-    ("step", "task", "artifact", "kind"),
-    [(2, "train", "next_policy", "notes"), (2, "rollout", "rollouts", "metrics"), (0, "warm_start", "weights", "w")],
-)
-def test_a_reference_of_another_kind_is_named_by_verify_and_before_gc(
-    run: Path, step: int, task: str, artifact: str, kind: str
-) -> None:
-    refuse = partial(refuse_wrong_kinds, pipeline=load_config("tiny").pipeline)
-    refuse(LedgerView.read(run / LEDGER))
-    edit_ledger(run, set_in("outputs", artifact, "kind", value=kind), event="task", step=step, task=task)
-    named = [finding for finding in findings(run) if "by the pipeline it is" in finding.problem]
-    assert [(found.step, found.task, found.kind) for found in named] == [(step, task, kind)]
-    with pytest.raises(StoredFileError, match=f"step {step}, task {task}: artifact {artifact} is of kind {kind}, "):
-        refuse(LedgerView.read(run / LEDGER))
-
-
-def test_the_kind_of_what_only_own_steps_read_is_that_of_its_first_entry(run: Path) -> None:
-    def another(entry: dict[str, Any]) -> None:
-        entry["outputs"]["notes"] = {**entry["outputs"]["prompts"], "kind": "notes" if entry["step"] < 3 else "metrics"}
-
-    edit_ledger(run, another, event="task", task="prompts")
-    assert "artifact notes is of kind metrics, by the pipeline it is notes" in [f.problem for f in findings(run)]
-
-
 def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> None:
     one, two = path_of(run, 1, "rewards"), path_of(run, 2, "rewards")
     content = one.read_bytes()
@@ -236,84 +173,33 @@ def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> N
     two.write_bytes(content)
     places = [str(path.relative_to(run)) for path in (one, two)]
     assert [str(finding) for finding in findings(run)] == [
-        f"error {places[0]} (rewards, step 1, task reward): "
-        f"holds the content of {places[1]} (rewards, step 2, task reward)",
-        f"error {places[1]} (rewards, step 2, task reward): "
-        f"holds the content of {places[0]} (rewards, step 1, task reward)",
+        f"error {places[0]} (rewards, step 1, task reward): holds the content of {places[1]} (rewards, step 2)",
+        f"error {places[1]} (rewards, step 2, task reward): holds the content of {places[0]} (rewards, step 1)",
     ]
 
 
-def test_what_retention_removed_is_a_note_with_reason_and_date(run: Path) -> None:
-    refs = [ref_of(run, 1, "prompts"), ref_of(run, 1, "rollouts")]
-    when = "2026-01-02T03:04:05+00:00"
-    log_deletions(run, [Deletion(**ref.model_dump(), step=1, reason="step 1 is not kept", when=when) for ref in refs])
+def test_what_gc_removed_is_a_note(run: Path) -> None:
+    with (run / LEDGER).open("a") as ledger:
+        ledger.write(RemovalEntry(steps=[1], when=1.0).model_dump_json() + "\n")
     assert findings(run) == [], "what is there is there"
+    refs = [ref_of(run, 1, "prompts"), ref_of(run, 1, "rollouts")]
     for ref in refs:
         (run / ref.uri).unlink()
     assert findings(run) == []
     removed, _ = findings(run, "note")
     size = sum(ref.size for ref in refs)
-    assert str(removed) == (
-        f"note artifacts (step 1): removed (step 1 is not kept, {when}): prompts, rollouts; {size} bytes"
-    )
-
-
-def test_a_removed_manifest_artifact_leaves_its_file_to_check_the_chain_with(run: Path) -> None:
-    ref = LedgerView.read(run / LEDGER).steps()[1].manifest
-    (run / ref.uri).unlink()
-    assert [finding.problem for finding in findings(run)] == ["the file is missing"]
-    log_deletions(run, [Deletion(**ref.model_dump(), step=1, reason="r", when="w")])
-    assert findings(run) == []
-    edit_json(run / "manifests/00001.json", set_in("record", "weights_digest"))
-    assert [str(finding) for finding in findings(run)] == [
-        "error manifests/00001.json (step 1): differs from the manifest that the ledger names"
-    ]
+    assert str(removed) == f"note artifacts (step 1): removed by gc: prompts, rollouts; {size} bytes"
+    path_of(run, 2, "rollouts").unlink()
+    assert [finding.problem for finding in findings(run)] == ["the file is missing"], "of a step that it left alone"
 
 
 # --- manifests ---
 
 
-@pytest.mark.parametrize("content", ["[]", '"' + 9000 * "x" + '"'])
-def test_a_second_copy_that_is_no_manifest_is_told_in_a_short_line(run: Path, content: str) -> None:
-    (run / "manifests/00002.json").write_text(content)
-    (found,) = findings(run)
-    assert "differs from the manifest that the ledger names: manifest: {" in found.problem
-    assert len(found.problem) < 250
-
-
-def test_an_edited_manifest_is_named_with_the_field(run: Path) -> None:
+def test_an_edited_manifest_is_named(run: Path) -> None:
     edit_json(run / "manifests/00002.json", set_in("record", "weights_digest"))
     (found,) = findings(run)
-    assert str(found).startswith(
-        "error manifests/00002.json (step 2): differs from the manifest that the ledger names: "
-        "manifest.record.weights_digest: "
-    )
-    assert str(found).endswith(" against 0000000000000000")
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [(Path.unlink, "the file is missing"), (lambda path: path.write_text("{"), "the manifest: not JSON: EOF while")],
-    ids=["removed", "cut"],
-)
-def test_a_manifest_that_cannot_be_read_is_named(run: Path, damage: Callable[[Path], Any], problem: str) -> None:
-    damage(run / "manifests/00001.json")
-    (found,) = findings(run)
-    assert str(found).startswith(f"error manifests/00001.json (step 1): {problem}")
-
-
-def test_a_damaged_manifest_artifact_is_named_and_its_file_serves(run: Path) -> None:
-    ref = LedgerView.read(run / LEDGER).steps()[2].manifest
-    (run / ref.uri).write_text("{")
-    (found,) = findings(run)
-    assert str(found) == f"error {ref.uri} (manifest, step 2): truncated: 1 of {ref.size} bytes"
-
-
-def test_a_manifest_of_another_schema_is_named(run: Path) -> None:
-    forge(run, 3, set_in("schema_version", value=1))
-    assert "manifests/00003.json (step 3): not a manifest that this version reads: schema_version" in str(
-        findings(run)[0]
-    )
+    assert str(found) == "error manifests/00002.json (step 2): differs from the manifest that the ledger names"
 
 
 FORGED = {
@@ -333,30 +219,6 @@ def test_a_forged_record_is_named_and_breaks_the_chain(run: Path, field: str) ->
     assert broken[-1] == "manifests/00003.json", "what follows names the record that was"
 
 
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        (("inputs", "train", "policy", "digest"), "record.inputs.train.policy: 0000000000000000 ("),
-        (("outputs", "train", "next_policy", "digest"), "record.outputs.train.next_policy: 0000000000000000 ("),
-        (("step",), "record.step: 9, by the ledger 3"),
-    ],
-    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
-)
-def test_the_record_agrees_with_the_ledger(run: Path, path: tuple[str, ...], problem: str) -> None:
-    forge(run, 3, set_in("record", *path, value=9 if path[-1] in ("size", "step") else ZEROS))
-    (found,) = findings(run)
-    assert str(found).startswith(f"error manifests/00003.json (step 3): {problem}")
-
-
-def test_timings_and_paths_agree_with_the_ledger(run: Path) -> None:
-    forge(run, 3, set_in("observed", "timings", "train", value=1000.0))
-    forge(run, 2, set_in("observed", "paths", "rollouts", value="elsewhere"))
-    assert [finding.problem.partition(", by the ledger")[0] for finding in findings(run)] == [
-        "observed.paths.rollouts: elsewhere",
-        "observed.timings.train: 1000.0",
-    ]
-
-
 # --- the ledger ---
 
 
@@ -365,9 +227,9 @@ def test_timings_and_paths_agree_with_the_ledger(run: Path) -> None:
     [
         ("weights_digest", ZEROS, {"event": "step", "step": 3}, ["record.weights_digest: "]),
         ("seconds", 9.0, {"task": "train", "step": 3}, ["observed.timings.train: "]),
-        ("code_version", ZEROS, {"event": "segment"}, ["the run was begun by code 0", "record.code_version: "]),
+        ("code_version", ZEROS, {"event": "segment"}, ["record.code_version: "]),
         ("outputs.next_policy.size", 5, {"task": "train", "step": 3}, ["record.outputs.train.next_policy: ", "has 97"]),
-        ("manifest.digest", ZEROS, {"event": "step", "step": 3}, ["not an entry: step.manifest: Value error, uri: "]),
+        ("manifest.digest", ZEROS, {"event": "step", "step": 3}, ["content differs: SHA-256 "]),
         ("digest", ZEROS, {"event": "checkpoint", "step": 3}, ["content differs: digest "]),
         ("weights_digest", ZEROS, {"event": "checkpoint", "step": 3}, ["holds weights 0000000000000000, its step "]),
         ("uri", "../x", {"event": "checkpoint", "step": 3}, ["not an entry: checkpoint.uri: "]),
@@ -382,35 +244,22 @@ def test_an_edited_ledger_is_named(
         assert any(text.startswith(problem) for text in found), found
 
 
-def test_an_artifact_exchanged_in_the_ledger_is_named(run: Path) -> None:
-    other = ref_of(run, 2, "next_policy").model_dump()
-    edit_ledger(run, set_in("outputs", "next_policy", value=other), task="train", step=3)
-    found = [finding.problem for finding in findings(run)]
-    assert any(text.startswith("record.outputs.train.next_policy: ") for text in found)
-    assert any(text.startswith("the stored policy is {'version': 2, ") for text in found)
-
-
 def order_problems(run: Path) -> list[str]:
     return [finding.problem for finding in findings(run) if finding.place.startswith(LEDGER)]
 
 
 def test_a_missing_line_of_a_middle_step_is_named(run: Path) -> None:
     edit_ledger(run, drop, event="step", step=2)
-    assert order_problems(run) == ["an entry of step 3, but step 2 is not committed"]
+    assert set(order_problems(run)) == {"an entry of step 3, expected one of step 2"}
     assert ("checkpoints/00002", "its step is not committed") in [
         (found.place, found.problem) for found in findings(run)
     ]
 
 
 def test_lines_that_go_back_are_named(run: Path) -> None:
-    ledger = LedgerView.read(run / LEDGER)
-    for entry in (ledger.steps()[3], ledger.tasks(0)["evaluate"]):
-        with (run / LEDGER).open("a") as file:
-            file.write(entry.model_dump_json() + "\n")
-    assert order_problems(run) == [
-        "an entry of step 3, which was committed before",
-        "an entry of step 0, which was committed before",
-    ]
+    with (run / LEDGER).open("a") as file:
+        file.write(LedgerView.read(run / LEDGER).steps()[3].model_dump_json() + "\n")
+    assert order_problems(run) == ["an entry of step 3, expected one of step 4"]
 
 
 def test_a_malformed_line_is_named_and_the_rest_is_checked(run: Path) -> None:
@@ -424,13 +273,6 @@ def test_a_malformed_line_is_named_and_the_rest_is_checked(run: Path) -> None:
     assert found[-1].endswith("(rollouts, step 3, task rollout): the file is missing")
 
 
-def test_a_missing_ledger_is_named(run: Path) -> None:
-    (run / LEDGER).unlink()
-    assert [str(finding) for finding in findings(run)] == [
-        "error ledger.jsonl: cannot be read: No such file or directory"
-    ]
-
-
 # --- run.json ---
 
 
@@ -439,32 +281,6 @@ def test_an_edited_configuration_is_named_once_for_all_steps(run: Path) -> None:
     (found,) = findings(run)
     assert found.place == "run.json"
     assert "the records of steps 0-3 say" in found.problem
-
-
-def test_a_run_on_gpus_that_went_on_at_another_level_has_the_configuration_of_each_step(run: Path) -> None:
-    edit_json(run / "run.json", set_in("config", "training", "device", value="cuda"))
-    settings = json.loads((run / "run.json").read_bytes())["config"]
-    for step, level in enumerate(("exact", "exact", "tolerant", "tolerant")):
-        digest = config_digest(reload_config(settings, {"replay.level": level}))
-        forge(run, step, in_record(level=level, config_digest=digest))
-    assert [found for found in findings(run) if found.place == "run.json"] == []
-
-
-def test_a_configuration_that_cannot_be_read_is_named_and_digests_are_still_checked(run: Path) -> None:
-    edit_json(run / "run.json", set_in("config", "new_setting", value=1))
-    path_of(run, 3, "rollouts").unlink()
-    configuration, missing = findings(run)
-    assert str(configuration).startswith(
-        "error run.json: this version cannot read the configuration: run.json: config: new_setting: "
-    )
-    assert missing.problem == "the file is missing"
-
-
-def test_an_edited_code_version_of_the_run_is_named(run: Path) -> None:
-    edit_json(run / "run.json", set_in("code_version"))
-    (found,) = findings(run)
-    assert found.place == "ledger.jsonl:1"
-    assert found.problem.endswith("run.json says 0000000000000000")
 
 
 # --- checkpoints ---
@@ -489,13 +305,9 @@ def test_the_newest_checkpoint_must_be_there(run: Path) -> None:
     shutil.rmtree(run / "checkpoints/00003")
     (found,) = findings(run)
     assert str(found) == "error checkpoints/00003 (step 3): the folder is missing, and it is the newest checkpoint"
-    entry = LedgerView.read(run / LEDGER).checkpoints()[-1]
-    deletion = Deletion(
-        digest=entry.digest, uri=entry.uri, kind="checkpoint", size=1, step=3, reason="moved away", when="then"
-    )
-    log_deletions(run, [deletion])
+    with (run / LEDGER).open("a") as ledger:
+        ledger.write(RemovalEntry(steps=[3], when=1.0).model_dump_json() + "\n")
     assert findings(run) == []
-    assert "note checkpoints/00003 (step 3): removed (moved away, then)" in map(str, findings(run, "note"))
 
 
 def seal(run: Path, step: int, **fields: str) -> None:
@@ -510,41 +322,20 @@ def scale(file: Path, factor: float) -> dict[str, Tensor]:
     return scaled
 
 
-def change_moments(checkpoint: Path, change: Callable[[Tensor], Tensor]) -> None:
-    file = checkpoint / "optimiser.safetensors"
-    changed = {name: change(tensor).contiguous() for name, tensor in load_file(file).items()}
-    save_file(changed, file, metadata={"format": "pt"})
-
-
 def scale_all(checkpoint: Path) -> None:
     scale(checkpoint / "policy/model.safetensors", 2.0)
     digest = policy_digest(scale(checkpoint / "masters.safetensors", 2.0))
     edit_json(checkpoint / "trainer.json", lambda state: state.update(digest=digest))
 
 
-def claim_shards(checkpoint: Path) -> None:
-    (checkpoint / "masters.safetensors").unlink()
-    (checkpoint / "megatron").mkdir()
-    (checkpoint / "megatron/shard").write_bytes(b"")
-    edit_json(checkpoint / "trainer.json", lambda state: state.update(grid={}))
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda at: scale(at / "policy/model.safetensors", 0.0), "policy/model.safetensors: tensor "),
+        (lambda at: scale(at / "policy/model.safetensors", 0.0), "policy: tensor "),
         (lambda at: (at / "masters.safetensors").unlink(), "masters.safetensors: cannot be read"),
         (lambda at: (at / "masters.safetensors").write_bytes(b"garbled" * 9), "masters.safetensors: not a complete"),
         (lambda at: scale(at / "masters.safetensors", 2.0), "masters.safetensors: its weights have the digest "),
         (scale_all, "trainer.json: digest: "),
-        (claim_shards, "trainer.json: grid: "),
-        (lambda at: scale(at / "optimiser.safetensors", math.nan), "optimiser.safetensors: tensor "),
-        (lambda at: (at / "optimiser.safetensors").write_bytes(b""), "optimiser.safetensors: not a complete"),
-        (
-            lambda at: change_moments(at, lambda each: each[:1] if each.dim() else each),
-            "optimiser.safetensors: tensor ",
-        ),
-        (lambda at: change_moments(at, lambda each: each.half()), "optimiser.safetensors: tensor "),
         (lambda at: edit_json(at / "trainer.json", lambda state: state.update(version=2)), "trainer.json: version: 2"),
     ],
 )
@@ -555,13 +346,6 @@ def test_exchanged_weights_are_found_though_the_ledger_has_the_digest_of_their_f
     seal(run, 3)
     (found,) = findings(run)
     assert str(found).startswith(f"error checkpoints/00003 (step 3): {problem}")
-
-
-def test_weights_that_the_whole_checkpoint_and_its_line_agree_on_are_not_those_of_the_chain(run: Path) -> None:
-    scale_all(run / "checkpoints/00003")
-    seal(run, 3, weights_digest=json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"])
-    (found,) = findings(run)
-    assert str(found).startswith("error checkpoints/00003 (step 3): holds weights ")
 
 
 # --- what was done again ---
