@@ -189,8 +189,5 @@ def test_a_run_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
 def test_the_page_shows_what_is_printed(plan):
     page = (Path(__file__).parents[2] / "docs" / "guides" / "plan.md").read_text()
     command, shown = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("sh", "text"))
-    printed = "\n".join(plan(*command.split()[2:])[1]).split("\n\n")
     # One of the phases is enough.
-    blocks = shown.strip().split("\n\n")
-    assert len(blocks) == 3
-    assert [block for block in printed if block in blocks] == blocks
+    assert {*shown.splitlines()} <= {*plan(*command.split()[2:])[1]}
