@@ -370,7 +370,25 @@ def architecture_to_hf(
 
     Experts, the RMSNorm of Q and K, and the bias pick the class; Mistral without a window is Llama by another name.
     """
-    name = _class_of(arch)
+    assert not (arch.qkv_bias and arch.qk_norm), "no family has both a bias and norms of Q and K"
+    assert arch.qk_norm or arch.experts is None, "no family has experts and no norm of Q and K"
+    # An absent key means a window of 4096 tokens to Mistral's class.
+    name, specific = "LlamaForCausalLM", dict[str, Any](mlp_bias=False)
+    if arch.qk_norm or arch.qkv_bias:
+        name = "Qwen3ForCausalLM" if arch.qk_norm else "Qwen2ForCausalLM"
+        specific = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}
+    elif arch.family == "mistral":
+        name, specific = "MistralForCausalLM", {"sliding_window": None}
+    if (experts := arch.experts) is not None:
+        name = "Qwen3MoeForCausalLM"
+        specific |= {
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.intermediate_size,
+            "norm_topk_prob": experts.normalise_top_k,
+            "decoder_sparse_step": experts.sparse_step,
+            "mlp_only_layers": list(experts.dense_layers),
+        }
     scaling = None
     if (rope := arch.rope_scaling) is not None:
         scaling = {
@@ -399,7 +417,7 @@ def architecture_to_hf(
         # Qwen2's class always has the bias, and no key for it.
         **({} if arch.qkv_bias else {"attention_bias": False}),
         "attention_dropout": 0.0,
-        **_specific_to_hf(arch),
+        **specific,
         "tie_word_embeddings": arch.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": one_or_list(eos_ids),
@@ -410,39 +428,7 @@ def architecture_to_hf(
     }
 
 
-def _class_of(arch: Architecture) -> str:
-    assert not (arch.qkv_bias and arch.qk_norm), "no family has both a bias and norms of Q and K"
-    assert arch.qk_norm or arch.experts is None, "no family has experts and no norm of Q and K"
-    if arch.experts is not None:
-        return "Qwen3MoeForCausalLM"
-    if arch.qk_norm:
-        return "Qwen3ForCausalLM"
-    if arch.qkv_bias:
-        return "Qwen2ForCausalLM"
-    return "MistralForCausalLM" if arch.family == "mistral" else "LlamaForCausalLM"
-
-
-def _specific_to_hf(arch: Architecture) -> dict[str, Any]:
-    experts = {} if arch.experts is None else _experts_to_hf(arch.experts)
-    if arch.qk_norm or arch.qkv_bias:
-        window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": arch.num_layers}
-        return {**window, **experts}
-    # An absent key means a window of 4096 tokens to Mistral's class.
-    return {"sliding_window": None} if arch.family == "mistral" else {"mlp_bias": False}
-
-
 def one_or_list(ids: Collection[int]) -> int | list[int]:
     """End-of-sequence ids as Hugging Face writes them: one number, or a list of several."""
     ordered = sorted(ids)
     return ordered[0] if len(ordered) == 1 else ordered
-
-
-def _experts_to_hf(experts: Experts) -> dict[str, Any]:
-    return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalise_top_k,
-        "decoder_sparse_step": experts.sparse_step,
-        "mlp_only_layers": list(experts.dense_layers),
-    }
