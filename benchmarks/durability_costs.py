@@ -284,10 +284,7 @@ def resumption(config: RunConfig) -> dict[str, Any]:
     assert (redone, index) == (0, config.steps)
     return {
         "seconds": seconds,
-        "ledger_seconds": {
-            "ends": reading_seconds(LedgerView.glance, ledger),
-            "whole": reading_seconds(LedgerView.read, ledger),
-        },
+        "ledger_seconds": reading_seconds(LedgerView.read, ledger),
         "ledger_lines": ledger.read_bytes().count(b"\n"),
         "artifacts": sum(1 for path in (ledger.parent / "artifacts").glob("*/*")),
     }

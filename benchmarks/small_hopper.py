@@ -354,7 +354,7 @@ def seconds_by_task(run: RunData) -> dict[str, float]:
 def styles(view: RunView) -> dict[str, float]:
     """Sampled accuracy of each style of demonstration after the warm start."""
     ref = view.steps[START].artifacts["evaluation"]
-    content = json.loads(read_checked(view.folder / ref.uri, ref.digest, ref.size))
+    content = json.loads(read_checked(view.folder / ref.uri, ref.digest))
     return {row["style"]: row["accuracy"] for row in content.get("styles", [])}
 
 

@@ -16,7 +16,6 @@ from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.rollout.engine import sample_seed
 from fp8core.store.artifacts import RolloutShards
-from fp8core.store.tables import refuse_other_turns
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
@@ -77,7 +76,6 @@ def test_both_policies_are_equal_over_all_turns(name, request):
         assert metrics["alignment/logprob_abs_diff_max_turn_1"] == 0
         assert metrics["alignment/tokens_differing_turn_2_3"] == 0
         rollouts, turns = (run.store.get_table(run.ledger.artifacts(step)[name]) for name in ("rollouts", "turns"))
-        refuse_other_turns(rollouts, turns, "")
         assert pc.any(pc.invert(pc.list_flatten(rollouts["written"]))).as_py(), "no token of the environment"
         assert metrics["train/tokens"] == sum(sum(row) for row in rollouts["written"].to_pylist())
     assert main(["verify", str(run.folder)]) == 0

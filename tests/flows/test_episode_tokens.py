@@ -20,7 +20,6 @@ from fp8core.models.architecture import architecture_from_hf, parameter_shapes
 from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rollout.embedded import EmbeddedSession
-from fp8core.store.tables import refuse_other_turns
 
 HEAD, TAIL = '{"name": "calculate", "arguments": {"expression": "', '"}}'
 # Without a reward all groups would be left out, and both steps would have one policy.
@@ -135,7 +134,6 @@ def test_what_was_drawn_is_stored_and_trained_on_whatever_its_text_encodes_to(sp
     for step in (1, 2):
         artifacts = run.ledger.artifacts(step)
         rollouts, trained, turns = (run.store.get_table(artifacts[name]) for name in ("rollouts", "logprobs", "turns"))
-        refuse_other_turns(rollouts, turns, "")
         for row, scored in zip(rollouts.to_pylist(), trained.to_pylist(), strict=True):
             place = row["group"], row["sample"]
             said = [turn for turn in turns.to_pylist() if (turn["group"], turn["sample"]) == place and turn["turn"]]

@@ -1,4 +1,3 @@
-import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -6,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8core.config.capability import Node, this_node
+from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
@@ -18,7 +17,7 @@ from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import RolloutBatch, TokenBatch, length_mask, pad
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.run.build import build_base, build_engine, build_trainer
-from fp8core.run.checks.machine import check_engine, check_memory
+from fp8core.run.checks.machine import check_engine
 from fp8core.run.machine import engine_environment
 from fp8core.training.registry import packages_of
 
@@ -79,28 +78,6 @@ def test_trainer_and_engine_follow_the_contract():
 
 
 # --- refusals ---
-
-
-def test_a_warm_start_of_a_checkpoint_is_refused_before_it_is_looked_for(tmp_path):
-    config = load_config("tiny", {"architecture": None, "model": tmp_path / "nowhere"})
-    with pytest.raises(UserError, match=r"^warm_start on the chain task.s demonstrations is for a model from scratch"):
-        build_base(config)
-
-
-def test_from_scratch_only_the_chain_task_is_learnt():
-    config = load_config("tiny", {"warm_start": None, "data.source": "problems.jsonl"})
-    with pytest.raises(UserError, match=r"data\.source is problems\.jsonl; set model$"):
-        build_base(config)
-
-
-def test_a_checkpoint_that_is_not_there(gsm8k, tmp_path):
-    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / 'nowhere'))}: no such folder"):
-        build_base(gsm8k(model=tmp_path / "nowhere"))
-
-
-def test_more_bf16_layers_than_the_checkpoint_has(gsm8k):
-    with pytest.raises(UserError, match=r"= 5, but the model has 2 layers$"):
-        build_base(gsm8k(**{"precision.bf16_first_layers": 5}))
 
 
 # --- a checkpoint, all the way ---
@@ -193,16 +170,3 @@ def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
     for ask in (check_engine, engine_environment):
         with pytest.raises(UserError, match=r"^rollout.engine=vllm: vLLM is not installed; "):
             ask(config, this_node(packages_of(config)))
-
-
-HOPPER = Node("sm_90", 8, ("NVIDIA H200", 143_771 << 20), 1 << 41, {"vllm": "0.26.0"})
-
-
-def test_no_memory_is_asked_for_a_warm_start_that_is_over(loop_run):
-    """A run that has begun goes on where its warm start would not fit any more."""
-    ledger = loop_run("over", steps=1).ledger
-    warm = {"warm_start.demonstrations": "demonstrations.jsonl", "training.optimiser_state": "fp32"}
-    config, node = load_config("qwen3-aligned", {**warm, "training.lora": {}}), replace(HOPPER, gpus=1)
-    with pytest.raises(UserError, match=r"^memory: warm start on NVIDIA H200 needs "):
-        check_memory(config, node, None)
-    check_memory(config, node, ledger)

@@ -48,16 +48,6 @@ def test_a_stop_writes_the_policy_of_a_redo(lost):
     assert lost.ledger.checkpoints()[-1] == written
 
 
-def test_a_checkpoint_of_a_policy_that_was_replaced_is_written_again(lost, tmp_path):
-    with lost.opened(**TOLERANT) as run:
-        begin(run)
-    shutil.move(tmp_path / "away", lost.folder / "checkpoints" / "00004")
-    lost.resume(**TOLERANT)
-    assert [entry.step for entry in lost.ledger.checkpoints()] == [2, 4, 4]
-    with lost.opened(**TOLERANT) as run:
-        assert begin(run) == 0
-
-
 def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
     with lost.opened(**TOLERANT) as run:
         begin(run)
@@ -69,14 +59,3 @@ def test_gc_keeps_what_a_resume_goes_on_from(lost, tmp_path):
     lost.resume(steps=5, **TOLERANT)
     assert "00004: the checkpoint holds another policy than the run went on from" in lost.said
     assert lost.ledger.last_step() == 5
-
-
-def test_a_replay_misses_no_checkpoint_that_a_later_one_replaced(loop_run):
-    run = loop_run("pruned", checkpoint={"every": 1, "keep": 1})
-    assert [path.name for path in sorted((run.folder / "checkpoints").iterdir())] == ["00003", "00004"]
-    (verdict,) = run.replayed([3])
-    assert (verdict.outcome, run.said) == ("equal", "")
-    shutil.rmtree(run.folder / "checkpoints" / "00003")
-    (verdict,) = run.replayed([4])
-    assert verdict.outcome == "equal"
-    assert run.said.count("the checkpoint is missing") == 1

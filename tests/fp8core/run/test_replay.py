@@ -5,8 +5,7 @@ import tempfile
 
 import pytest
 
-from fp8core.errors import EngineLost, MemberLost, UserError
-from fp8core.run.execute import StepError
+from fp8core.errors import UserError
 from fp8core.store.artifacts import Ref
 from fp8core.store.ledger import RemovalEntry
 from fp8core.store.run_directory import RunDirectory
@@ -114,13 +113,6 @@ def test_other_code_libraries_and_hardware_are_named(run_copy, replayed):
     assert sorted(verdicts[0].causes[1]) == sorted(libraries)
 
 
-def test_a_step_whose_policy_cannot_be_restored_is_different_and_says_why(run_copy, replayed):
-    run_copy.change_rewards(3)
-    (verdict,) = replayed(run_copy, range(4, 5))
-    assert verdict.outcome == "different"
-    assert "on the way to this step: step 3, task train: redoing it gave next_policy" in verdict.difference[0]
-
-
 def test_a_tolerant_replay_compares_metrics_within_bounds(whole_run, replayed):
     tolerant = ("replay.level=tolerant", "training.learning_rate=1.001e-4")
     (verdict,) = replayed(whole_run, range(3, 4), *tolerant)
@@ -147,16 +139,6 @@ def test_damaged_files_are_put_back_only_when_that_was_asked_for(run_copy, repla
     assert mended == {(3, "rollouts"), (3, "metrics"), (4, "rollouts"), (4, "metrics")}
     assert run_copy.store.damage(manifest) is None
     assert run_copy.said.count("put back") == 5
-
-
-@pytest.mark.parametrize("kind", [MemberLost, EngineLost])
-def test_a_process_that_is_lost_is_no_verdict(whole_run, replayed, monkeypatch, kind):
-    def lose(run, index, inputs):
-        raise StepError(f"step {index}, task train: rank 1 ended") from kind("rank 1 ended: killed")
-
-    monkeypatch.setattr("fp8core.run.replay.iterate", lose)
-    with pytest.raises(UserError, match=r"^nothing was compared, as a process was lost: rank 1 ended"):
-        replayed(whole_run, range(3, 4))
 
 
 def test_what_cannot_be_replayed_is_refused(run_copy, replayed):

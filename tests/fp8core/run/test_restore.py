@@ -10,7 +10,6 @@ from fp8core.run.recompute import RedoError
 from fp8core.run.resume import history
 from fp8core.store.artifacts import RolloutShards
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import RedoEntry
 
 # Every artifact of an iteration, and a way to damage it.
 ARTIFACTS = {
@@ -148,19 +147,6 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(whole_run, run_copy, how
     assert f"{run_copy.folder}/checkpoints/00004: the checkpoint is damaged: digest" in run_copy.said
 
 
-@pytest.mark.parametrize(("before", "cut", "after"), [(2, 2, 3), (4, 3, 3)])
-def test_the_last_step_is_evaluated_and_it_alone_where_the_end_has_moved(loop_run, before, cut, after):
-    run = loop_run("moved", steps=2, **{"evaluation.every": 100})
-    run.resume(steps=before)
-    run.cut_after(cut, "evaluate")
-    run.resume(steps=after)
-    artifacts = {step: run.ledger.artifacts(step)["evaluation"] for step in range(cut, after + 1)}
-    assert {step: bool(run.store.get_json(ref)) for step, ref in artifacts.items()} == {
-        step: step == after for step in artifacts
-    }
-    assert run.records[after]["steps"] == after
-
-
 def test_a_step_whose_checkpoint_fails_is_done(run_copy, monkeypatch):
     class Noted(Execution):
         def __init__(self):
@@ -225,19 +211,6 @@ def test_a_tolerant_redo_of_the_step_that_was_cut_replaces_its_update(whole_run,
     found, expected = run_copy.ledger.artifacts(3), whole_run.ledger.artifacts(3)
     assert found == expected, "the later tasks found the update that was redone"
     assert run_copy.records[4]["weights_digest"] == whole_run.records[4]["weights_digest"]
-
-
-def test_a_checkpoint_of_the_line_that_was_left_is_not_loaded(run_copy):
-    run_copy.cut_after(4, "prompts")
-    stored = run_copy.ledger.artifacts(2)
-    other = {name: run_copy.ledger.artifacts(1)[name] for name in ("next_policy", "train_report")}
-    with (run_copy.folder / LEDGER).open("a") as file:
-        file.write(RedoEntry(step=2, task="train", outputs=other, code_version="0" * 64).model_dump_json() + "\n")
-    assert run_copy.ledger.effective_outputs(2)["next_policy"] != stored["next_policy"]
-    with run_copy.opened() as run:
-        begin(run)
-        assert run.directory.ledger.effective_outputs(2)["next_policy"] == stored["next_policy"]
-    assert "00002: the checkpoint holds another policy than the run went on from" in run_copy.said
 
 
 def test_a_damaged_shard_is_generated_again(whole_run, run_copy):

@@ -83,40 +83,6 @@ def test_completions_of_a_policy_that_was_replaced_begin_anew(loop_run, tmp_path
         assert again.ledger.effective_outputs(3)["next_stream"] == lost
 
 
-@pytest.mark.parametrize("last", ["train", "calibrate"])
-def test_in_turn_a_step_that_asks_the_engine_has_the_old_policy_after_a_kill(loop_run, tmp_path, last):
-    """It reads the old policy, and tasks that it does not come before are over."""
-    step = {"name": "look", "uses": "policy_step:look", "needs": ["policy", "scales"]}
-    settings = AHEAD | {"pipeline.ahead_tokens": 0, "training.learning_rate": 0.02}
-    whole = loop_run("in_turn", **settings, **{"pipeline.insert": [{"after": "train", "step": step}]})
-    run = copy_of(whole, tmp_path)
-    run.cut_after(3, last)
-    path = run.folder / LEDGER
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"step":3,"task":"look"' not in line))
-    run.resume()
-    assert run.records == whole.records
-
-
-def test_an_unverifiable_run_goes_on_with_a_policy_that_is_near(loop_run, tmp_path):
-    """Its bounds are statistical, so nothing begins anew."""
-    kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
-    run = copy_of(loop_run("near", **AHEAD, **kept, checkpoint={"every": 100, "keep": 1}), tmp_path)
-    cut_before(run, 4)
-    run.change_rewards(2)
-    run.resume()
-    assert [entry for step in range(5) for entry in run.ledger.redone(step)] == ["train", "train"]
-    assert len(run.records) == 5
-
-
-def test_a_replay_with_other_settings_scores_with_the_policies_that_wrote(loop_run, tmp_path):
-    """Without a checkpoint those are made again by updates, which the other settings are not for."""
-    run = loop_run("other_rate", **AHEAD, checkpoint={"every": 100, "keep": 1})
-    (verdict,) = run.replayed([4], "training.learning_rate=0.005")
-    assert verdict.outcome == "different"
-    assert verdict.difference[0].startswith("outputs.train.next_policy"), verdict.difference
-
-
 def test_a_replay_makes_nothing_again_that_was_removed(loop_run, capsys):
     """Policies that wrote tokens of a step are among what it needs."""
     from flows.cli import main
@@ -154,11 +120,3 @@ def test_a_data_file_with_other_problems_is_refused_before_a_command_starts_anyt
     assert "sums.jsonl: the problems are others than the run began with" in capsys.readouterr().err
     write(1)
     run.resume(steps=2)
-
-
-@pytest.mark.parametrize("mode", ["asynchronous", "one_step_off"])
-def test_a_replay_in_another_mode_is_refused_where_steps_hand_on_other_things(run_copy, mode, capsys):
-    from flows.cli import main
-
-    assert main(["replay", str(run_copy.folder), "--step", "3", "--set", f"pipeline.mode={mode}"]) == 2
-    assert "step 3 starts from what the run's own pipeline hands on" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fp8core.config.load import load_config
 from fp8core.errors import UserError
 from fp8core.store.run_directory import read_description
 
@@ -23,18 +22,3 @@ def test_an_extended_run_is_the_one_that_was_to_be_so_long(loop_run):
     longer = loop_run("longer", **SCHEDULE, steps=5, **{"training.learning_rate_schedule.over_steps": 3})
     assert rates(extended) == rates(longer) == pytest.approx([1e-4, 0.7e-4, 0.4e-4, 1e-5, 1e-5])
     assert extended.records[-1]["weights_digest"] == longer.records[-1]["weights_digest"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"steps": 5, "training.warmup_steps": 5}, f"{SETTING} 5 steps ends within training.warmup_steps=5"),
-        (
-            {"training.learning_rate_schedule.final_share": 0, "training.learning_rate_schedule.over_steps": 20},
-            f"{SETTING} 20 steps leaves nothing for steps up to 80, because final_share=0",
-        ),
-    ],
-)
-def test_a_schedule_that_teaches_nothing_is_refused(settings, problem):
-    with pytest.raises(UserError, match=problem):
-        load_config("tiny", {**SCHEDULE, **settings})

@@ -6,11 +6,6 @@ from fp8core.errors import UserError
 from fp8core.run.snapshot import RunSnapshot, scratch_folder
 
 
-def test_a_folder_without_run_json_is_no_run(tmp_path):
-    with pytest.raises(UserError, match=rf"^{tmp_path}: no run \(no run\.json\)$"):
-        RunSnapshot.read(tmp_path)
-
-
 def test_ranks_of_other_nodes_see_a_scratch_folder_beside_the_run(run_copy, tmp_path):
     one = RunSnapshot.read(run_copy.folder).config(1)
     settings = one.cluster.model_copy(update={"address": "auto"})

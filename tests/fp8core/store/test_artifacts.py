@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from fp8core.errors import UserError
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, RolloutShards, encode_table
+from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref, RolloutShards
 from fp8core.store.json_text import canonical_json
 
 
@@ -150,24 +150,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     assert store.get_json(store.put_json("notes", value)) == json.loads(json.dumps(value))
 
 
-def test_damage_says_what_is_wrong_and_another_store_can_put_it_back(tmp_path: Path) -> None:
-    ours, theirs = ArtifactStore(tmp_path / "ours"), ArtifactStore(tmp_path / "theirs")
-    ref = ours.put_json("notes", {"a": 1})
-    assert ours.damage(ref) is None
-    ours.path(ref).write_bytes(b"{}")
-    assert "content differs" in str(ours.damage(ref))
-    with pytest.raises(ArtifactError, match="the file is missing"):
-        ours.put_back(ref, theirs)
-    theirs.put_json("notes", {"a": 1})
-    ours.put_back(ref, theirs)
-    assert ours.get_json(ref) == {"a": 1}
-    theirs.path(ref).write_bytes(b'{"a":2}')
-    ours.path(ref).unlink()
-    with pytest.raises(ArtifactError, match="content differs: SHA-256"):
-        ours.put_back(ref, theirs)
-    assert not ours.path(ref).exists()
-
-
 def test_tensors_that_stay_in_their_file_are_those_that_were_stored(store: ArtifactStore) -> None:
     tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5)}
     ref = store.put_tensors("weights", tensors)
@@ -209,14 +191,6 @@ def test_shards_come_back_in_order_in_another_process_life(shards_folder: Path, 
     assert table["group"].to_pylist() == [number for number in order for _ in range(2)]
 
 
-def test_the_bytes_of_the_whole_do_not_tell_where_generation_was_cut(shards_folder: Path, group: Group) -> None:
-    for number in range(4):
-        RolloutShards(shards_folder).append(group(number))
-    assert encode_table(RolloutShards(shards_folder).read()) == encode_table(
-        pa.concat_tables([group(i) for i in range(4)])
-    )
-
-
 def test_shards_of_another_maker_are_removed(shards_folder: Path, group: Group) -> None:
     for number in range(2):
         RolloutShards(shards_folder, made_by="one").append(group(number))
@@ -233,16 +207,6 @@ def test_shards_of_another_maker_are_removed(shards_folder: Path, group: Group) 
     other.append(group(2))
     other.clear()
     assert not shards_folder.exists()
-
-
-def test_an_unfinished_shard_is_ignored(shards_folder: Path, group: Group) -> None:
-    shards = RolloutShards(shards_folder)
-    shards.append(group(0))
-    (committed,) = shards_folder.iterdir()
-    (shards_folder / f".{committed.name}.{'0' * 32}.tmp").write_bytes(committed.read_bytes()[:50])
-    table = shards.read()
-    assert table is not None
-    assert table.equals(group(0))
 
 
 def test_a_damaged_shard_is_named_and_discarded_and_the_others_stay(shards_folder: Path, group: Group) -> None:

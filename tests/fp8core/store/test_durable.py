@@ -12,7 +12,6 @@ from fp8core import durable
 from fp8core.durable import (
     append_durably,
     ensure_file,
-    file_digest,
     folder_digest,
     make_folder,
     read_lines,
@@ -118,13 +117,6 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "policy" / "large").write_bytes(b"abc" * 200_000)
     (tmp_path / "small").write_bytes(b"x")
     return tmp_path
-
-
-def test_a_file_is_digested_piece_by_piece(tree: Path) -> None:
-    read = list[int]()
-    assert file_digest(tree / "policy/large", read.append) == hashlib.sha256(b"abc" * 200_000).hexdigest()
-    assert len(read) > 1
-    assert sum(read) == 600_000
 
 
 def test_a_folder_is_digested_by_the_names_and_contents_of_its_files(tree: Path) -> None:

@@ -1,6 +1,5 @@
 """What may go from a run, on folders of small made-up files with real ledgers and manifests."""
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -99,21 +98,6 @@ def readable(folder: Path, step: int) -> set[str]:
         except ArtifactError:
             continue
     return found
-
-
-def test_a_damaged_manifest_is_read_from_its_second_copy(folder: Path) -> None:
-    """Of a kept step, whose inputs stay by what it names; without the copy nothing is removed."""
-    ledger, store = LedgerView.read(folder / LEDGER), ArtifactStore(folder)
-    ref = ledger.steps()[STEPS].manifest
-    whole = plan_removal(folder, KeepConfig(last=1))
-    (folder / "manifests").mkdir(exist_ok=True)
-    copy = folder / "manifests" / f"{STEPS:05d}.json"
-    copy.write_text(json.dumps(store.get_json(ref), indent=2))
-    (folder / ref.uri).write_bytes(b"{}")
-    assert plan_removal(folder, KeepConfig(last=1)) == whole
-    copy.unlink()
-    with pytest.raises(UserError, match=rf"^step {STEPS}: the manifest is lost: .*\.json: the file is missing"):
-        plan_removal(folder, KeepConfig(last=1))
 
 
 def gc(folder: Path, keep: KeepConfig | None) -> Removal:

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from fp8core.store.ledger import SegmentEntry, TaskEntry
-from fp8core.store.manifest import StepManifest, StepObservations, StepRecord, record_digest
+from fp8core.store.manifest import StepManifest, StepObservations, StepRecord
 from fp8core.store.run_directory import RunDescription
 from fp8core.store.run_view import Provenance, RunView
 
@@ -50,17 +50,3 @@ def test_what_changed_names_its_steps() -> None:
     for words in ("111111111111 (steps 0-1)", "222222222222 (steps 2)", "abc, with uncommitted changes (steps 2)"):
         assert words in text
     assert "process 2 on b" in text
-
-
-def test_the_same_as_json_has_whole_digests() -> None:
-    content = gathered().content(view())
-    assert content["seen"] == {
-        "level": {"exact": "0-2"},
-        "code": {"1" * 64: "0-1", "2" * 64: "2"},
-        "git": {"abc": "0-1", "abc, with uncommitted changes": "2"},
-        "machine": {"cpu processor, memory 3 GiB": "0-2"},
-        "libraries": {"torch 2": "0-2"},
-        "model revision": {"none": "0-2"},
-    }
-    assert content["segments"] == [entry.model_dump(exclude={"event"}) for entry in (FIRST, SECOND)]
-    assert content["last_record"] == record_digest(manifest(2, "2", {}))

@@ -17,7 +17,7 @@ from fp8core.run.verify import references, verified_bytes, verify
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.store.json_text import canonical_json
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import LedgerView, RedoEntry, RemovalEntry
+from fp8core.store.ledger import LedgerView, RemovalEntry
 from fp8core.store.manifest import StepManifest
 from fp8core.store.run_view import Finding, RunView
 
@@ -166,18 +166,6 @@ def test_a_damaged_artifact_is_named_with_kind_step_and_task(
     assert str(found).startswith(f"error {path.relative_to(run)} (rollouts, step 2, task rollout): {problem}")
 
 
-def test_two_swapped_artifacts_are_named_each_with_what_it_holds(run: Path) -> None:
-    one, two = path_of(run, 1, "rewards"), path_of(run, 2, "rewards")
-    content = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(content)
-    places = [str(path.relative_to(run)) for path in (one, two)]
-    assert [str(finding) for finding in findings(run)] == [
-        f"error {places[0]} (rewards, step 1, task reward): holds the content of {places[1]} (rewards, step 2)",
-        f"error {places[1]} (rewards, step 2, task reward): holds the content of {places[0]} (rewards, step 1)",
-    ]
-
-
 def test_what_gc_removed_is_a_note(run: Path) -> None:
     with (run / LEDGER).open("a") as ledger:
         ledger.write(RemovalEntry(steps=[1], when=1.0).model_dump_json() + "\n")
@@ -254,12 +242,6 @@ def test_a_missing_line_of_a_middle_step_is_named(run: Path) -> None:
     assert ("checkpoints/00002", "its step is not committed") in [
         (found.place, found.problem) for found in findings(run)
     ]
-
-
-def test_lines_that_go_back_are_named(run: Path) -> None:
-    with (run / LEDGER).open("a") as file:
-        file.write(LedgerView.read(run / LEDGER).steps()[3].model_dump_json() + "\n")
-    assert order_problems(run) == ["an entry of step 3, expected one of step 4"]
 
 
 def test_a_malformed_line_is_named_and_the_rest_is_checked(run: Path) -> None:
@@ -349,36 +331,3 @@ def test_exchanged_weights_are_found_though_the_ledger_has_the_digest_of_their_f
 
 
 # --- what was done again ---
-
-
-def redo(run: Path, step: int, weights_digest: str = ZEROS) -> Ref:
-    """Enter that redoing a step gave another policy; returns that policy."""
-    policy = ArtifactStore(run).put_json("policy", {"version": step, "weights_digest": weights_digest})
-    entry = RedoEntry(step=step, task="train", outputs={"next_policy": policy}, code_version=ZEROS)
-    lines = (run / LEDGER).read_text().splitlines(keepends=True)
-    last = next(i for i, line in enumerate(lines) if f'"event":"step","step":{step}' in line)
-    (run / LEDGER).write_text("".join([*lines[: last + 1], entry.model_dump_json() + "\n", *lines[last + 1 :]]))
-    return policy
-
-
-def test_inputs_that_a_redo_gave_are_noted(run: Path) -> None:
-    policy = redo(run, 2)
-    content = {"digest": policy.digest, "size": policy.size}
-    for task in ("rollout", "logprobs", "train"):
-        forge(run, 3, set_in("record", "inputs", task, "policy", value=content))
-    assert findings(run) == []
-    assert [finding.problem for finding in findings(run, "note")][:2] == [
-        "redone by code 0000000000000000 with another outcome, from which the run went on",
-        "goes on from what was redone: record.inputs.logprobs.policy, record.inputs.rollout.policy, "
-        "record.inputs.train.policy",
-    ]
-
-
-def test_a_checkpoint_of_what_a_redo_gave_is_accepted_and_its_policy_checked(run: Path) -> None:
-    scale_all(run / "checkpoints/00003")
-    made = json.loads((run / "checkpoints/00003/trainer.json").read_text())["digest"]
-    policy = redo(run, 3, made)
-    seal(run, 3, weights_digest=made)
-    assert findings(run) == []
-    (run / policy.uri).unlink()
-    assert [finding.place for finding in findings(run)] == [policy.uri, "checkpoints/00003"]
