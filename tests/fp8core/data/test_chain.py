@@ -5,10 +5,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from fp8core.config.data import ChainTaskConfig
-from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, completion, running_values
+from fp8core.data.chain import ALPHABET, EOS, OPERATIONS, ChainSource, running_values
 from fp8core.data.prompt import is_heldout
 from fp8core.errors import UserError
 from fp8core.rewards.verifier import ChainVerifier
@@ -36,13 +35,6 @@ def test_running_values(question: str, values: str) -> None:
     assert running_values(question) == values.split(",")
 
 
-def test_completions_of_both_styles() -> None:
-    assert completion("2*7*6+0+9=", "bare") == "#3$"
-    assert completion("2*7*6+0+9=", "step_by_step") == "4,4,4,3#3$"
-    assert completion("07*45-03=", "bare") == "#12$"
-    assert completion("07*45-03=", "step_by_step") == "15,12#12$"
-
-
 @pytest.mark.parametrize(("source", "digest"), [(FIVE, "164d23"), (RAGGED, "9e68b2")])
 def test_the_stream_of_a_seed_stays(source: ChainSource, digest: str) -> None:
     """Recorded runs are made again from their seeds: other questions for a seed are another task."""
@@ -59,17 +51,6 @@ def test_training_is_pure_and_never_held_out(step: int, count: int, seed: int) -
     assert len(problems) == count
     assert not any(is_heldout(problem.question) for problem in problems)
     assert all(problem.reference == running_values(problem.question)[-1] for problem in problems)
-
-
-def test_the_training_set_is_named_by_the_settings() -> None:
-    assert FIVE.training_set() == ChainSource(ChainTaskConfig()).training_set()
-    assert FIVE.training_set().rows is None
-    assert FIVE.training_set().digest != RAGGED.training_set().digest
-
-
-def test_steps_and_seeds_give_other_problems() -> None:
-    batches = [FIVE.training(step, 32, seed) for step in range(3) for seed in range(3)]
-    assert len({problem.prompt_id for batch in batches for problem in batch}) > 0.99 * 9 * 32
 
 
 def test_heldout_is_fixed_different_and_a_prefix_of_more() -> None:
@@ -94,15 +75,6 @@ def test_more_heldout_questions_than_can_be_found_are_refused_at_once() -> None:
         FIVE.heldout(1_000_000)
 
 
-def test_the_question_to_check_is_the_longest() -> None:
-    (longest,) = ChainSource(ChainTaskConfig(min_operands=3, max_operands=6)).to_check()
-    assert longest.question == "1+1+1+1+1+1="
-    assert longest.reference == "6"
-    (longest,) = WIDE.to_check()
-    assert longest.question == "*".join(["001"] * 12) + "="
-    assert longest.reference == "001"
-
-
 def test_numbers_below_the_modulus_have_all_its_digits() -> None:
     numbers, operations = Counter[str](), Counter[str]()
     for problem in WIDE.training(0, 3000, 0):
@@ -113,12 +85,6 @@ def test_numbers_below_the_modulus_have_all_its_digits() -> None:
     hundreds = Counter(number[0] for number in numbers.elements())
     assert all(abs(count * 10 / hundreds.total() - 1) < 0.1 for count in hundreds.values())
     assert abs(operations["*"] / operations.total() - 0.5) < 0.02
-
-
-@pytest.mark.parametrize("operations", ["", "/", "++", "+-*+", "+ "])
-def test_operations_are_some_of_three_each_once(operations: str) -> None:
-    with pytest.raises(ValidationError, match="operations"):
-        ChainTaskConfig(operations=operations)
 
 
 def test_operands_operations_and_lengths_are_uniform() -> None:

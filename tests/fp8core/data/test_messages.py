@@ -7,7 +7,7 @@ import pytest
 
 from fp8core.config.data import DataConfig
 from fp8core.config.load import load_config
-from fp8core.data.prompt import Message, encode_prompt, refuse_unread_turns
+from fp8core.data.prompt import encode_prompt, refuse_unread_turns
 from fp8core.data.source import problem_from_row
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -32,14 +32,6 @@ def test_turns_are_rendered_by_the_chat_template_and_the_template_goes_around_th
     )
     assert tokens == bpe_tokenizer.encode(text)
     assert json.loads(problem.columns) == {"unit": "apples", "tests": [1, {"a": None}]}
-
-
-def test_problems_are_told_apart_by_all_their_turns():
-    alone = problem_from_row({**ROW, "messages": TURNS[-1:]}, MESSAGES, "here")
-    after = problem_from_row(ROW, MESSAGES, "here")
-    assert alone.question == after.question == "How many?"
-    assert len({alone.prompt_id, after.prompt_id}) == len({alone.asked, after.asked}) == 2
-    assert after.before == tuple(Message(turn["role"], turn["content"]) for turn in TURNS[:3])
 
 
 @pytest.mark.parametrize(

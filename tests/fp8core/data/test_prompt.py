@@ -18,21 +18,9 @@ from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 from fp8core.run.checks.inputs import check_template_arguments
 
 
-def test_a_problem_is_named_by_its_question_alone() -> None:
-    assert problem("2+2=", "4").prompt_id == problem("2+2=", "5").prompt_id == "20243c49d24c4af1"
-    assert problem("2+3=", "4").prompt_id != problem("2+2=", "4").prompt_id
-
-
 def test_one_question_in_eight_is_held_out() -> None:
     share = np.mean([is_heldout(f"question {index}") for index in range(20_000)])
     assert abs(share - 1 / 8) < 0.01
-
-
-def test_generators_differ_by_seed_purpose_and_index() -> None:
-    keys = [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]
-    draws = {key: generator(*key).integers(0, 2**63) for key in keys}
-    assert len(set(draws.values())) == len(keys)
-    assert generator(0, "a", 0).integers(0, 2**63) == draws[0, "a", 0]
 
 
 def test_another_process_draws_and_holds_out_the_same() -> None:
@@ -96,19 +84,6 @@ def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_toke
     ]
 
 
-def test_the_chat_template_can_be_switched_off(bpe_tokenizer):
-    text, tokens = encode_prompt(TOM, gsm8k(**{"data.chat": False}), bpe_tokenizer, 512)
-    assert text == TOM.question
-    assert tokens == bpe_tokenizer.encode(TOM.question)
-
-
-def test_the_shipped_template_asks_for_the_answer_format(bpe_tokenizer):
-    config = load_config("gsm8k", {"model": "any"})
-    text, _ = encode_prompt(TOM, config, bpe_tokenizer, 512)
-    assert f"{TOM.question}\nThink step by step." in text
-    assert "#### answer" in text
-
-
 def test_a_plain_prompt_begins_with_the_tokenizers_first_token(with_bos):
     assert encode_prompt(problem("one two", ""), gsm8k(), with_bos(), 512) == ("one two", [0, 2, 3])
 
@@ -147,18 +122,6 @@ def test_a_prompt_that_does_not_fit_is_refused(characters, allowed, positions, f
         encode_prompt(asked, config, characters, positions)
 
 
-@pytest.mark.parametrize(("allowed", "positions"), [(6, 256), (512, 22)])
-def test_the_longest_prompt_fits(characters, allowed, positions):
-    config = load_config("tiny", {"data.max_prompt_tokens": allowed})
-    assert len(encode_prompt(problem("2*7-0=", "4"), config, characters, positions)[1]) == 6
-
-
-def test_a_prompt_that_was_read_is_named_with_its_place(characters):
-    asked = problem("2*7-0=", "4", "rows.jsonl:3")
-    with pytest.raises(UserError, match=r"^rows\.jsonl:3: prompt .* has 6 tokens.* or remove the row$"):
-        encode_prompt(asked, load_config("tiny", {"data.max_prompt_tokens": 5}), characters, 256)
-
-
 def test_a_short_prompt_with_a_character_that_has_no_token_is_refused_with_its_place(characters):
     asked = problem("é*7-0=", "4", "rows.jsonl:2")
     with pytest.raises(UserError, match=r"^rows\.jsonl:2: the tokenizer has no token for 'é'"):
@@ -171,24 +134,6 @@ def test_only_a_prompt_that_does_not_fit_is_too_long(characters, limit):
     refusal = pytest.raises(UserError, match="has 6 tokens") if limit < 6 else contextlib.nullcontext()
     with refusal:
         refuse_unfit(asked, config, characters, 256)
-
-
-def test_an_empty_prompt_is_refused(bpe_tokenizer):
-    with pytest.raises(UserError, match=r"\(''\) has 0 tokens; 1 to 384 fit"):
-        encode_prompt(problem("", "0"), gsm8k(**{"data.chat": False}), bpe_tokenizer, 512)
-
-
-def test_a_long_question_is_quoted_in_part(bpe_tokenizer):
-    asked = problem("How many apples? " * 100, "0")
-    with pytest.raises(UserError) as refused:
-        encode_prompt(asked, gsm8k(), bpe_tokenizer, 512)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 300
-
-
-def test_a_character_without_a_token_is_named(characters):
-    with pytest.raises(UserError, match="no token for 'x'"):
-        encode_prompt(problem("2*x=", "0"), load_config("tiny"), characters, 256)
 
 
 FORGED = [

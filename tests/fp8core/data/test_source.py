@@ -36,11 +36,6 @@ def rows_file(path: Path, first: int, last: int) -> str:
     return str(path)
 
 
-def test_a_file_with_its_own_heldout_rows(tmp_path: Path) -> None:
-    source = build_source(DataConfig(source=rows_file(tmp_path / "all.jsonl", 0, 80)), EvaluationConfig(prompts=5))
-    assert not set(source.heldout(5)) & set(source.training(0, 60, 0))
-
-
 def test_a_file_beside_a_heldout_file(tmp_path: Path) -> None:
     data = DataConfig(source=rows_file(tmp_path / "train.jsonl", 0, 20))
     evaluation = EvaluationConfig(source=rows_file(tmp_path / "test.jsonl", 15, 25), prompts=10)
@@ -321,16 +316,6 @@ def test_a_reference_that_is_no_answer(refused) -> None:
 
 def test_a_prompt_that_does_not_fit(refused) -> None:
     assert refused(question="What " * 3000, answer="#### 1").startswith("prompt ")
-
-
-def test_heldout_rows_are_checked_too(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
-    heldout = written(tmp_path / "test.jsonl", row_20={"question": "One more?", "answer": "no"})
-    with pytest.raises(UserError, match=r"test\.jsonl:20: reward\.verifier=integer"):
-        check(
-            written(tmp_path / "train.jsonl", row_1={"question": "Other?", "answer": "#### 1"}),
-            bpe_tokenizer,
-            **{"evaluation.source": str(heldout), "evaluation.prompts": 20},
-        )
 
 
 def test_the_longest_question_of_a_generated_task_must_fit() -> None:

@@ -119,10 +119,6 @@ def test_equal_wrong_answers_vote_together_and_silence_has_no_vote() -> None:
     assert silent.outcomes == {"right": 1, "unparsed": 1, "timeout": 1}
 
 
-def test_a_reward_below_one_is_not_right_whatever_it_pays() -> None:
-    assert score_prompt("p", [Verdict(0.5, "wrong", "half"), RIGHT], (1,)).measured == {"pass@1": 0.5}
-
-
 def test_paired_differences_cancel_what_prompts_share() -> None:
     hard, easy = [wrong("a")] * 3, [RIGHT] * 3
     base = measured(*[hard, easy] * 8)
@@ -141,16 +137,6 @@ def config(tmp_path):
     rows = [{"question": f"What is {n % 20} and 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config("gsm8k", {"model": "any", "data.source": str(tmp_path / "rows.jsonl"), "evaluation.prompts": 1})
-
-
-def test_every_question_is_asked_once_in_an_order_that_the_file_does_not_decide(config):
-    problems = all_problems(config, None)
-    assert len(problems) == 20
-    assert [row.prompt_id for row in problems] == sorted(row.prompt_id for row in problems)
-    assert {row.question: row.reference for row in problems}["What is 3 and 1?"] == "#### 4"
-    assert all_problems(config, 5) == problems[:5]
-    with pytest.raises(UserError, match=r"rows\.jsonl: prompts=21, but there are only 20 different questions"):
-        all_problems(config, 21)
 
 
 def test_heldout_problems_are_those_of_the_training(config):
