@@ -69,7 +69,7 @@ def _compared(view: RunView, links: Chain, head: Head, place: str) -> str | Find
         return Finding("error", "MLflow", f"{told}, this folder has {ours}: the run was rewritten", step=head.step)
     if head.step == last:
         return f"the same head in {place}"
-    return f"{place} holds an earlier one, {head}: it vouches for the steps up to {head.step}"
+    return f"{place} holds an earlier one, {head} of {last}: it vouches for the steps up to {head.step}"
 
 
 def _committed_since(view: RunView, head: Head) -> bool:
