@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.harness import PRECISIONS, Row, ended, provenance, start, table, training_command, write_rows
+from benchmarks.harness import Row, ended, provenance, start, table, training_command, write_rows
 from benchmarks.small_hopper import step_ledger_row, timed_steps
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
@@ -134,7 +134,7 @@ def mode_table(rows: Sequence[Row]) -> str:
     """One line a model, precision and mode: means over its seeds, and sums of tokens."""
     same = dict[tuple[str, ...], list[Row]]()
     for row in rows:
-        same.setdefault((row["model"], PRECISIONS[row["precision"]], row["mode"]), []).append(row)
+        same.setdefault((row["model"], "BF16" if row["precision"] == "bf16" else "FP8", row["mode"]), []).append(row)
     lines = []
     for case, seeds in same.items():
         means = (fmean(row["seconds"]["wall"] for row in seeds), fmean(row["staleness_mean"] for row in seeds))

@@ -175,8 +175,9 @@ def sglang_table(rows: Sequence[Row]) -> str:
     for row in (row for row in rows if row["kind"] == "rollout"):
         cell = f"Qwen3-8B, {row['requests']} x ({row['prompt']} + {row['generated']})"
         speeds.setdefault(cell, {})[row["case"]] = f"{row['tokens_per_s']:,.0f}"
-    lines = [[cell, *(found.get(case, "") for case in CASES)] for cell, found in speeds.items()]
-    return table(["tokens/s", *CASES.values()], lines)
+    measured = [case for case in CASES if any(case in found for found in speeds.values())]
+    lines = [[cell, *(found.get(case, "") for case in measured)] for cell, found in speeds.items()]
+    return table(["tokens/s", *(CASES[case] for case in measured)], lines)
 
 
 if __name__ == "__main__":
