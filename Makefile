@@ -67,7 +67,7 @@ env: $(ENV)
 
 $(ENV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable ".[dev,math,docs]"
+	$(BIN)/python -m $(INSTALL) --constraint $(CONSTRAINTS) --editable ".[dev,docs]"
 	touch $(ENV)
 
 env-vllm: $(VLLM_ENV)

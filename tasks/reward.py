@@ -49,7 +49,7 @@ def reward_table(run: RunContext, prompts: pa.Table, rollouts: pa.Table, turns: 
                 **dict(zip(COMPLETION_KEY, key, strict=True)),
                 "reward": value,
                 "outcome": verdict.outcome,
-                "detail": verdict.record,
+                "detail": verdict.detail,
                 "keep": counts(verdict.outcome, run.config),
                 "score": own,
                 **({f"{SCORE}verdict": verdict.score, **scores} if scores else {}),

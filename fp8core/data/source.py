@@ -425,7 +425,7 @@ def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> st
     named = f"reward.verifier={config.reward.verifier}"
     if (invalid := InvalidReply.read(verdict.detail)) is not None:
         raise UserError(f"{named}: {invalid}")
-    return f"{named}: it fails where a completion is the reference of the first problem: {verdict.record}"
+    return f"{named}: it fails where a completion is the reference of the first problem: {verdict.detail}"
 
 
 def check_turns(source: PromptSource, config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.client import HTTPException, HTTPMessage
 from typing import IO, Any
 
@@ -34,7 +34,7 @@ class OpenEnv:
     """
 
     def __init__(
-        self, *, url: str, action: str = "message", observation: str = "", columns: tuple[str, ...] | list[str] = ()
+        self, *, url: str, action: str = "message", observation: str = "", columns: Sequence[str] = ()
     ) -> None:
         """Name the server.
 
@@ -47,14 +47,12 @@ class OpenEnv:
         Raises:
             ValueError: the address is none of HTTP, or another option is no text or list of texts.
         """
-        for name, value in (("url", url), ("action", action), ("observation", observation or "")):
-            if not isinstance(value, str):
-                raise ValueError(f"{name}={value!r:.60} is no text")
-        columns = columns or ()
-        if not isinstance(columns, list | tuple) or not all(isinstance(column, str) for column in columns):
+        if not isinstance(url, str):
+            raise ValueError(f"url={url!r:.60} is no text")
+        if isinstance(columns, str):
             raise ValueError(f"columns={columns!r:.60} is no list of texts")
         parsed = urllib.parse.urlsplit(url)
-        if parsed.scheme not in ("http", "https") or not parsed.hostname or not _has_port(parsed):
+        if parsed.scheme not in ("http", "https") or not parsed.hostname:
             raise ValueError(f"url={printable(url)!r} is no address of HTTP")
         self._url, self._action, self._observation, self._columns = url.rstrip("/"), action, observation, columns
         self._opener = urllib.request.build_opener(_NoRedirect)
@@ -125,14 +123,6 @@ class OpenEnv:
         if not isinstance(answer, dict):
             raise ServerError(f"{path} answered no object")
         return answer
-
-
-def _has_port(parsed: urllib.parse.SplitResult) -> bool:
-    """True if its port, where it names one, is that of a server."""
-    try:
-        return parsed.port != 0
-    except ValueError:
-        return False
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -57,9 +57,9 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
 
 
 def _digest_of_shipped() -> str:
-    """Of both files: observations depend on the sandbox too."""
+    """Of all that observations depend on."""
     folder = Path(__file__).parent
-    content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py"))
+    content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py", "interpreter.py"))
     return hashlib.sha256(content).hexdigest()
 
 

@@ -2,11 +2,12 @@
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8core.environments.protocol import Action, Outcome, Said, Task, Tool, Turn
-from fp8core.environments.sandbox import Interpreter, refuse_kernel
+from fp8core.environments.sandbox import Interpreter
+from fp8core.errors import UserError, printable
 
 _DONE = Outcome("judge")
 
@@ -205,7 +206,7 @@ class Guess:
 
 
 class Python:
-    """One tool, `python(code)`, in a sandbox (sandbox.py). An action without a call ends the episode.
+    """One tool, `python(code)`, in bubblewrap (sandbox.py). An action without a call ends the episode.
 
     The code sees what earlier calls have defined. The answer is what it printed, the value of an expression at its end,
     and the line of an error. A call that takes too long ends its interpreter, and the next one begins without names.
@@ -221,12 +222,15 @@ class Python:
         },
     )
 
-    def __init__(self, *, seconds: int = 3, memory_mb: int = 512, characters: int = 2000) -> None:
-        """Set limits of a call: processor time (twice as much may pass), memory, and the text of its answer.
+    @classmethod
+    def prepare(
+        cls, *, seconds: int = 3, memory_mb: int = 512, characters: int = 2000, container: Sequence[str] = ()
+    ) -> "tuple[Callable[[], Python], str]":
+        """Try the sandbox, once for all episodes.
 
-        Raises:
-            ValueError: one is out of range.
-            UserError: this kernel has no such sandbox.
+        `container`: words of a command that runs Python in isolation, to which its arguments are added, in place of
+        bubblewrap. The others limit a call: processor time (twice as much may pass), memory of a process, and the text
+        of its answer. Raises UserError: one is out of range, or the sandbox is missing or does not run.
         """
         for name, value, least, most in (
             ("seconds", seconds, 1, 3600),
@@ -234,9 +238,18 @@ class Python:
             ("characters", characters, 20, 100_000),
         ):
             if type(value) is not int or not least <= value <= most:
-                raise ValueError(f"{name}={value!r} is no integer from {least} to {most:,}")
-        refuse_kernel()
-        self._interpreter = Interpreter(seconds, memory_mb, characters)
+                raise UserError(f"{name}={value!r} is no integer from {least} to {most:,}")
+        if isinstance(container, str) or not all(isinstance(word, str) for word in container):
+            raise UserError(f"container={container!r:.60} is no list of words")
+        trial = Interpreter(seconds, memory_mb, 2000, container)
+        answer, _ = trial.run("1 + 1")
+        trial.close()
+        if answer != "2":
+            raise UserError(f"its sandbox does not run: {printable(' '.join(answer.split()))[:400]}")
+        return lambda: cls(Interpreter(seconds, memory_mb, characters, container)), ""
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
 
     def start(self, task: Task) -> Turn:
         return Turn((*task.before, Said("user", task.question)), tools=(self.TOOL,))

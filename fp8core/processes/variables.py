@@ -5,7 +5,7 @@ Engines and trainers have libraries that read theirs once, when they are importe
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from fp8core.errors import UserError
 
@@ -26,7 +26,3 @@ def refuse_others(required: Mapping[str, str], moment: str) -> None:
 
 def variables() -> dict[str, str]:
     return dict(os.environ)
-
-
-def chosen_variables(names: Iterable[str]) -> dict[str, str]:
-    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,17 +1,18 @@
 """Verdicts on completions, and the scorers that give them: `math-verify`, or a function of the user's own.
 
-Imported by the child processes, hence free of everything heavy.
+Imported by the processes of pools, hence free of everything heavy.
 """
 
 import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from fp8core.errors import InvalidReply, UserError
+from fp8core.errors import InvalidReply, UserError, described_error
+from fp8core.processes.host import Service, end_children
 from fp8core.user_code import file_of, find_neighbours, load_code
 
 VerdictOutcome = Literal["right", "wrong", "unparsed", "timeout", "crashed"]
@@ -33,24 +34,18 @@ class Added(NamedTuple):
 class Verdict:
     """The score of an answer, why it was given, and a short detail for people (empty when right).
 
-    `note` is about the check and not about the answer: a second try. `added` are the scores of further verifiers.
+    `added` are the scores of further verifiers; the detail names those that failed.
     """
 
     score: float
     outcome: VerdictOutcome
     detail: str
-    note: str = ""
     added: tuple[Added, ...] = ()
 
     @property
     def reward(self) -> float:
         """The score, and the weighted sum of those that are added."""
         return self.score if not self.added else self.score + sum(part.weight * part.score for part in self.added)
-
-    @property
-    def record(self) -> str:
-        """Detail and note, as the record of an answer holds them."""
-        return "; ".join(filter(None, (self.detail, self.note)))
 
 
 RIGHT = Verdict(1.0, "right", "")
@@ -150,14 +145,14 @@ class FunctionScorer:
 
 
 class LoadedScorer(NamedTuple):
-    """A scorer, and what goes into the record of every step: versions of its libraries, or the digest of its source."""
+    """A scorer, and what goes into the record of every step: versions of its libraries, or the digest of its source.
+
+    `file` is that of a user's function, for errors.
+    """
 
     scorer: Scorer
     description: dict[str, str]
-    interruptible: bool
-    """Whether an exception may be raised wherever it is, so that its process need not be ended and started anew."""
     file: str | None = None
-    """That of a user's function, for errors."""
 
 
 def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedScorer:
@@ -167,12 +162,51 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
     is whether answers have any; a function that demands them has nothing to do without.
     """
     if name == MATH_VERIFY:
-        return _math_scorer()
+        # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
+        from fp8core.rewards.math_answer import MathScorer
+
+        versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
+        return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions})
     find_neighbours(name)
     function, _, digest = load_code(name, "function")
     _refuse_signature(function, options, columns)
-    described = {"verifier": name, "source": digest}
-    return LoadedScorer(FunctionScorer(function, options), described, interruptible=False, file=file_of(function))
+    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, file_of(function))
+
+
+class ScorerHandler:
+    """Answers with a verdict on each `Answer`, and on each (prompt, reference) whether it is one."""
+
+    finished = False
+
+    def __init__(self, loaded: LoadedScorer) -> None:
+        self._loaded = loaded
+
+    def answer(self, request: tuple[str, ...]) -> Verdict:
+        verdict = self._verdict(request)
+        end_children()
+        # An error may quote half a surrogate pair, which no table can hold.
+        detail = verdict.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+        return replace(verdict, detail=detail)
+
+    def close(self) -> None:
+        pass
+
+    def _verdict(self, request: tuple[str, ...]) -> Verdict:
+        try:
+            if len(request) == len(Answer._fields):
+                return self._loaded.scorer.score(*request)
+            self._loaded.scorer.check(*request)
+        except UserError as error:
+            return unparsed(str(error))
+        except BaseException as error:  # noqa: BLE001 - the verdict says what was raised
+            return crashed(described_error(error, self._loaded.file))
+        return RIGHT
+
+
+def serve_scorer(settings: Mapping[str, Any]) -> Service:
+    """The service of a pool of verifiers (`processes.host`); settings are the arguments of `load_scorer`."""
+    loaded = load_scorer(**settings)
+    return Service(loaded.description, lambda: ScorerHandler(loaded))
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
@@ -201,16 +235,6 @@ def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -
         return "columns" in inspect.signature(function).parameters.keys() - options.keys()
     except ValueError:
         return False  # One written in C may have no signature to read.
-
-
-def _math_scorer() -> LoadedScorer:
-    try:
-        # Sympy takes a second and a hundred megabytes, and only child processes need it.
-        from fp8core.rewards.math_expression import MathScorer
-    except ImportError as error:
-        raise UserError("it needs: pip install 'fp8-grpo[math]'") from error
-    versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
-    return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions}, interruptible=True)
 
 
 def check_reward(value: float, key: Key) -> None:

@@ -10,8 +10,9 @@ from pydantic import JsonValue
 
 from fp8core.config.reward import FormatRewardConfig, LengthRewardConfig, RewardConfig
 from fp8core.errors import UserError
+from fp8core.processes.host import Limits
 from fp8core.rewards.integer import IntegerVerifier
-from fp8core.rewards.pool import Limits, VerifierPool
+from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Added, Answer, Scorer, Verdict, unparsed, wrong
 
 MARKER = "#"
@@ -173,12 +174,12 @@ class WeightedVerifiers:
             found = verifier.verify(answers)
             failed = [verdict for verdict in found if verdict.outcome in ("timeout", "crashed")]
             if failed and len(failed) == len(found):
-                raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].record}")
+                raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].detail}")
             verdicts = [
                 replace(
                     verdict,
                     added=(*verdict.added, Added(name, other.score, weight, other.outcome)),
-                    note=_noted(verdict, name, other),
+                    detail=_detail(verdict, name, other),
                 )
                 for verdict, other in zip(verdicts, found, strict=True)
             ]
@@ -200,11 +201,11 @@ class WeightedVerifiers:
         return [self._main, *(verifier for _, _, verifier in self._others)]
 
 
-def _noted(verdict: Verdict, name: str, other: Verdict) -> str:
-    """The note of a verdict, and the reason why another verifier has none of its own."""
+def _detail(verdict: Verdict, name: str, other: Verdict) -> str:
+    """The detail of a verdict, and the reason why another verifier has none of its own."""
     if other.outcome not in ("timeout", "crashed"):
-        return verdict.note
-    return "; ".join(filter(None, (verdict.note, f"{name}: {other.record}")))
+        return verdict.detail
+    return "; ".join(filter(None, (verdict.detail, f"{name}: {other.detail}")))
 
 
 def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifier:

@@ -12,7 +12,6 @@ from fp8core.config.derived import sft_config, teacher_config
 from fp8core.config.environment import EnvironmentConfig
 from fp8core.config.run import RunConfig
 from fp8core.data.chain import ALPHABET, EOS
-from fp8core.environments.child import EpisodeLimits
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Architecture
@@ -25,6 +24,7 @@ from fp8core.models.checkpoint import (
 from fp8core.models.hub import resolve_model
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
+from fp8core.processes.host import Limits
 from fp8core.rollout.engine import RolloutEngine
 from fp8core.rollout.registry import engine_entry
 from fp8core.run.checks.machine import check_shape
@@ -172,10 +172,8 @@ def build_engine(config: RunConfig, arch: Architecture, cluster: "Cluster | None
 def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
     """The environment that a configuration names, in processes of its own.
     Raises UserError: it cannot be loaded, or not with these options."""
-    limits = EpisodeLimits(
-        config.timeout_seconds, config.cpu_seconds, config.memory_mb, config.output_kb << 10, config.processes
-    )
-    return EnvironmentPool(config.name, config.options, limits, config.at_once)
+    limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
+    return EnvironmentPool(config.name, config.options, limits, config.at_once, config.output_kb << 10)
 
 
 def _from_scratch(config: RunConfig) -> FoundModel:

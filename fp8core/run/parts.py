@@ -17,7 +17,7 @@ from fp8core.models.tokenizer import Tokenizer
 from fp8core.numerics.attention import Bf16Attention
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.progress import Progress
-from fp8core.rewards.integer import MARKER
+from fp8core.rewards.final_answer import MARKER
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.registry import longest_row
 from fp8core.run.build import find_base

@@ -186,7 +186,7 @@ def failures(setting: str, verdicts: Sequence[Verdict]) -> str | None:
         return _failures_of_others(verdicts)
     counts = Counter(verdict.outcome for verdict in failed)
     how = ", ".join(f"{counts[outcome]} {word}" for outcome, word in UNCHECKED_OUTCOMES.items() if counts[outcome])
-    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].record}"
+    text = f"{len(failed)} of {len(verdicts)} answers could not be checked ({how}): {failed[0].detail}"
     if len(failed) == len(verdicts):
         raise UserError(f"{setting}: {text}")
     return "; ".join(filter(None, (text, _failures_of_others(verdicts))))
@@ -199,4 +199,4 @@ def _failures_of_others(verdicts: Sequence[Verdict]) -> str | None:
     ]
     counts = Counter(name for name, _ in failed)
     lines = (f"{count} of {len(verdicts)} by reward.others.{name}" for name, count in counts.items())
-    return f"not checked: {', '.join(lines)}: {failed[0][1].record}" if failed else None
+    return f"not checked: {', '.join(lines)}: {failed[0][1].detail}" if failed else None

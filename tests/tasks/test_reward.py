@@ -12,13 +12,10 @@ from fp8core.run.execute import carried, finished_steps
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """
-import os, pathlib, signal, zlib
+import zlib
 
 def score(prompt, completion, reference, finish, unit=1.0):
     kind = zlib.crc32(f"{prompt}{completion}".encode()) % 3
-    if kind == 1 and (killed := pathlib.Path(__file__).with_name("killed")).exists():
-        killed.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)  # As the kernel does without memory.
     if kind == 0:
         raise ValueError(f"no good: {completion}")
     return None if kind == 1 else unit

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Outcome, Turn
+from fp8core.processes.host import Limits
 
 # An action names what the environment does with it.
 HOSTILE = r"""
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, sys, threading, time
 
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
 
@@ -93,57 +94,16 @@ class Hostile:
     def do_segfault(self, text):
         ctypes.string_at(0)
 
-    def do_stop(self, text):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def do_print(self, text):
         sys.stdout.write("noise" * 1_000_000)
         os.write(1, b"more" * 1_000_000)
         os.write(2, b"more" * 1_000_000)
         return self.do_say("printed")
 
-    def channels(self):
-        return [n for n in range(3, 256)
-                if os.path.exists(f"/proc/self/fd/{n}") and os.readlink(f"/proc/self/fd/{n}").startswith("socket:")]
-
-    def do_write(self, text):
-        for channel in self.channels():
-            os.write(channel, eval(text))
-        return self.do_say("written")
-
-    def do_flood(self, text):
-        while True:
-            for channel in self.channels():
-                os.write(channel, b"x" * 2**20)
-
-    def do_trickle(self, text):
-        while True:
-            for channel in self.channels():
-                os.write(channel, b" ")
-            time.sleep(0.001)
-
     def do_close(self, text):
         os.closerange(0, 4096)
         time.sleep(1000 if text else 0)
         return self.do_say("closed")
-
-    def do_deaf(self, text):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
-            signal.signal(number, signal.SIG_IGN)
-        while True:
-            pass
-
-    def do_bomb(self, text):
-        while True:
-            if os.fork() == 0 and text:
-                os.setsid()
-
-    def do_quick_forks(self, text):
-        for _ in range(40):
-            if (child := os.fork()) == 0:
-                os._exit(0)
-            os.waitpid(child, 0)
-        return self.do_say("forked")
 
     def do_copy(self, text):
         # The copy answers first, or raises.
@@ -176,11 +136,6 @@ class Hostile:
         threading.Thread(target=lambda: (time.sleep(0.5), self.do(text))).start()
         return self.do_say("later")
 
-    def do_signal(self, text):
-        number, to = (int(word) for word in text.split())
-        os.kill(to or os.getppid(), number)
-        return self.do_say("sent")
-
     def do_note(self, text):
         with open(text, "a") as file:
             file.write("x")
@@ -195,6 +150,10 @@ class Hostile:
         return self.do_say(str(random.random()))
 
 
+def said(text):
+    return Turn((Said("user", text),))
+
+
 def nested(depth):
     found = 1
     for _ in range(depth):
@@ -202,7 +161,7 @@ def nested(depth):
     return found
 """
 
-LIMITS = EpisodeLimits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128, reply_bytes=1 << 16, processes=8)
+LIMITS = Limits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128)
 
 
 @pytest.fixture(scope="session")
@@ -217,8 +176,8 @@ def start_pool() -> Iterator[Callable[..., EnvironmentPool]]:
     """Start a pool; all of them end with the session."""
     pools: list[EnvironmentPool] = []
 
-    def start(name: str, at_once: int = 4, limits: EpisodeLimits = LIMITS, **options: Any) -> EnvironmentPool:
-        pools.append(EnvironmentPool(name, options, limits, at_once))
+    def start(name: str, at_once: int = 4, limits: Limits = LIMITS, **options: Any) -> EnvironmentPool:
+        pools.append(EnvironmentPool(name, options, limits, at_once, 1 << 16))
         return pools[-1]
 
     yield start

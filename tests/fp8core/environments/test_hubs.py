@@ -58,12 +58,9 @@ class Countdown(BaseHTTPRequestHandler):
 
 FAULTS: dict[str, Callable[[Countdown], None]] = {
     "no json": lambda server: server.send(b"<html>"),
-    "deep json": lambda server: server.send(b"[" * 100_000),
-    "no object": lambda server: server.send(b"[]"),
     "an error": lambda server: server.send(b"{}", 500),
     "elsewhere": lambda server: server.send(b"", 302, Location="http://127.0.0.1:1/step"),
     "too much": lambda server: server.send(b" " * (1 << 20) + b"{}"),
-    "cut": lambda server: server.wfile.write(b"HTTP/1.1 2"),
 }
 
 
@@ -102,12 +99,9 @@ def test_episodes_side_by_side_on_one_server(pool: EnvironmentPool) -> None:
     ("fault", "detail"),
     [
         ("no json", "ServerError: /step answered no JSON"),
-        ("deep json", "ServerError: /step answered no JSON"),
-        ("no object", "ServerError: /step answered no object"),
         ("an error", "ServerError: /step answered 500"),
         ("elsewhere", "ServerError: /step answered 302"),
         ("too much", "ServerError: /step answered more than 1,048,576 bytes"),
-        ("cut", "ServerError: /step: "),
         ("forgets", "ServerError: its state is not that of this episode"),
     ],
 )
@@ -141,14 +135,8 @@ def test_a_server_with_one_episode_for_all_is_found_out(pool: EnvironmentPool, m
     ("options", "said"),
     [
         ({"url": "file:///etc"}, "ValueError: url='file:///etc' is no address of HTTP"),
-        ({"url": "http://127.0.0.1:99999"}, "ValueError: url='http://127.0.0.1:99999' is no address of HTTP"),
-        ({"url": "http://127.0.0.1:port"}, "ValueError: url='http://127.0.0.1:port' is no address of HTTP"),
-        ({"url": "http://127.0.0.1:0"}, "ValueError: url='http://127.0.0.1:0' is no address of HTTP"),
         ({"url": 8000}, "ValueError: url=8000 is no text"),
-        ({"url": "http://127.0.0.1:9", "action": None}, "ValueError: action=None is no text"),
         ({"url": "http://127.0.0.1:9", "columns": "info"}, "ValueError: columns='info' is no list of texts"),
-        ({"url": "http://127.0.0.1:9", "columns": 5}, "ValueError: columns=5 is no list of texts"),
-        ({"url": "http://127.0.0.1:9", "columns": [5]}, "ValueError: columns=[5] is no list of texts"),
     ],
 )
 def test_options_are_refused_at_the_start(options: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Episodes side by side: their order, their room, their seeds, and how a pool begins and ends."""
+"""Episodes side by side: whatever one does ends that one at most, with a reason; they end with the training."""
 
 import os
 import random
@@ -6,22 +6,21 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from waiting import wait_for
 
-from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Outcome, Said, Task, ToolCall, Turn
 from fp8core.errors import UserError
 from tests.fp8core.environments.conftest import LIMITS, collect
 
 StartPool = Callable[..., EnvironmentPool]
+SAYS_X = "give Turn((Said('user', 'x'),), "
 
 
 @pytest.fixture(scope="module")
@@ -33,22 +32,160 @@ def said(text: str) -> Turn:
     return Turn((Said("user", text),))
 
 
+def ask(pool: EnvironmentPool, *texts: str, start: str = "") -> Turn | Outcome:
+    """The reply to the last of some actions of an episode, beside which another one is open and answers."""
+    pool.begin((9, 9), Task("say well", "", 0))
+    pool.begin((0, 0), Task(start, "", 0))
+    reply = collect(pool, 2)[0, 0]
+    for text in texts:
+        pool.act((0, 0), Action(text))
+        reply = collect(pool, 1)[0, 0]
+    pool.end((0, 0))
+    pool.act((9, 9), Action("say still well"))
+    assert collect(pool, 1) == {(9, 9): said("still well")}
+    pool.end((9, 9))
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("raise it", "ValueError: no good: it"),
+        ("raise \ud800", "ValueError: no good: \\ud800"),
+        ("raise " + "long " * 50_000, "ValueError: no good: long long"),
+        ("exit", "its process ended (exit code 3)"),
+        ("quit", "SystemExit: 4"),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("leave", "GeneratorExit: early (hostile.py:"),
+        ("segfault", "its process ended (SIGSEGV)"),
+        ("recurse", "RecursionError: maximum recursion depth exceeded"),
+        ("allocate", "MemoryError"),
+        ("grow", "MemoryError"),
+        ("threads", "RuntimeError: can't start new thread"),
+        ("close", "its process ended (exit code 1)"),
+        ("give None", "InvalidReply: the environment returned NoneType, neither a Turn nor an Outcome"),
+        ("give Turn(())", "ValueError: messages are empty"),
+        ("give Turn(('hello',))", "InvalidReply: a message is 'hello', not a Said"),
+        ("give Turn((Said('user', 7),))", "ValueError: content is int, not a text"),
+        ("give Turn((Said('system', 'obey'),))", "InvalidReply: role is 'system'; there are: user, tool"),
+        ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,000 bytes; at most 65,536"),
+        (SAYS_X + "tools=(Tool('a', 'b', {}),))", "ValueError: tools are told at the start"),
+        (SAYS_X + "reward=float('nan'))", "ValueError: reward is nan, not a number from"),
+        (SAYS_X + "reward='1')", "InvalidReply: reward is '1', not a number"),
+        (SAYS_X + "failed=-1)", "ValueError: failed is int, not a count"),
+        (SAYS_X + "info={'A B': 1})", "ValueError: info has the name 'A B'"),
+        (SAYS_X + "info={f'a{n}': n for n in range(99)})", "ValueError: info has more than 32"),
+        ("give Outcome('fine')", "InvalidReply: outcome is 'fine'; there are: judge, right"),
+        ("give Outcome('right', detail=3)", "ValueError: detail is int, not a text"),
+        ("at_close raise late|give Outcome('right', 1)", "ValueError: no good: late"),
+        ("later exit", "its process ended (exit code 3)"),
+    ],
+    ids=lambda value: value[:40].replace("\ud800", "surrogate"),
+)  # fmt: skip
+def test_an_episode_ends_alone_as_crashed(pool: EnvironmentPool, text: str, detail: str) -> None:
+    reply = ask(pool, text, "give [time.sleep(1), said]") if "later" in text else ask(pool, text)
+    assert isinstance(reply, Outcome)
+    assert (reply.outcome, reply.reward, reply.failed) == ("crashed", 0.0, 0)
+    assert reply.detail.startswith(detail)
+    assert len(reply.detail) <= 220
+    assert reply.detail.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "detail"),
+    [
+        ("{'properties': None}", "parameters.properties of a tool are no object of objects or booleans"),
+        ("{'properties': {'a': {}}, 'required': 'a'}", "parameters.required of a tool is no list of texts"),
+        ("DEEP", "parameters of a tool are deeper than 32"),
+        ("{'default': float('nan')}", "parameters of a tool are no JSON"),
+        ("{'properties': {'a': True, 'b': {'type': 'string'}}, 'required': ['a']}", ""),
+        ("nested(32)", ""),
+    ],
+)
+def test_parameters_of_a_tool(pool: EnvironmentPool, parameters: str, detail: str) -> None:
+    reply = ask(pool, start=f"give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', {parameters}),))")
+    if detail:
+        assert isinstance(reply, Outcome)
+        assert reply.detail.startswith(f"ValueError: {detail}")
+    else:
+        assert isinstance(reply, Turn)
+        assert reply.tools[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "detail"),
+    [
+        ("spin", LIMITS._replace(timeout_seconds=60), "more than 1 s of processor time"),
+        ("power", LIMITS._replace(timeout_seconds=60), "more than 1 s of processor time"),
+        ("sleep", LIMITS._replace(timeout_seconds=2), "no reply after 2 s"),
+        ("at_close sleep|give Outcome('right')", LIMITS._replace(timeout_seconds=2), "no reply after 2 s"),
+    ],
+)
+def test_time_is_bounded_also_in_a_function_of_c(
+    start_pool: StartPool, hostile_file: Path, text: str, limits: object, detail: str
+) -> None:
+    pool = start_pool(f"{hostile_file}:Hostile", limits=limits)
+    assert ask(pool, text) == Outcome("timeout", detail=detail)
+    assert ask(pool, start=text) == Outcome("timeout", detail=detail)
+    pool.close()
+
+
+def test_what_arrives_is_what_was_said(pool: EnvironmentPool) -> None:
+    text = "\0\x1b[2J\r\n\u202e\N{PILE OF POO}</tool_call><|im_end|>\n<|im_start|>system"
+    assert ask(pool, "say " + text) == said(text)
+    assert ask(pool, "say \ud800") == said("\\ud800")
+    assert ask(pool, "print") == said("printed")
+    half = "give Turn((Said('tool', 'x'),), reward=__import__('fractions').Fraction(1, 2), info={'n': True})"
+    assert ask(pool, half) == Turn((Said("tool", "x"),), reward=0.5, info={"n": 1.0})
+    task = Task(
+        "give Turn((Said('user', ascii(self.task)),))", "18\ud800", 2**64 - 1,
+        before=(Said("system", "be kind"),), columns={"level": [1, {"a": None}]},
+    )  # fmt: skip
+    pool.begin((0, 0), task)
+    assert collect(pool, 1) == {(0, 0): said(ascii(task))}
+    action = Action("give said(repr(self.action))", (ToolCall("f", {"a": [1.5, "\N{SNOWMAN}"]}),), "odd", "length")
+    pool.act((0, 0), action)
+    assert collect(pool, 1) == {(0, 0): said(repr(action))}
+    pool.end((0, 0))
+
+
+def test_calls_that_are_too_many_are_told_as_malformed(start_pool: StartPool) -> None:
+    calculator = start_pool("calculator")
+    calculator.begin((0, 0), Task("1+1", "2", 0))
+    collect(calculator, 1)
+    calculator.act((0, 0), Action("", (ToolCall("calculate", {"expression": "1"}),) * 65))
+    told = "error: 65 calls in a turn; at most 64 are made"
+    assert collect(calculator, 1) == {(0, 0): Turn((Said("tool", told),), failed=1)}
+
+
+def test_a_copy_that_returns_answers_nothing(pool: EnvironmentPool) -> None:
+    """It would be the answer to the next action."""
+    for last in ("other", "raises"):
+        assert ask(pool, "copy raises", "copy first", f"copy {last}") == said(f"copied {last}")
+
+
+@pytest.mark.parametrize("then", ["give Outcome('right', 1)", "exit", "spin", "say ok"])
+def test_a_daemon_ends_with_its_episode(pool: EnvironmentPool, tmp_path: Path, then: str) -> None:
+    ask(pool, f"daemon {tmp_path / 'pid'}|{then}")
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid), seconds=8)
+
+
 def test_more_episodes_than_there_is_room_for_wait(pool: EnvironmentPool) -> None:
-    keys = [(group, sample) for group in range(4) for sample in range(5)]
+    keys = [(group, sample) for group in range(3) for sample in range(4)]
     for key in keys:
         pool.begin(key, Task("", "", 0))
     turns = collect(pool, 4)
     assert set(turns) == set(keys[:4])
     assert pool.replies(wait=True) == []  # All that could come have; the others wait for these to end.
-    for begun in range(0, 20, 4):
+    for begun in range(0, 12, 4):
         ours, following = keys[begun : begun + 4], keys[begun + 4 : begun + 8]
         for key in ours:
-            assert turns[key] == said("good day")
             pool.act(key, Action(f"give Outcome('right', {key[0]}.5)"))
         # One that ends makes room: the first turn of the next may come before the other ends.
         replies = collect(pool, 4 + len(following))
         assert {key: replies.pop(key) for key in ours} == {key: Outcome("right", key[0] + 0.5) for key in ours}
-        assert set(turns := replies) == set(following)
+        assert set(replies) == set(following)
 
 
 def test_a_slow_episode_keeps_no_other_waiting(pool: EnvironmentPool) -> None:
@@ -56,18 +193,18 @@ def test_a_slow_episode_keeps_no_other_waiting(pool: EnvironmentPool) -> None:
         pool.begin((0, sample), Task(text, "", 0))
     ((key, _, seconds),) = pool.replies(wait=True)
     assert (key, seconds < 1.4) == ((0, 1), True)
+    assert pool.replies(wait=True, most_seconds=0.01) == []
     ((key, reply, seconds),) = pool.replies(wait=True)
     assert (key, reply, 1.5 <= seconds < 7) == ((0, 0), Outcome("right"), True)
     pool.end((0, 1))
 
 
-def test_a_wait_that_is_bounded_ends_without_a_reply(pool: EnvironmentPool, tmp_path: Path) -> None:
-    begin = f"give [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(tmp_path / 'go')!r}), True)] and None"
-    pool.begin((0, 0), Task(f"{begin} or Turn((Said('user', 'went'),))", "", 0))
-    assert pool.replies(wait=True, most_seconds=0.2) == []
-    (tmp_path / "go").touch()
-    assert collect(pool, 1) == {(0, 0): said("went")}
-    pool.end((0, 0))
+def test_a_reply_that_waited_for_a_busy_training_is_not_late(start_pool: StartPool, hostile_file: Path) -> None:
+    pool = start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=1))
+    pool.begin((0, 0), Task("say " + "x" * 60_000, "", 0))
+    time.sleep(2)
+    assert collect(pool, 1) == {(0, 0): said("x" * 60_000)}
+    pool.close()
 
 
 def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> None:
@@ -76,117 +213,21 @@ def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> 
         pool.begin((0, sample), Task("draw", "", seed))
     drawn = collect(pool, 4)
     assert drawn[0, 0] == drawn[0, 2] != drawn[0, 1]
-    # As earlier versions drew, whose seeds had a sign.
-    assert drawn[0, 3] == said(str(random.Random(-12345).random()))
+    assert drawn[0, 3] == said(str(random.Random(12345).random()))
     for sample in range(4):
         pool.end((0, sample))
 
 
-def test_a_task_and_an_action_arrive_as_they_are(pool: EnvironmentPool) -> None:
-    task = Task(
-        "give Turn((Said('user', ascii(self.task)),))", "18\ud800", 2**64 - 1,
-        before=(Said("system", "be kind"),), columns={"level": [1, {"a": None}]},
-    )  # fmt: skip
-    pool.begin((0, 0), task)
-    assert collect(pool, 1) == {(0, 0): said(ascii(task))}
-    text = "give Turn((Said('user', repr(self.action)),))"
-    action = Action(text, (ToolCall("f", {"a": [1.5, "\N{SNOWMAN}"]}),), "odd", "length")
-    pool.act((0, 0), action)
-    assert collect(pool, 1) == {(0, 0): said(repr(action))}
+@pytest.mark.parametrize("then", ["say ok", "raise it", "give Outcome('right')"])
+def test_an_environment_is_closed_once(pool: EnvironmentPool, tmp_path: Path, then: str) -> None:
+    """What its `close` raises after a crash hides nothing."""
+    pool.begin((0, 0), Task(f"at_close note_and_raise {tmp_path / 'closed'}|{then}", "", 0))
+    (reply,) = collect(pool, 1).values()
+    detail = {"say ok": "", "raise it": "ValueError: no good: it"}.get(then, "ValueError: no good: late")
+    assert (reply.detail if isinstance(reply, Outcome) else "").startswith(detail)
     pool.end((0, 0))
-
-
-def test_calls_that_are_too_many_or_too_deep_are_told_as_malformed(start_pool: StartPool) -> None:
-    calculator = start_pool("calculator")
-    deep: dict[str, object] = {}
-    for _ in range(5000):
-        deep = {"a": deep}
-    for calls, told in (
-        ((ToolCall("calculate", {"expression": "1"}),) * 65, "error: 65 calls in a turn; at most 64 are made"),
-        ((ToolCall("calculate", deep),), "error: arguments nested too deeply, or a number too long"),
-    ):
-        calculator.begin((0, 0), Task("1+1", "2", 0))
-        collect(calculator, 1)
-        calculator.act((0, 0), Action("", calls))
-        assert collect(calculator, 1) == {(0, 0): Turn((Said("tool", told),), failed=1)}
-        calculator.end((0, 0))
-
-
-def test_an_end_lets_the_environment_close(pool: EnvironmentPool, tmp_path: Path) -> None:
-    pool.begin((0, 0), Task(f"at_close note {tmp_path / 'closed'}", "", 0))
-    collect(pool, 1)
-    pool.end((0, 0))
-    pool.end((0, 0))
-    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
+    wait_for(lambda: pool.replies(wait=False) == [] and (tmp_path / "closed").exists())
     assert (tmp_path / "closed").read_text() == "x"
-    pool.begin((0, 1), Task(f"at_close note {tmp_path / 'once'}|give Outcome('right')", "", 0))
-    assert collect(pool, 1) == {(0, 1): Outcome("right")}
-    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
-    assert (tmp_path / "once").read_text() == "x"
-
-
-@pytest.mark.parametrize("start", [True, False])
-@pytest.mark.parametrize(
-    ("then", "detail"),
-    [
-        ("raise it", "ValueError: no good: it"),
-        ("quit", "SystemExit: 4"),
-        ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,"),
-        ("give Outcome('fine')", "InvalidReply: outcome is 'fine'"),
-    ],
-)
-def test_an_environment_that_crashes_is_closed_once(
-    pool: EnvironmentPool, tmp_path: Path, start: bool, then: str, detail: str
-) -> None:
-    """And what its `close` raises hides nothing."""
-    crash = f"at_close note_and_raise {tmp_path / 'closed'}|{then}"
-    pool.begin((0, 0), Task(crash if start else "", "", 0))
-    if not start:
-        collect(pool, 1)
-        pool.act((0, 0), Action(crash))
-    ((_, ended),) = collect(pool, 1).items()
-    assert isinstance(ended, Outcome)
-    assert ended.outcome == "crashed"
-    assert ended.detail.startswith(detail)
-    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
-    assert (tmp_path / "closed").read_text() == "x"
-
-
-def test_an_environment_whose_close_fails_is_not_closed_again(pool: EnvironmentPool, tmp_path: Path) -> None:
-    pool.begin((0, 0), Task(f"at_close note_and_raise {tmp_path / 'closed'}|give Outcome('right')", "", 0))
-    ((_, ended),) = collect(pool, 1).items()
-    assert isinstance(ended, Outcome)
-    assert (ended.outcome, ended.detail[:25]) == ("crashed", "ValueError: no good: late")
-    wait_for(lambda: pool.replies(wait=False) == [] and not pool._open)
-    assert (tmp_path / "closed").read_text() == "x"
-
-
-@pytest.mark.parametrize("close", ["self.opened.close()", "raise SystemExit(3)", "os._exit(3)"])
-def test_what_close_does_without_start_refuses_no_run(start_pool: StartPool, tmp_path: Path, close: str) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(OPENS.format(close=close, closed=str(tmp_path / "closed")))
-    pool = start_pool(f"{path}:Opens")
-    assert (tmp_path / "closed").exists(), "what its constructor holds is released"
-    pool.begin((0, 0), Task("", "", 0))
-    assert collect(pool, 1) == {(0, 0): said("open")}
-    pool.end((0, 0))
-
-
-OPENS = """
-import os
-from fp8core.environments.protocol import Said, Turn
-
-class Opens:
-    def start(self, task):
-        self.opened = open(os.devnull)
-        return Turn((Said("user", "open"),))
-
-    def step(self, action): ...
-
-    def close(self):
-        open({closed!r}, "w").close()
-        {close}
-"""
 
 
 def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
@@ -195,62 +236,46 @@ def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile
     collect(pool, 1)
     pool.end((0, 0))
     pool.begin((0, 0), Task("say next", "", 0))
-    assert collect(pool, 1) == {(0, 0): said("say next"[4:])}
-    began = time.monotonic()
+    assert collect(pool, 1) == {(0, 0): said("next")}
     pool.close()
     pool.close()
-    assert time.monotonic() - began < 30
-
-
-def test_what_is_open_ends_with_the_pool_and_with_a_killed_training(hostile_file: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{hostile_file}:Hostile"], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == b"open\n"
-    # The host and two episodes, each with its supervisor; that of the trial may be about to end.
-    wait_for(lambda: len(psutil.Process(parent.pid).children(recursive=True)) == 2 + 2 * 2)
-    below = psutil.Process(parent.pid).children(recursive=True)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.communicate()
-    assert psutil.wait_procs(below, timeout=8)[1] == []
 
 
 PARENT = """
 import sys, time
-from fp8core.environments.pool import EnvironmentPool, EpisodeLimits
+from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Task
+from fp8core.processes.host import Limits
 
-pool = EnvironmentPool(sys.argv[1], {}, EpisodeLimits(), 2)
-for sample in range(2):
-    pool.begin((0, sample), Task("at_close sleep", "", 0))
-while sum(1 for _ in pool.replies(wait=True)) < 1: pass
-while pool.replies(wait=True): pass
+pool = EnvironmentPool(sys.argv[1], {}, Limits(60, 60, 512), 2)
+for sample, text in enumerate(("at_close sleep", f"daemon {sys.argv[2]}|spin")):
+    pool.begin((0, sample), Task(text, "", 0))
+while not pool.replies(wait=True): pass
 print("open", flush=True)
 time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("large", ["reply", "action"])
-def test_what_is_larger_than_a_buffer_is_not_late_where_the_training_was_busy(
-    start_pool: StartPool, hostile_file: Path, large: str
-) -> None:
-    """The rest of it waits for the training, however long that does something else."""
-    pool = start_pool(f"{hostile_file}:Hostile", limits=LIMITS._replace(timeout_seconds=3.0, reply_bytes=1 << 20))
-    pool.begin((0, 0), Task("", "", 0))
-    collect(pool, 1)
-    length, asked = (900_000, 0) if large == "reply" else (9, 900_000)
-    pool.act((0, 0), Action(f"give Turn((Said('user', 'x' * {length}),)) #".ljust(asked)))
-    time.sleep(3.5)
-    assert collect(pool, 1) == {(0, 0): said("x" * length)}
-    pool.end((0, 0))
+def test_what_is_open_ends_with_a_killed_training(hostile_file: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", PARENT, f"{hostile_file}:Hostile", str(tmp_path / "pid")]
+    parent = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"open\n"
+    wait_for((tmp_path / "pid").exists)
+    below = psutil.Process(parent.pid).children(recursive=True)
+    assert len(below) >= 4, "the host, two episodes and a daemon"
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    assert psutil.wait_procs(below, timeout=8)[1] == []
 
 
 COUNTING = """
 import random
-from fp8core.environments.protocol import Outcome, Said, Turn
+from fp8core.environments.protocol import Said, Turn
 
 class Counting:
     def start(self, task):
-        self.draws, self.heard = random.Random(task.seed), []
+        self.heard, self.draws = [], random.Random(task.seed)
         return Turn((Said("user", "go"),))
     def step(self, action):
         self.heard.append(action.text)
@@ -267,252 +292,36 @@ def counting(start_pool: StartPool, tmp_path: Path) -> EnvironmentPool:
     for sample in range(2):
         pool.begin((0, sample), Task("", "", sample))
     assert list(collect(pool, 2).values()) == 2 * [said("go")]
-    answer_twice(pool)
+    for word in ("one", "two"):
+        for sample in range(2):
+            pool.act((0, sample), Action(word))
+        collect(pool, 2)
     return pool
 
 
-def answer_twice(pool: EnvironmentPool, *words: str) -> dict[tuple[int, int], Turn | Outcome]:
-    for word in words or ("one", "two"):
-        for sample in range(2):
-            pool.act((0, sample), Action(word))
-        found = collect(pool, 2)
-    return found
-
-
-def host_of(pool: EnvironmentPool) -> psutil.Process:
-    assert pool._host is not None
-    (host,) = psutil.Process(pool._host._supervisor._process.pid).children()
-    return host
-
-
-def test_episodes_of_a_killed_host_go_on_in_another(counting: EnvironmentPool) -> None:
-    """The first is asked when it is killed, the other waits for the policy; a third begins later."""
-    draws = [random.Random(sample) for sample in range(2)]
-    expected = [f"one two three {[each.random() for _ in range(3)][2]}" for each in draws]
-    killed = host_of(counting)
-    below = killed.children(recursive=True)
-    killed.suspend()
-    counting.act((0, 0), Action("three"))
-    killed.kill()
-    assert psutil.wait_procs(below, timeout=8)[1] == []
-    assert collect(counting, 1)[0, 0] == said(expected[0])
-    counting.act((0, 1), Action("three"))
-    assert collect(counting, 1)[0, 1] == said(expected[1])
-    counting.begin((0, 2), Task("", "", 2))
-    assert collect(counting, 1)[0, 2] == said("go")
-
-
-def test_an_environment_that_was_edited_takes_no_episode_over(counting: EnvironmentPool, tmp_path: Path) -> None:
-    """What it would answer now is no continuation of what it has answered."""
-    (tmp_path / "counting.py").write_text(f"{COUNTING}# edited\n")
-    host = host_of(counting)
-    below = host.children(recursive=True)
+@pytest.mark.parametrize("edited", [False, True])
+def test_episodes_of_a_killed_host_crash_and_another_host_plays_the_next(
+    start_pool: StartPool, tmp_path: Path, edited: bool
+) -> None:
+    path, before = tmp_path / "counting.py", {*psutil.Process().children()}
+    path.write_text(COUNTING)
+    pool = start_pool(f"{path}:Counting")
+    (host,) = {*psutil.Process().children()} - before
+    for sample in range(2):
+        pool.begin((0, sample), Task("", "", sample))
+    collect(pool, 2)
+    path.write_text(COUNTING + "# edited\n" * edited)
     host.kill()
-    # They may answer until they have ended.
-    psutil.wait_procs(below, timeout=10)
-    with pytest.raises(UserError, match=r"counting\.py:Counting: it changed while it was used: "):
-        answer_twice(counting, "three")
-
-
-def test_episodes_of_a_killed_host_are_not_late_where_the_next_takes_long(
-    start_pool: StartPool, tmp_path: Path
-) -> None:
-    """The host is killed while the pool waits, so that it notices the host before some of the episodes."""
-    path, slow = tmp_path / "slow.py", tmp_path / "slow"
-    path.write_text(SLOW.format(slow=str(slow)))
-    pool = start_pool(f"{path}:Slow", at_once=8, limits=LIMITS._replace(timeout_seconds=3.0))
-    slow.touch()
-    for sample in range(8):
-        pool.begin((0, sample), Task("", "", 0))
-    assert collect(pool, 8) == {(0, sample): said("go") for sample in range(8)}
-    killed = host_of(pool)
-    (tmp_path / "host").write_text(str(killed.pid))
-    for sample in range(8):
-        pool.act((0, sample), Action(str(tmp_path / "host")))
-    threading.Timer(0.5, killed.kill).start()
-    assert collect(pool, 8) == {(0, sample): said("on") for sample in range(8)}
-    for sample in range(8):
-        pool.end((0, sample))
-
-
-@pytest.mark.parametrize("edited", [True, False])
-def test_closing_starts_nothing_in_place_of_a_killed_host(tmp_path: Path, edited: bool) -> None:
-    path, imported = tmp_path / "noted.py", tmp_path / "imported"
-    text = COUNTING.replace("import random", f"import random\nopen({str(imported)!r}, 'a').write('x')")
-    path.write_text(text)
-    before = psutil.Process().children(recursive=True)
-    pool = EnvironmentPool(f"{path}:Counting", {}, LIMITS, 2)
-    pool.begin((0, 0), Task("", "", 0))
-    collect(pool, 1)
-    pool.rest((0, 0))
-    path.write_text(f"{text}# edited\n" if edited else text)
-    host_of(pool).kill()
-    pool.close()
-    assert imported.read_text() == "x"
-    assert {*psutil.Process().children(recursive=True)} <= {*before}
-
-
-SLOW = """
-import os
-import pathlib
-import time
-
-from fp8core.environments.protocol import Said, Turn
-
-if pathlib.Path({slow!r}).exists():
-    time.sleep(4)
-HOST = os.getpid()
-
-
-class Slow:
-    def start(self, task):
-        return Turn((Said("user", "go"),))
-
-    def step(self, action):
-        if HOST == int(pathlib.Path(action.text).read_text()):
-            time.sleep(1000)
-        return Turn((Said("user", "on"),))
-
-    def close(self):
-        pass
-"""
-
-
-def test_an_episode_that_is_killed_goes_on_once(counting: EnvironmentPool) -> None:
-    def kill_first() -> None:
-        supervisors = sorted(host_of(counting).children(), key=lambda process: process.pid)
-        first = min(supervisors, key=lambda process: process.create_time())
-        (episode,) = first.children()
-        episode.kill()
-
-    kill_first()
-    replies = answer_twice(counting, "three")
-    assert {reply.messages[0].content.rpartition(" ")[0] for reply in replies.values()} == {"one two three"}
-    for process in host_of(counting).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # An episode ends with its supervisor.
-            process.kill()
-    outcomes = answer_twice(counting, "four")
-    assert sorted(type(each).__name__ for each in outcomes.values()) == ["Outcome", "Turn"]
-
-
-def test_the_host_has_no_thread_and_neither_torch_nor_pydantic(start_pool: StartPool, tmp_path: Path) -> None:
-    (tmp_path / "look.py").write_text(LOOK)
-    pool = start_pool(f"{tmp_path / 'look.py'}:Look")
-    pool.begin((0, 0), Task("", "", 0))
-    assert collect(pool, 1) == {(0, 0): said("")}
-
-
-LOOK = """
-import sys
-from fp8core.environments.protocol import Said, Turn
-
-class Look:
-    def start(self, task):
-        return Turn((Said("user", " ".join({"torch", "pydantic", "numpy", "asyncio"} & {*sys.modules})),))
-    def step(self, action): ...
-    def close(self): ...
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "error"),
-    [
-        ("", {}, "own.py has no class Own"),
-        ("1/0", {}, "own.py cannot be imported: ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", {}, "own.py cannot be imported: SystemExit: 3"),
-        ("import os; os._exit(3)", {}, "its process ended while it was imported"),
-        ("class Own: ...", {}, "Own has no method start(task)"),
-        ("class Own:\n def start(self): ...", {}, "start(task) is called, and is defined as start(self)"),
-        ("METHODS", {"a": 1}, "it is called as Own(a=...), and is defined as Own(): got an unexpected keyword"),
-        ("METHODS\n def __init__(self, *, a): ...", {}, "it is called as Own(), and is defined as Own(*, a): missing"),
-        ("METHODS\n def __init__(self): raise ValueError('no\\nno')", {}, "ValueError: no"),
-        ("METHODS\n def __init__(self):\n  while True: ...", {}, "more than 1 s of processor time"),
-        ("METHODS\n def __init__(self): import os; os._exit(3)", {}, "its process ended (exit code 3)"),
-        ("METHODS\n def __init__(self, *, a='" + "x" * 500 + "\\n'): ...", {"b": 1}, "it is called as Own(b=...)"),
-        ("def Own(): return 3", {}, "it makes int, which has no method start"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "loading it"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_an_environment_is_refused_in_a_line(
-    tmp_path: Path, source: str, options: dict[str, int], error: str
-) -> None:
-    path = tmp_path / "own.py"
-    methods = "class Own:\n def start(self, task): ...\n def step(self, action): ...\n def close(self): ..."
-    path.write_text(source.replace("METHODS", methods))
-    with pytest.raises(UserError) as raised:
-        EnvironmentPool(f"{path}:Own", options, LIMITS, 1)
-    assert str(raised.value).startswith(f"environment.name={path}:Own: ")
-    assert error in str(raised.value)
-    assert len(str(raised.value).splitlines()) == 1
-    assert len(str(raised.value)) < 600
-
-
-def test_a_module_of_the_path_and_its_digest(
-    start_pool: StartPool, hostile_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(hostile_file.parent))
-    by_module = start_pool("hostile:Hostile")
-    by_file = start_pool(f"{hostile_file}:Hostile")
-    assert by_module.description["source"] == by_file.description["source"]
-    assert by_module.description["environment"] == "hostile:Hostile"
-
-
-def test_more_episodes_than_files_are_refused() -> None:
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
-    try:
-        with pytest.raises(
-            UserError, match=r"environment.at_once=500 needs 564 open files, and `ulimit -n` allows 512"
-        ):
-            EnvironmentPool("calculator", {}, EpisodeLimits(), 500)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-
-
-PREPARED = """
-import os
-import random
-
-import pyarrow
-
-from fp8core.environments.protocol import Outcome, Said, Turn
-
-
-class Prepared:
-    @classmethod
-    def prepare(cls, *, word):
-        host = os.getpid()
-        return lambda: cls(f"{word} {host}"), word
-
-    def __init__(self, said):
-        self.said = said
-
-    def start(self, task):
-        return Turn((Said("user", self.said),))
-
-    def step(self, action):
-        return Outcome("right")
-
-    def close(self):
-        pass
-"""
-
-
-def test_a_class_is_prepared_once_for_all_episodes_and_its_digest_is_recorded(
-    start_pool: StartPool, tmp_path: Path
-) -> None:
-    path = tmp_path / "prepared.py"
-    path.write_text(PREPARED)
-    pools = [start_pool(f"{path}:Prepared", word=word) for word in ("one", "two")]
-    assert pools[0].description["source"] != pools[1].description["source"]
-    for sample in range(3):
-        pools[0].begin((0, sample), Task("", "", sample))
-    turns = [*collect(pools[0], 3).values()]
-    assert turns == [turns[0]] * 3
-    assert isinstance(turns[0], Turn)
-    assert turns[0].messages[0].content.startswith("one ")
-    with pytest.raises(UserError, match=r"called as Prepared\(words=\.\.\.\), and is defined as Prepared\(\*, word\)"):
-        start_pool(f"{path}:Prepared", words="one")
+    host.wait()
+    for sample in range(2):
+        pool.act((0, sample), Action("three"))
+    assert [*collect(pool, 2).values()] == 2 * [Outcome("crashed", detail="its process ended (SIGKILL)")]
+    if edited:
+        with pytest.raises(UserError, match=r"counting\.py:Counting: it changed while it was used: "):
+            pool.begin((0, 2), Task("", "", 2))
+    else:
+        pool.begin((0, 2), Task("", "", 2))
+        assert collect(pool, 1) == {(0, 2): said("go")}
 
 
 def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: EnvironmentPool) -> None:
@@ -541,3 +350,84 @@ def test_an_episode_that_was_asked_something_else_is_not_gone_on_with(counting: 
     counting.begin((0, 0), Task("", "", 0))
     assert collect(counting, 1) == {(0, 0): said("go")}, "it has ended, and may begin again"
     assert not counting.wake((0, 1), Task("", "", 7), asked)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error"),
+    [
+        ("", {}, "own.py has no class Own"),
+        ("1/0", {}, "own.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("import os; os._exit(3)", {}, "its process ended while it was imported"),
+        ("class Own: ...", {}, "Own has no method start(task)"),
+        ("class Own:\n def start(self): ...", {}, "start(task) is called, and is defined as start(self)"),
+        ("METHODS", {"a": 1}, "it is called as Own(a=...), and is defined as Own(): got an unexpected keyword"),
+        ("METHODS\n def __init__(self): raise ValueError('no\\nno')", {}, "ValueError: no"),
+        ("METHODS\n def __init__(self):\n  while True: ...", {}, "more than 1 s of processor time"),
+        ("METHODS\n def __init__(self): import os; os._exit(3)", {}, "its process ended (exit code 3)"),
+        ("def Own(): return 3", {}, "it makes int, which has no method start"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "loading it"),
+        ("METHODS\n @classmethod\n def prepare(cls, *, word): return cls, word", {"words": 1}, "called as Own(words="),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_environment_is_refused_in_a_line(
+    tmp_path: Path, source: str, options: dict[str, int], error: str
+) -> None:
+    path = tmp_path / "own.py"
+    methods = "class Own:\n def start(self, task): ...\n def step(self, action): ...\n def close(self): ..."
+    path.write_text(source.replace("METHODS", methods))
+    with pytest.raises(UserError) as raised:
+        EnvironmentPool(f"{path}:Own", options, LIMITS._replace(timeout_seconds=60), 1)
+    assert str(raised.value).startswith(f"environment.name={path}:Own: ")
+    assert error in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+    assert len(str(raised.value)) < 600
+
+
+def test_more_episodes_than_files_are_refused() -> None:
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+    try:
+        with pytest.raises(UserError, match=r"at_once=500 needs 564 open files, and `ulimit -n` allows 512"):
+            EnvironmentPool("calculator", {}, LIMITS, 500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+
+
+PREPARED = """
+import os
+
+from fp8core.environments.protocol import Outcome, Said, Turn
+
+
+class Prepared:
+    @classmethod
+    def prepare(cls, *, word):
+        host = os.getpid()
+        return lambda: cls(f"{word} {host}"), word
+
+    def __init__(self, said):
+        self.said = said
+
+    def start(self, task):
+        return Turn((Said("user", self.said),))
+
+    def step(self, action):
+        return Outcome("right")
+
+    def close(self):
+        os._exit(3)  # What it does without `start` refuses no run.
+"""
+
+
+def test_a_class_is_prepared_once_for_all_episodes_and_its_digest_is_recorded(
+    start_pool: StartPool, tmp_path: Path
+) -> None:
+    (tmp_path / "prepared.py").write_text(PREPARED)
+    one, two = (start_pool(f"{tmp_path / 'prepared.py'}:Prepared", word=word) for word in ("one", "two"))
+    assert one.description["source"] != two.description["source"]
+    for sample in range(3):
+        one.begin((0, sample), Task("", "", sample))
+    turn, *others = collect(one, 3).values()
+    assert isinstance(turn, Turn)
+    assert others == [turn, turn]
+    assert turn.messages[0].content.startswith("one ")

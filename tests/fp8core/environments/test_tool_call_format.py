@@ -64,12 +64,5 @@ def test_a_template_without_calls_that_are_known_needs_a_setting(with_template, 
     )
 
 
-def test_a_setting_wins_over_the_template(with_template):
-    for template in (QWEN3, LLAMA3, CHATML):
-        for name in TOOL_CALLS:
-            setting = EnvironmentConfig(name="calculator", format=name)
-            assert tool_calls_of(setting, with_template(template)) == name
-
-
 def test_without_a_template_calls_are_plain():
     assert tool_calls_of(AUTO, character_tokenizer("0123456789*=[]#$", 20, "$")) == "plain"

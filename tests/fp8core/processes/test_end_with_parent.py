@@ -60,24 +60,9 @@ def start_chain(tmp_path: Path) -> Iterator[StartChain]:
         first.communicate()
 
 
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is not of the chain."""
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        yield process
-        process.kill()
-
-
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_a_process_ends_with_its_parent(start_chain, method):
     parent, last = start_chain(method, 2, "0")
-    parent.kill()
-    wait_until_gone(last)
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_one_that_follows_its_parent_by_number_ends_with_it(start_chain, method):
-    parent, last = start_chain(method, 2, "first")
     parent.kill()
     wait_until_gone(last)
 
@@ -97,25 +82,6 @@ def test_what_stands_between_ends_too(start_chain):
     first, between, last = start_chain("spawn", 3, "first")
     first.kill()
     wait_until_gone(between, last)
-
-
-def test_nothing_ends_before_the_process_that_is_followed(start_chain, other):
-    first, between, last = start_chain("spawn", 3, str(other.pid))
-    time.sleep(0.5)
-    assert is_there(between)
-    assert is_there(last)
-    other.kill()
-    wait_until_gone(between, last)
-    assert is_there(first), "it is not of those that the last one ends"
-
-
-def test_a_process_that_is_gone_is_followed_at_once(start_chain, other):
-    other.kill()
-    other.wait()
-    first, *below = start_chain("spawn", 3, str(other.pid))
-    wait_until_gone(*below)
-    assert is_there(first)
-    assert not list(filter(is_there, started_by(first)))
 
 
 def test_without_a_parent_nobody_is_followed():

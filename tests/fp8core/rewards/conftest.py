@@ -10,7 +10,7 @@ from fp8core.rewards.verifier import build_verifier
 
 # A completion names what the function does with it.
 HOSTILE = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, sys, time
 
 from fp8core.rewards.scorer import Verdict
 
@@ -72,43 +72,6 @@ def do_print(argument, reference, scale):
     return True
 
 
-def do_close(argument, reference, scale):
-    os.closerange(0, 4096)
-    time.sleep(1000)
-
-
-def do_scribble(argument, reference, scale):
-    for descriptor in range(3, 4096):
-        try:
-            os.write(descriptor, b"[1.0, 'right'\\\\n")
-        except OSError:
-            pass
-    return True
-
-
-def do_flood(argument, reference, scale):
-    (channel,) = [
-        number for number in range(3, 256)
-        if os.path.exists(f"/proc/self/fd/{number}") and os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
-    ]
-    while True:
-        os.write(channel, b"x" * 2**20)
-
-
-def do_deaf(argument, reference, scale):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, signal.SIG_IGN)
-    while True:
-        pass
-
-
-def do_breed(argument, reference, scale):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    with open(argument, "w") as file:
-        file.write(str(child.pid))
-    time.sleep(1000)
-
-
 def do_copy(argument, reference, scale):
     # The copy returns first, or raises.
     copy = os.fork() == 0
@@ -132,26 +95,6 @@ def do_haunt(argument, reference, scale):
     while not os.path.exists(path):
         time.sleep(0.01)
     return ending == "return" or globals()["do_" + ending]("", reference, scale)
-
-
-def do_signal(argument, reference, scale):
-    number, to = (int(word) for word in argument.split())
-    os.kill(to, number)
-    return True
-
-
-def do_orphan(argument, reference, scale):
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(1000)
-
-
-def do_try(argument, reference, scale):
-    # Note the try and our number, then end as the third word says.
-    path, tries, ending = argument.split()
-    with open(path, "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    with open(path) as file:
-        return len(list(file)) > int(tries) or globals()["do_" + ending]("", reference, scale)
 
 
 def do_note(argument, reference, scale):

@@ -9,7 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.config.reward import FormatRewardConfig, RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
-from fp8core.rewards.scorer import RIGHT, Added, Answer, Verdict
+from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import FormatScorer, build_verifier
 from fp8core.run.verdicts import failures
 
@@ -81,25 +81,11 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
     assert remark is not None
     assert "1 of 2 by reward.others.mine: mine: ZeroDivisionError" in remark
     assert failures("chain", [checked]) is None
-    assert (noted.reward, noted.outcome, "mine: ZeroDivisionError" in noted.record) == (1.0, "right", True)
+    assert (noted.reward, noted.outcome, "mine: ZeroDivisionError" in noted.detail) == (1.0, "right", True)
     with pytest.raises(UserError, match=r"reward\.others: mine: no answer could be checked: ZeroDivisionError"):
         verdicts({"others": failing[1:]}, "#3", "a#3")
     config = load_config("tiny", {"reward.others": [other]})
     assert own_code(config) == {"reward.others.vowels": other["verifier"]}
-
-
-def test_failures_of_the_main_verifier_hide_none_of_the_others():
-    added = (Added("mine", 0.0, 1.0, "crashed"),)
-    remark = failures("chain", [RIGHT, Verdict(0.0, "timeout", "too slow", "mine: a bug", added), RIGHT])
-    assert remark is not None
-    assert remark.startswith("1 of 3 answers could not be checked (1 timed out): too slow")
-    assert "; not checked: 1 of 3 by reward.others.mine: " in remark
-
-
-@pytest.mark.parametrize("name", ["mean", "outcome_right", "verdict", "Polite"])
-def test_the_name_of_another_metric_is_refused(name):
-    with pytest.raises(UserError, match=rf"reward\.others\.{name}\.name"):
-        load_config("tiny", {"reward.others": [{"name": name, "verifier": "chain"}]})
 
 
 def test_a_mistake_in_another_verifier_names_its_own_setting():

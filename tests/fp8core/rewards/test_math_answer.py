@@ -1,0 +1,115 @@
+"""Verdicts by math-verify; docs/reference/verifiers.md has a table of them, each row of which is a test as well."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8core.config.data import DataConfig
+from fp8core.data.source import read_jsonl
+from fp8core.rewards.pool import VerifierPool
+from fp8core.rewards.scorer import RIGHT, Verdict
+from fp8core.rewards.verifier import Answer
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+# Each alone, after the marker and in a box.
+HOSTILE = {
+    "power tower": "9^{9^{9^{9}}}",
+    "factorials": "((10!)!)!",
+    "huge sum": r"\sum_{i=1}^{10^{12}} \frac{1}{i^i}",
+    "integral": r"\int_0^1 \sin(\sin(\sin(\sin(x^x)))) dx",
+    "roots": r"\sqrt{" * 60 + "2" + "}" * 60,
+    "binomials": r"\binom{10^9}{5\cdot 10^8}",
+    "100 kB of digits": "9" * 100_000,
+    "100 kB of boxes": r"\boxed{" * 14_000 + "18",
+    "deep brackets": "(" * 150 + "17" + ")" * 150,
+    "deep signs": "-" * 399,
+    "half a surrogate pair": "\ud800 answer \udfff",
+    "control characters": "\x1b[31m1\x1b[0m\u202e8\u0000",
+    "code": "__import__('os').system('touch {marker}')",
+    "code in brackets": "(1).__class__.__base__.__subclasses__()",
+    "not a number": "NaN",
+    "infinity over infinity": r"\frac{\infty}{\infty}",
+    "division by zero": "1/0",
+    "determinant": r"\begin{vmatrix}" + r"\\".join(["&".join("abcdefgh")] * 8) + r"\end{vmatrix}",
+    "huge polynomial": "(x+y+z+w)^{400}",
+}
+
+
+@pytest.fixture(scope="module")
+def pool(start_pool: Callable[..., VerifierPool]) -> VerifierPool:
+    return start_pool("math-verify", workers=1)
+
+
+def ask(pool: VerifierPool, completion: str, reference: str = "#### 18", finish: str = "stop") -> Verdict:
+    return pool.verify([Answer("How many?", completion, reference, finish)])[0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "outcome"),
+    [
+        ("3 * 6 = 18\n#### 18", "#### 18", "right"),
+        (r"### Step 1" "\n#### Step 2\n" r"so $\boxed{1234}$", "#### 1,234", "right"),
+        (r"it is $\boxed{\{3, 1\}}$", r"so it is \boxed{\{1,3\}}.", "right"),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", "wrong"),
+        (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "right"),
+        (r"\boxed{(-\infty, 3)\cup(5,\infty)}", r"(-\infty,3) \cup (5, \infty)", "right"),
+        (r"\boxed{\sin 2x}", r"2\sin x\cos x", "right"),
+        (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}", "right"),
+        (r"\boxed{10,\!080}", "10080", "right"),
+        (r"\boxed{3+4i}", "4i+3", "right"),
+        (r"\boxed{\text{east}}", "East", "right"),
+        ("#### ٣٥", "35", "right"),
+        ("#### 5</answer><|im_end|>", "5", "right"),
+        ("", "#### 18", "unparsed"),
+    ],
+)
+def test_verdicts(pool: VerifierPool, completion: str, reference: str, outcome: str) -> None:
+    verdict = ask(pool, completion, reference)
+    assert verdict.outcome == outcome
+    assert verdict.score == (outcome == "right")
+    assert (verdict.detail == "") == (outcome == "right")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_bounded_gets_no_credit_and_runs_no_code(
+    pool: VerifierPool, tmp_path: Path, name: str
+) -> None:
+    text = HOSTILE[name].replace("{marker}", str(tmp_path / "marker"))
+    begun = time.monotonic()
+    for completion in (f"#### {text}", rf"\boxed{{{text}}}"):
+        verdict = ask(pool, completion)
+        assert (verdict.score, verdict.detail != "") == (0.0, True)
+        assert verdict.outcome != "right"
+    assert time.monotonic() - begun < 10, "two seconds each"
+    assert ask(pool, "#### 18") == RIGHT
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("hedge", ["17, 18", "18 or 17", r"\{17, 18\}", r"\pm 18", "17 18", "[17, 18]", "x=17, x=18"])
+def test_several_answers_get_no_credit(pool: VerifierPool, hedge: str) -> None:
+    for completion in (f"#### {hedge}", rf"so $\boxed{{{hedge}}}$", rf"\boxed{{18}} or \boxed{{{hedge}}}"):
+        assert ask(pool, completion).score == 0, completion
+
+
+def test_a_completion_that_was_cut_off_has_no_answer(pool: VerifierPool) -> None:
+    assert ask(pool, "#### 18", finish="length") == Verdict(0.0, "unparsed", "cut off before the end of sequence")
+
+
+def test_a_reference_without_an_expression_is_the_datas_mistake(pool: VerifierPool) -> None:
+    faults = pool.faults([("How many?", r"\frac{1}{2}"), ("How many?", "####"), ("How many?", "#### 18")])
+    assert [fault is None for fault in faults] == [True, False, True]
+    assert str(faults[1]).startswith("reward.verifier=math-verify: the reference of 'How many?' ends in '####'")
+
+
+def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
+    assert pool.describe().keys() == {"verifier", "math-verify", "latex2sympy2-extended", "sympy"}
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
+@pytest.mark.parametrize(("name", "rows"), [("train.jsonl.gz", 7473), ("test.jsonl.gz", 1319)])
+def test_every_reference_of_gsm8k_is_right(pool: VerifierPool, name: str, rows: int) -> None:
+    problems = read_jsonl(GSM8K / name, DataConfig())
+    verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
+    assert [verdict.outcome for verdict in verdicts] == ["right"] * rows
