@@ -128,10 +128,15 @@ def measured_steps() -> dict[Path, str]:
 
 def config_sections(schema: Schema) -> str:
     """A table for each section, in the order of the schema, and then for each type that these tables name."""
-    sections = _sections(schema, schema["$defs"], "", ())
+    sections = list(_sections(schema, schema["$defs"], "", ()))
     parts = [_settings(f"## `{name}`" if name else "## Top level", section, schema) for name, section in sections]
     tables = "\n".join(filter(None, parts))
-    types = {name: each for name, each in schema["$defs"].items() if "properties" in each and f"`{name}`" in tables}
+    shown = [section for _, section in sections]
+    types = {
+        name: each
+        for name, each in schema["$defs"].items()
+        if "properties" in each and f"`{name}`" in tables and each not in shown
+    }
     return "\n".join([tables, *(_settings(f"## Values: `{name}`", each, schema) for name, each in types.items())])
 
 

@@ -67,7 +67,9 @@ class PipelineConfig(Section):
         le=1,
         description="Share of the completions that are scored again with the weights that wrote each token.",
     )
-    steps: list[StepConfig] = Field(min_length=1, description="Steps of an iteration, or changes of steps by name.")
+    steps: list[StepConfig] = Field(
+        min_length=1, description="Steps of an iteration, each as `pipeline.insert.step`; or changes of steps by name."
+    )
     carries: dict[str, str] = Field(
         default_factory=lambda: {"policy": "next_policy", "scales": "next_scales"},
         description="Artifact at the start -> artifact that replaces it at the end.",
