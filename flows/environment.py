@@ -315,11 +315,6 @@ def names_tracking_store() -> bool:
     return "MLFLOW_TRACKING_URI" in os.environ
 
 
-def naming_store(uri: str) -> dict[str, str]:
-    """Environment of a child whose MLflow store is `uri`: others can read a command line, and a password in it."""
-    return {**os.environ, "MLFLOW_TRACKING_URI": uri}
-
-
 def set_engine_variables(config: "RunConfig") -> None:
     """Set what the configuration's engine and trainer read; called before either is built.
 

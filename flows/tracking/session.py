@@ -1,8 +1,8 @@
 """One training in this process, from opening its folder to its final status in MLflow."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,11 +86,16 @@ def _published(run: RunContext, tracker: MlflowTracker) -> Iterator[Session]:
     except BaseException as error:
         if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
             mlflow.add_report(without_passwords(first_line(error)))
-        for publisher in session.publishers:
-            publisher.stop()
+        _all(publisher.stop for publisher in session.publishers)
         raise
-    for publisher in session.publishers:
-        publisher.close()
+    _all(publisher.close for publisher in session.publishers)
+
+
+def _all(ends: Iterable[Callable[[], None]]) -> None:
+    """Call each, also after one that raises: a thread that is not ended keeps the process."""
+    with ExitStack() as stack:
+        for end in ends:
+            stack.callback(end)
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> MlflowTracker:
