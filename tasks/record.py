@@ -52,27 +52,7 @@ from tasks.step import step
     },
     outputs={"metrics": "metrics"},
 )
-def record(
-    run: RunContext,
-    index: int,
-    options: NoOptions,
-    rollouts: Ref,
-    rewards: Ref,
-    logprobs: Ref,
-    train_report: Ref,
-    sync_report: Ref,
-    evaluation: Ref,
-    next_scales: Ref,
-    kv_statistics: Ref | None = None,
-    scales: Ref | None = None,
-    behaviour: Ref | None = None,
-    left: Ref | None = None,
-    next_stream: Ref | None = None,
-    schedule: Ref | None = None,
-    evictions: Ref | None = None,
-    turns: Ref | None = None,
-    learnt: Ref | None = None,
-) -> dict[str, Ref]:
+def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) -> dict[str, Ref]:
     """Everything in MLflow about the step but its timings.
 
     With `behaviour` both policies are compared where these log-probs are: of the versions that wrote the tokens. The
@@ -81,16 +61,16 @@ def record(
     """
     store = run.directory.store
     # Tokens are of one version where nothing may be stale, and the table has no column for it then.
-    versions = ["versions"] if behaviour is not None and run.config.pipeline.max_staleness else []
+    versions = ["versions"] if "behaviour" in artifacts and run.config.pipeline.max_staleness else []
     columns = [*COMPLETION_KEY, "tokens", "logprobs", "written", "finish", *versions]
-    completions = store.get_table(rollouts, columns)
-    rewarded, scored = store.get_table(rewards), store.get_table(logprobs)
-    learning = rewarded if learnt is None else store.get_table(learnt)
+    completions = store.get_table(artifacts["rollouts"], columns)
+    rewarded, scored = store.get_table(artifacts["rewards"]), store.get_table(artifacts["logprobs"])
+    learning = store.get_table(artifacts["learnt"]) if "learnt" in artifacts else rewarded
     written = padded(completions["written"], torch.bool, False)
     compared, against = compared_rows(run.config, index, written), scored
-    if behaviour is not None:
-        compared, against = behind(scored, store.get_table(behaviour))
-    played = None if turns is None else store.get_table(turns)
+    if "behaviour" in artifacts:
+        compared, against = behind(scored, store.get_table(artifacts["behaviour"]))
+    played = store.get_table(artifacts["turns"]) if "turns" in artifacts else None
     cap = named_correction(run.config.correction).rule.cap
     # On a busy host each of hundreds of short operations would wait until all threads have had their turn. That takes a
     # second for 200,000 tokens instead of 0.1.
@@ -99,28 +79,32 @@ def record(
             **reward_metrics(rewarded, run.config, played if turn_advantages_asked(run.config) else None),
             **rollout_metrics(completions, scored),
             **{f"alignment/{name}": value for name, value in mismatch(completions, against, compared, cap).items()},
-            **train_metrics(store.get_json(train_report)),
-            **({} if behaviour is None else age_metrics(completions, learning, scored, index - 1, run.config)),
-            **{f"sync/probe_{name}": value for name, value in store.get_json(sync_report)["probe"].items()},
-            **scale_metrics(store.get_json(next_scales)),
+            **train_metrics(store.get_json(artifacts["train_report"])),
+            **(age_metrics(completions, learning, scored, index - 1, run.config) if "behaviour" in artifacts else {}),
+            **{
+                f"sync/probe_{name}": value for name, value in store.get_json(artifacts["sync_report"])["probe"].items()
+            },
+            **scale_metrics(store.get_json(artifacts["next_scales"])),
         }
     if nameless := run.tokenizer.without_token(pc.list_flatten(completions["tokens"]).to_pylist()):
         metrics["rollout/ids_without_token"] = float(len(nameless))
     if played is not None:
         rows = {key: row for key, row in row_numbers(completions).items() if compared[row]}
         metrics |= turn_metrics(played, completions, against, rows)
-    if left is not None and next_stream is not None and schedule is not None and evictions is not None:
+    if "next_stream" in artifacts:
         columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
-        before, after = (store.get_table(ref, columns) for ref in (left, next_stream))
-        metrics |= stream_metrics(before, after, store.get_json(schedule)["chunks"], store.get_json(evictions))
-    if kv_statistics is not None:
-        statistics = store.get_json(kv_statistics)
+        before, after = (store.get_table(artifacts[name], columns) for name in ("left", "next_stream"))
+        metrics |= stream_metrics(
+            before, after, store.get_json(artifacts["schedule"])["chunks"], store.get_json(artifacts["evictions"])
+        )
+    if "kv_statistics" in artifacts:
+        statistics = store.get_json(artifacts["kv_statistics"])
         metrics["kv/saturated_share"] = statistics["saturated_share"]
-        if scales is not None:
-            metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, scales), statistics)
+        if "scales" in artifacts:
+            metrics["kv/lag_error"] = lag_error(run.config, read_scales(run, artifacts["scales"]), statistics)
     if unverifiable(run.config):
         metrics["rollout/unverifiable"] = 1.0
-    measured = store.get_json(evaluation)
+    measured = store.get_json(artifacts["evaluation"])
     if measured:
         metrics["reward/heldout_accuracy"] = measured["accuracy"]
         metrics["reward/heldout_length_mean"] = measured["length_mean"]

@@ -7,10 +7,8 @@ import torch
 
 from fp8core.alignment.bounds import ratio_holds_age
 from fp8core.config.steps import NoOptions
-from fp8core.errors import UserError
 from fp8core.rl.batch import RolloutBatch, padded
 from fp8core.rl.objective import row_advantages
-from fp8core.rl.user_loss import loss_source
 from fp8core.run.context import RunContext
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import compared_rows, stored_scores, trainer_of_policy
@@ -51,7 +49,7 @@ def train(
     table, signals = store.get_table(rollouts, UPDATE_COLUMNS), LearningSignals(rewards, reference, teacher, turns)
     batch, masking = update_batch(run, index, table, store.get_table(logprobs), signals)
     report = trainer.step(batch, run.config.rollout.temperature, read_scales(run, scales).layers)
-    return stored_update(run, index, report, masking, batch, table)
+    return stored_update(run, report, masking, batch, table)
 
 
 @step(
@@ -103,7 +101,7 @@ def train_scoring(
     if sampled:
         scored = replace(scored, logprobs=torch.where(batch.of_this_policy, batch.rollout_logprobs, scored.logprobs))
     learnt = batch if batch.old_logprobs is not None else replace(batch, old_logprobs=scored.logprobs)
-    return stored_update(run, index, report, masking, learnt, table) | stored_scores(run, version, table, scored)
+    return stored_update(run, report, masking, learnt, table) | stored_scores(run, version, table, scored)
 
 
 @dataclass(frozen=True)
@@ -130,32 +128,21 @@ def update_batch(
     if played is not None:
         batch = replace(batch, observed=observed_tokens(rollouts, played, batch.mask.shape[1]))
     taught = padded(store.get_table(signals.teacher)["logprobs"], torch.float32, 0.0) if signals.teacher else None
-    refuse_edited_loss(run)
     return replace(batch, teacher_logprobs=taught, draw=(run.config.seed, index)), masking
 
 
 def stored_update(
-    run: RunContext, index: int, report: TrainReport, masking: dict[str, float], batch: RolloutBatch, rollouts: pa.Table
+    run: RunContext, report: TrainReport, masking: dict[str, float], batch: RolloutBatch, rollouts: pa.Table
 ) -> dict[str, Ref]:
     """The next policy, the report of its update and the advantages that it used, as artifacts.
 
     `batch`: what was learnt from, with its old log-probs; its rows are those of the rollouts.
     """
     store, report = run.directory.store, replace(report, correction=report.correction | masking)
-    outputs = {
-        "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
-        "train_report": store.put_json("train_report", asdict(report)),
-    }
     values = pa.array(row_advantages(batch, run.config.loss, run.config.correction).numpy())
     columns = [*(rollouts[name] for name in COMPLETION_KEY), values]
-    outputs["advantages"] = store.put_table("advantages", pa.table(columns, schema=ADVANTAGES))
-    return outputs
-
-
-def refuse_edited_loss(run: RunContext) -> None:
-    """The trainer holds the loss that the run began with, and the record of the step names it.
-
-    Raises UserError: the user's file has changed since.
-    """
-    if run.loss_source is not None and loss_source(run.config.loss.policy) != run.loss_source:
-        raise UserError(f"loss.policy={run.config.loss.policy}: its file changed while the run uses it; start it again")
+    return {
+        "next_policy": store.put_json("policy", {"version": report.version, "weights_digest": report.digest}),
+        "train_report": store.put_json("train_report", asdict(report)),
+        "advantages": store.put_table("advantages", pa.table(columns, schema=ADVANTAGES)),
+    }

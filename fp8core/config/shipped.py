@@ -16,7 +16,6 @@ SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "g
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
 SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify")
 """Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""
-UPDATES: Final = ("tasks.train:train", "tasks.train:train_scoring")
 REFERENCE: Final = "tasks.reference:reference"
 TEACHER: Final = "tasks.teacher:teacher"
 FILTER: Final = "tasks.filter:filter"

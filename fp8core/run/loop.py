@@ -137,11 +137,9 @@ def begin(run: RunContext, execution: Execution = _IN_PROCESS) -> int:
     evaluation = stage("evaluate", lambda: start.first_evaluation(run, scales)).entry.outputs["evaluation"]
     if "stream" in run.graph.carries:
         stage("stream", lambda: start.first_stream(run))
-    committed = ledger.step(START) is not None
-    # A step 0 that an earlier version has committed stays as it is.
-    if compared_prompts(run.config) and (not committed or "precision_gap" in ledger.tasks(START)):
+    if compared_prompts(run.config):
         stage("precision_gap", lambda: start.precision_gap(run, scales, evaluation))
-    if not committed:
+    if ledger.step(START) is None:
         commit_step(run, START)
     with run.console.part("restoring the policy"):
         redone = restore(run)

@@ -1,16 +1,11 @@
 """Runs that generate ahead, and take the log-probs of the versions that wrote the tokens for the old ones."""
 
 import math
-from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 
 from fp8core.run.commit import stored_metrics
-from fp8core.run.execute import carried
-from fp8core.run.loop import begin, iterate
-from fp8core.training.micro_batch import MicroBatchTrainer
-from fp8core.training.trainer import LogprobError
 
 STEPS = range(1, 5)
 LOW, HIGH = 0.2, 0.28
@@ -92,21 +87,3 @@ def test_a_run_that_was_cut_and_a_replay_are_equal(sampled, copy_of, tmp_path, m
     run.resume()
     assert run.records == sampled.records
     assert [verdict.outcome for verdict in run.replayed([3])] == ["equal"]
-
-
-@pytest.mark.parametrize(("step", "origin"), [(1, "the rollout"), (3, "a pass")])
-def test_a_forward_that_learns_from_other_log_probs_fails_the_step(sampled, copy_of, monkeypatch, step, origin):
-    """Also where every token is of an older policy: a pass of the audited rows says what it must give."""
-    run = copy_of(sampled)
-    run.cut_after(step, "reward")
-    drawn = MicroBatchTrainer._score_drawn
-
-    def biased(*arguments):
-        found = drawn(*arguments)
-        return replace(found, logprobs=found.logprobs * 1.01) if found.logprobs.requires_grad else found
-
-    with run.opened() as live:
-        begin(live)
-        monkeypatch.setattr(MicroBatchTrainer, "_score_drawn", biased)
-        with pytest.raises(LogprobError, match=rf"^step {step}, task train: .*: {origin} gave the log-prob"):
-            iterate(live, step, carried(live, step))

@@ -16,25 +16,6 @@ from fp8core.store.tables import LOGPROBS, REWARDS, ROLLOUTS
 from tasks.filter import FilterOptions, filter, keep_informative
 from tasks.shape import ShapeOptions, shaped
 
-LATER = """
-from fp8core.environments.protocol import Outcome, Said, Turn
-
-class Later:
-    def start(self, task):
-        self._left = None
-        return Turn((Said("user", task.question),))
-
-    def step(self, action):
-        if self._left is not None:
-            return Outcome("wrong", reward=self._left)
-        earned = sum(action.text.encode()) % 2
-        self._left = 1.0 - earned
-        return Turn((Said("user", "1"),), reward=float(earned))
-
-    def close(self):
-        pass
-"""
-
 
 def rewards_table(*rows):
     """(group, reward, keep) per completion."""
@@ -163,25 +144,6 @@ def test_with_advantages_by_turn_a_signal_is_one_of_a_turn():
     assert kept(keep_informative(rewards, None, turns)) == batch.advantages.any(dim=1).tolist()
     assert kept(keep_informative(rewards, None)) == [False, False, True, True, False, False]
     assert reward_metrics(rewards, config, turns)["reward/groups_with_signal"] == 1 / 3
-
-
-def test_a_filter_reads_the_turns_of_a_run_whose_advantages_are_by_turn(loop_run, tmp_path):
-    (tmp_path / "later.py").write_text(LATER)
-    environment = {"name": f"{tmp_path / 'later.py'}:Later", "max_turns": 2, "turn_tokens": 3, "advantage": "turn"}
-    step = {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards", "turns"]}
-    run = loop_run(
-        "filtered",
-        **{"environment": environment, "rollout.max_new_tokens": 28, "rollout.group_size": 2, "steps": 1},
-        pipeline={"insert": [{"after": "reward", "step": step}], "rewire": {"train": {"rewards": "filtered"}}},
-    )
-    artifacts = run.ledger.artifacts(1)
-    rewards, turns, filtered = (run.store.get_table(artifacts[name]) for name in ("rewards", "turns", "filtered"))
-    assert {*rewards["reward"].to_pylist()} == {1.0}, "whole rewards have no signal"
-    earned = {(row["group"], row["sample"]): row["reward"] for row in turns.to_pylist() if row["turn"] == 1}
-    groups = rewards["group"].to_pylist()
-    assert kept(filtered) == [earned[group, 0] != earned[group, 1] for group in groups]
-    metrics = run.store.get_json(artifacts["metrics"])
-    assert metrics["reward/groups_with_signal"] == sum(kept(filtered)) / len(groups) > 0
 
 
 def test_shape_takes_the_linear_penalty_and_drops_what_was_cut_off():

@@ -8,7 +8,6 @@ import pytest
 
 from fp8core.errors import UserError
 from fp8core.run.commit import stored_metrics
-from fp8core.run.execute import carried, finished_steps
 
 # An answer of the untrained policy is noise; a hash decides.
 FUNCTION = """
@@ -67,24 +66,6 @@ def test_failures_are_told_and_a_step_goes_on(scored, tmp_path):
     assert f"rewards: {round(16 * crashed)} of 16 answers could not be checked (" in run.said
     assert "crashed): ValueError: no good: " in run.said
     assert "held-out prompts: " in run.said
-
-
-def test_a_changed_function_scores_the_open_step_anew(scored, function, tmp_path):
-    changing = copy_of(scored, tmp_path)
-    changing.resume(steps=4)
-    changing.cut_after(4, "reward")
-    with changing.opened(steps=4) as run:
-        assert "reward" in {planned.name for planned in finished_steps(run, 4, carried(run, 4))}
-    before = function.read_text()
-    function.write_text(f"{FUNCTION}\n# Changed.\n")
-    try:
-        with changing.opened(steps=4) as run:
-            assert finished_steps(run, 4, carried(run, 4)) == []
-        described = changing.records[-1]["executed"]["reward"]
-        changing.resume(steps=4)
-    finally:
-        function.write_text(before)
-    assert changing.records[-1]["executed"]["reward"] != described
 
 
 def test_a_step_in_which_nothing_can_be_checked_fails(loop_run, tmp_path):

@@ -13,7 +13,6 @@ from fp8core.run.loop import begin
 from fp8core.run.recompute import rewind_to
 from fp8core.run.scales import read_scales
 from fp8core.run.scoring import token_batch
-from fp8core.run.stream_writers import Part
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 
@@ -180,12 +179,3 @@ def test_what_an_engine_wrote_anew_never_follows_what_it_wrote_before(loop_run, 
     run.resume()
     assert_scored_as_sampled(run)
     assert [*verify(RunView.read(run.folder))] == []
-
-
-def test_of_what_was_written_anew_the_newest_counts():
-    old = Part(0, [1, 2, 3, 4], [0.0] * 4, "stop")
-    assert old.replaced(Part(2, [9], [0.5], "")) == Part(0, [1, 2, 9], [0.0, 0.0, 0.5], "")
-    assert old.replaced(Part(4, [9], [0.5], "")).tokens == [1, 2, 3, 4, 9]
-    for apart in (Part(5, [9], [0.5], ""), Part(0, [9], [0.5], "")):
-        assert old.replaced(apart) == apart
-    assert Part(3, [4], [0.0], "").replaced(Part(0, [9, 9, 9], [0.0] * 3, "")).tokens == [9, 9, 9]

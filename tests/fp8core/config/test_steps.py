@@ -91,14 +91,6 @@ def test_a_planned_step_has_its_ports_connected_and_its_options_validated() -> N
     assert names(graph.levels()[2]) == ["keep"]
 
 
-def test_steps_are_ready_when_their_inputs_are() -> None:
-    graph = graph_of()
-    assert names(graph.ready(set())) == ["rollout"]
-    assert names(graph.ready({"rollout"})) == ["reward", "logprobs"]
-    assert names(graph.ready({"rollout", "logprobs"})) == ["reward"]
-    assert graph.ready({step.name for step in graph.steps}) == []
-
-
 @given(st.permutations([step.model_dump(by_alias=True) for step in load_config(ITERATION).pipeline.steps]))
 def test_any_order_of_declaration_gives_an_order_that_can_run(steps: list[dict[str, Any]]) -> None:
     graph = check_pipeline(PipelineConfig.model_validate({"steps": steps}), CARRIED, resolve)
