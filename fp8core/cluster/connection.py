@@ -2,49 +2,37 @@
 
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayError, TaskUnschedulableError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fp8core.config.capability import Node, this_node
 from fp8core.config.cluster import ClusterConfig
 from fp8core.errors import HeadLost, UserError, first_line
-from fp8core.processes.variables import set_variables, variables
+from fp8core.processes.variables import set_variables
 
 _CONNECT_SECONDS = 5.0
-# For the head of a busy cluster. Ray itself would try for minutes to reach what is none.
-_STATUS_SECONDS = 10.0
+# For the import of Ray and the head of a busy cluster. Ray itself would try for minutes to reach what is none.
+_STATUS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
-# The import of Ray takes long on a busy machine, whatever the head does.
-_IMPORT_SECONDS = 60.0
-# `ray status`, with the address of its request on a line before. Neither module is documented (Ray 2.60), but
-# no public command shows when its request begins, nor the address behind `auto`.
-_STATUS = """\
-import sys
-from ray._private.services import canonicalize_bootstrap_address as found
-from ray.scripts.scripts import main
-print(found(sys.argv[-1]), flush=True)
-main()
-"""
-# The beginning of its last line for an answer of another server, or for none.
+# The beginning of the last line of `ray status` where another server answers, or none.
 _NO_HEAD = "ray.exceptions.RpcError"
 
-# Ray ends this process so long after its head has gone, and by default after a minute. Our error comes earlier, at
-# the next call of a member, which a slow verifier may hold back.
+# Ray ends this process so long after its head has gone, and by default after a minute. Our error comes earlier, while
+# the caller waits for a member.
 _RAY_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 _HEAD_SECONDS = 5.0
 _HEAD_CONNECT_SECONDS = 2.0
@@ -54,42 +42,25 @@ _HEAD_FAILURES = 5
 _joined: str | None = None
 
 
-class HeadWatch:
-    """Looks whether the head of a cluster still takes connections."""
+class Head:
+    """The head of a cluster, which may stop to take connections."""
 
-    def __init__(self, address: str | None, head: str) -> None:
+    def __init__(self, address: str | None, place: str) -> None:
         """The cluster's address in the configuration, and HOST:PORT of its head."""
-        host, _, port = head.rpartition(":")
+        host, _, port = place.rpartition(":")
         self._named, self._place = address, (host.strip("[]"), int(port))
-        self._failures, self._lost = 0, False
-        self._error: OSError | None = None
-        self._ended = threading.Event()
-
-    def begin(self) -> None:
-        """Look every few seconds beside the caller, who may make no call for minutes."""
-        threading.Thread(target=self._watch, daemon=True, name="head watch").start()
-
-    def end(self) -> None:
-        """Look no more; a second call does nothing."""
-        self._ended.set()
-
-    def look(self) -> None:
-        """Try a connection. The head is lost after several failures in turn."""
-        self._error = self.silence()
-        self._failures = 0 if self._error is None else self._failures + 1
-        self._lost = self._failures >= _HEAD_FAILURES
+        self._failures, self._due = 0, 0.0
 
     def check(self) -> None:
-        """Raises HeadLost: the head was found lost."""
-        if self._lost:
-            assert self._error is not None, "the last look has failed"
+        """Try a connection, every few seconds at most. Raises HeadLost: it failed several times in turn."""
+        if time.monotonic() < self._due:
+            return
+        error = self.silence()
+        self._due, self._failures = time.monotonic() + _HEAD_SECONDS, 0 if error is None else self._failures + 1
+        if self._failures >= _HEAD_FAILURES:
+            assert error is not None, "the last look has failed"
             place = f"cluster.address={self._named}: its head at {':'.join(map(str, self._place))}"
-            why = f"does not answer ({first_line(self._error)}); `fp8-grpo resume` continues the run"
-            raise HeadLost(f"{place} {why}") from self._error
-
-    def _watch(self) -> None:
-        while not self._lost and not self._ended.wait(_HEAD_SECONDS):
-            self.look()
+            raise HeadLost(f"{place} does not answer ({first_line(error)}); `fp8-grpo resume` continues the run")
 
     def silence(self) -> OSError | None:
         """The error of a connection now; None where the head answers."""
@@ -171,33 +142,15 @@ def _refuse_others(address: str, named: str) -> None:
 
     Another failure of it (versions differ, a token is wanted) is told better by `ray.init`.
     """
-    command = [sys.executable, "-P", "-c", _STATUS, "status", "--address", address]
-    asked_at = ""
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said) as asked,
-    ):
-        assert asked.stdout is not None
-        try:
-            if not select.select([asked.stdout], [], [], _IMPORT_SECONDS)[0]:
-                raise UserError(f"{named}: `ray status` has not begun within {_IMPORT_SECONDS:g} s; is Ray whole?")
-            asked_at = asked.stdout.readline().decode(errors="replace").strip()
-            asked.communicate(timeout=_STATUS_SECONDS)
-        except subprocess.TimeoutExpired:
-            why = f"it did not answer as a Ray head within {_STATUS_SECONDS:g} s"
-        else:
-            said.seek(0)
-            # Other servers of Ray know no such request.
-            if asked.returncode == 0 or not last_line(said.read().decode(errors="replace")).startswith(_NO_HEAD):
-                return
-            why = "it did not answer `ray status` as a Ray head"
-        finally:
-            asked.kill()
-    if address == "auto":
-        # Perhaps of a head that has crashed, and is still the last one that was started here.
-        origin = " (RAY_ADDRESS)" if variables().get("RAY_ADDRESS") else ""
-        why = f"no running cluster answers; {asked_at}{origin} was tried"
-    raise UserError(f"{named}: {why}")
+    command = [str(Path(sys.executable).with_name("ray")), "status", "--address", address]
+    try:
+        asked = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_STATUS_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{named}: no Ray head answers there within {_STATUS_SECONDS:g} s") from error
+    if asked.returncode != 0 and last_line(asked.stderr).startswith(_NO_HEAD):
+        raise UserError(f"{named}: no Ray head answers there")
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:
@@ -223,28 +176,20 @@ def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, pa
 @lru_cache(maxsize=1)
 def _told(cluster: str, job: str, unit: str, seconds: float, packages: tuple[str, ...]) -> Node:
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(unit, 0) >= 1]
-    gone = None
-    for node in sorted(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
-        # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
-        # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
-        ask: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        )
-        where = f"cluster: {node['NodeManagerAddress']}"
-        try:
-            found: Node = ray.get(ask.remote(packages), timeout=seconds)
-        except (TaskUnschedulableError, NodeDiedError) as error:
-            # It has ended: Ray lists it until some heartbeats are missing.
-            gone = UserError(f"{where} is gone: {first_line(error)}")
-            continue
-        except OutOfMemoryError as error:
-            gone = UserError(f"{where} has no memory left: {first_line(error)}")
-            continue
-        except RayError as error:
-            raise UserError(f"{where} cannot run this program: {last_line(str(error))}") from error
-        return found
-    assert gone is not None, "the size was checked: there was a node"
-    raise gone
+    node = min(able, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+    # It takes no place, so that others may compute meanwhile, and sees every GPU. Its process is no member later,
+    # whose libraries must find another environment. Ray would start one that it ended for want of memory forever.
+    ask: Any = ray.remote(max_calls=1, max_retries=0, num_cpus=0)(this_node).options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    )
+    try:
+        found: Node = ray.get(ask.remote(packages), timeout=seconds)
+    except RayTaskError as error:
+        why = last_line(str(error))
+        raise UserError(f"cluster: {node['NodeManagerAddress']} cannot run this program: {why}") from error
+    except RayError as error:
+        raise UserError(f"cluster: {node['NodeManagerAddress']}: {first_line(error)}") from error
+    return found
 
 
 def checked_size(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool) -> tuple[str, int]:

@@ -4,7 +4,6 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 """
 
 import platform
-import re
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import HeadWatch, await_size, checked_size, connect, last_line
+from fp8core.cluster.connection import Head, await_size, checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.cluster import ClusterConfig
@@ -41,11 +40,6 @@ from fp8core.store.manifest import current_code
 _PATIENCE_SECONDS = 10.0
 # Of a wait, between two questions for the head.
 _SLICE_SECONDS = 5.0
-_LAST_WORDS = 400
-# Libraries may write gigabytes.
-_LAST_BYTES = 1 << 16
-# Ray's own lines in the log of a process, the frames of a stack of C++ among them.
-_RAY_LINES = re.compile(r":(?:job_id|actor_name|task_name):|.*\(\S*\+0x[0-9a-f]+\)|\*\*\* StackTrace Information")
 
 
 class MemberFailed(RuntimeError):
@@ -107,8 +101,7 @@ class Gang:
         self._unstarted = UserError if lost is None else MemberLost
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
-        self._head = HeadWatch(settings.address, ray.get_runtime_context().gcs_address)
-        self._head.begin()
+        self._head = Head(settings.address, ray.get_runtime_context().gcs_address)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             if lost is None:
@@ -192,7 +185,7 @@ class Gang:
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, EngineLost):
-                raise MemberLost(f"{member.name}: {_where(member)}: {cause}{_said(member)}") from None
+                raise MemberLost(f"{member.name}: {_where(member)}: {cause}") from None
             # Errors of ours, and those of files, are for people or for callers; others of libraries are not expected.
             files = isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
             if type(cause).__module__.startswith("fp8core.") or isinstance(cause, ValueError) or files:
@@ -208,7 +201,7 @@ class Gang:
         except RayActorError as error:
             if self._ended_by is not None:
                 raise self._ended_by from None
-            raise MemberLost(f"{member.name} ended: {_where(member)}: {_reason(error)}{_said(member)}") from None
+            raise MemberLost(f"{member.name} ended: {_where(member)}: {_reason(error)}") from None
         except RayError as error:
             raise MemberLost(f"{member.name}: {_where(member)}: {first_line(error)}") from None
 
@@ -232,7 +225,6 @@ class Gang:
 
     def close(self) -> None:
         """End all members, give their places back, and leave the cluster; a second call does nothing."""
-        self._head.end()
         # Without its head, requests would wait until Ray ends this process; all places have ended with it.
         if ray.is_initialized() and self._head.silence() is None:
             self._end_members()
@@ -369,19 +361,3 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
     return told.partition("Some common causes")[0].strip()
-
-
-def _said(member: Handle) -> str:
-    """The end of what a process of this machine wrote, as a line; empty where its log is on another one."""
-    # Private (Ray 2.60): nothing public names the folder of the logs. Without it the loss is still told.
-    node: Any = getattr(ray._private.worker, "_global_node", None)
-    if node is None:
-        return ""
-    # worker-WORKER-JOB-PID.err: other nodes, and later processes, have the same pid.
-    for path in Path(node.get_logs_dir_path()).glob(f"worker-{member.place.worker}-*.err"):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
-        if text := " ".join(line.strip() for line in lines if line.strip() and not _RAY_LINES.match(line)):
-            return f"; it wrote last: {text[-_LAST_WORDS:]}"
-    return ""

@@ -25,7 +25,6 @@ class HostProcess:
 
     Attributes:
         gpu: id of its GPU on the node; None on a CPU.
-        worker: Ray's id of it, in the names of its log files.
         code: digest of the sources that it computes with.
         processor: `numerics.elementwise.processor_digest`.
         kind: Ray's name of its node's GPUs; None on a CPU, and where Ray has none.
@@ -35,7 +34,6 @@ class HostProcess:
     address: str
     gpu: str | None
     pid: int
-    worker: str
     python: str
     code: str
     processor: str
@@ -72,7 +70,6 @@ class Member:
             address=ray.util.get_node_ip_address(),
             gpu=gpus[0] if gpus else None,
             pid=os.getpid(),
-            worker=context.get_worker_id(),
             python=platform.python_version(),
             code=current_code(),
             processor=processor_digest(),

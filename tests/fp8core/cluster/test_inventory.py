@@ -81,17 +81,6 @@ def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, sai
     assert cli.main(["doctor", "--address", gpus.address]) == 0
 
 
-def test_a_process_with_another_python_is_refused_by_its_name():
-    """Ray may be told not to compare patch versions."""
-    here = HostProcess("10.0.0.1", "0", 7, "", platform.python_version(), current_code(), "processor")
-    other = HostProcess("10.0.0.2", "1", 8, "", "3.11.0rc1", current_code(), "processor")
-    check_places([Handle(None, here)])
-    with pytest.raises(UserError) as refused:
-        check_places([Handle(None, here), Handle(None, other)])
-    where = "cluster: process 8 on 10.0.0.2, GPU 1"
-    assert str(refused.value) == f"{where} has Python 3.11.0rc1, this is {platform.python_version()}"
-
-
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
@@ -105,9 +94,9 @@ def test_a_process_with_another_python_is_refused_by_its_name():
 )
 def test_processes_with_other_libraries_or_gpus_are_refused_by_their_names(first, second, said):
     code, python = current_code(), platform.python_version()
-    bare = Handle(None, HostProcess("c", None, 6, "", python, code, "processor"))
+    bare = Handle(None, HostProcess("c", None, 6, python, code, "processor"))
     members = [
-        Handle(None, HostProcess(host, None, pid, "", python, code, "processor", **differs))
+        Handle(None, HostProcess(host, None, pid, python, code, "processor", **differs))
         for host, pid, differs in (("a", 7, first), ("b", 8, second))
     ]
     if said is None:
@@ -129,7 +118,7 @@ def test_a_process_names_its_libraries_and_the_kind_of_its_gpu(gpus):
 def test_gpus_are_in_the_order_of_their_numbers_and_then_of_their_names():
     """CUDA_VISIBLE_DEVICES may hold UUIDs, and Ray names GPUs by what it holds."""
     names = ["2", "10", "GPU-3f2a", "GPU-a1", "MIG-0c"]
-    places = [HostProcess("h", gpu, 9 - i, "", "", "", "") for i, gpu in enumerate(names)]
+    places = [HostProcess("h", gpu, 9 - i, "", "", "") for i, gpu in enumerate(names)]
     assert sorted(reversed(places), key=_rank_of) == places
-    on_cpu = [HostProcess("h", None, pid, "", "", "", "") for pid in (7, 8)]
+    on_cpu = [HostProcess("h", None, pid, "", "", "") for pid in (7, 8)]
     assert sorted(reversed(on_cpu), key=_rank_of) == on_cpu

@@ -26,7 +26,7 @@ def test_an_engine_keeps_the_order_of_its_prompts():
 
 
 def places(*where):
-    return [HostProcess(host, gpu, 0, "", "", "", "") for host, gpu in where]
+    return [HostProcess(host, gpu, 0, "", "", "") for host, gpu in where]
 
 
 TWO_HOSTS = places(("a", "0"), ("a", "1"), ("b", "0"))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ray.cluster_utils import Cluster
 from ray_nodes import add_nodes
 from torch.distributed import DistBackendError
 
-from flows.launch import launch
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
@@ -37,7 +35,6 @@ from fp8core.errors import EngineLost, MemberLost, UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run import recompute
 from fp8core.run.build import build_base, build_sft_trainer, build_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
@@ -237,35 +234,6 @@ def test_a_run_ahead_on_two_engines_and_two_ranks_makes_equal_records_though_its
 
 
 @pytest.mark.slow
-def test_ranks_lost_while_a_step_makes_older_policies_again_are_replaced(two_nodes, ahead, tmp_path, monkeypatch):
-    """One while a checkpoint is loaded, one while an update is redone."""
-    shutil.copytree(ahead.folder.parent, tmp_path / "loop")
-    run = type(ahead)(tmp_path / "loop" / "ahead")
-    run.cut_after(1, "record")
-
-    def lose_at(name: str, live: RunContext) -> None:
-        def losing(*arguments: Any) -> Any:
-            monkeypatch.setattr(recompute, name, ours)
-            os.kill(live.cluster.gang.ranks[1].place.pid, signal.SIGKILL)
-            return ours(*arguments)
-
-        ours = getattr(recompute, name)
-        monkeypatch.setattr(recompute, name, losing)
-        live.kept_policies.clear()
-
-    def without_checkpoints(live: RunContext) -> None:
-        for checkpoint in (live.directory.path / "checkpoints").iterdir():
-            shutil.rmtree(checkpoint)
-        lose_at("import_step", live)
-
-    with run.opened(cluster={"address": two_nodes.address, **TWO_EACH, "replacements": 2}) as live:
-        train(live, Accidents({3: partial(lose_at, "load_state"), 4: without_checkpoints}))
-    assert run.records == ahead.records
-    assert run.said.count("all processes are replaced") == 2
-    assert re.search(r"step 4, task rollout: StepError: step \d, task train: MemberLost: rank \d ended", run.said)
-
-
-@pytest.mark.slow
 def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_nodes, loop_run, whole_run):
     settings = {"logprobs.source": "training"}
     run = loop_run("scored", cluster={"address": two_nodes.address, **TWO_EACH}, **settings)
@@ -348,23 +316,6 @@ def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, 
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_does_not_wait_for_what_its_ranks_compute(two_nodes, run_copy):
-    run_copy.cut_after(2, "record")
-    began = list[float]()
-
-    def interrupt(run: RunContext) -> None:
-        began.append(time.monotonic())
-        for rank in run.cluster.gang.ranks:
-            rank.send("build", "sleeps", time.sleep, (), 120)
-        raise KeyboardInterrupt
-
-    cluster = {"address": two_nodes.address, **TWO_EACH}
-    with pytest.raises(KeyboardInterrupt), run_copy.opened(cluster=cluster) as run:
-        train(run, Accidents({3: interrupt}))
-    assert time.monotonic() - began[0] < 60
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -377,31 +328,6 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
     with pytest.raises(UserError, match=said) as refused:
         open_cluster(config)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.slow
-def test_a_gpu_that_only_ray_sees_is_refused_before_the_run_has_a_folder(two_nodes, tmp_path):
-    add_nodes(two_nodes, {"num_cpus": 0, "num_gpus": 1})
-    settings = {"training.device": "cuda", "cluster.address": two_nodes.address, "runs": str(tmp_path), "run": "x"}
-    with pytest.raises(UserError, match=r"^h200-small trains on a GPU, and there is none") as refused:
-        launch(load_config("h200-small", {**settings, "rollout.engine": "embedded"}), {}, None, "")
-    assert "\n" not in str(refused.value)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_node_that_has_ended_is_passed_over(two_nodes):
-    """The cluster lists it until some heartbeats are missing; the question goes to the next one."""
-    config = load_config("tiny", {"cluster.address": two_nodes.address})
-    add_nodes(two_nodes, {"num_cpus": 1})
-    members_node(config)
-    asked = min(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1)
-    ray.shutdown()
-    (lost,) = (node for node in two_nodes.worker_nodes if node.node_id == asked)
-    two_nodes.remove_node(lost, allow_graceful=False)
-    assert members_node(config).platform == this_node().platform
-    ray.shutdown()
-    await_cpus(two_nodes, 2)
 
 
 def raise_error(error: Exception) -> None:
@@ -576,19 +502,3 @@ def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
     config = load_config("tiny", {"cluster.address": two_nodes.address})
     with pytest.raises(UserError, match=r"has code \w+, this is 000000000000"):
         open_cluster(config)
-
-
-@pytest.mark.slow
-def test_a_node_whose_processor_rounds_cosines_differently_is_refused(two_nodes, monkeypatch):
-    with monkeypatch.context() as environment:
-        environment.setenv("ATEN_CPU_CAPABILITY", "default")
-        (node,) = add_nodes(two_nodes, {"num_cpus": 1})
-    # Three places for three processes, so that each node has one.
-    cluster = {"address": two_nodes.address, "engines": 2, "placement": "separate"}
-    config = load_config("tiny", {"cluster": cluster})
-    try:
-        with pytest.raises(UserError, match=r"processors of .* round cosines differently"):
-            open_cluster(config)
-    finally:
-        ray.shutdown()
-        two_nodes.remove_node(node)
