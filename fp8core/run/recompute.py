@@ -170,7 +170,7 @@ def _stored_outputs(run: RunContext, index: int, planned: PlannedStep) -> dict[s
     """The stored outputs of a finished task, by artifact; for an update that was redone, those of its redo."""
     ledger = run.directory.ledger
     stored = ledger.effective_outputs(index) if planned.spec.redo else ledger.artifacts(index)
-    return {artifact: stored[artifact] for artifact in planned.outputs.values()}
+    return {artifact: stored[artifact] for artifact in planned.outputs.values() if artifact in stored}
 
 
 def _inputs(run: RunContext, index: int, planned: PlannedStep) -> dict[str, Ref]:
