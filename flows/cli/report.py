@@ -9,7 +9,7 @@ from flows.launch import say, stopped
 from flows.run_lookup import find_run
 from flows.termination import ExitCode
 from flows.tracking.record import read_record
-from fp8core.errors import StoredFileError
+from fp8core.errors import StoredFileError, UserError
 
 
 def add_command(commands: Any) -> None:
@@ -22,10 +22,12 @@ def add_command(commands: Any) -> None:
 def report_runs(options: argparse.Namespace) -> int:
     """Read and write; returns the exit code, 1 when a file is damaged; raises UserError."""
     from fp8core.report.pages import report_html
-    from fp8core.report.run_data import read_runs, refuse_duplicates
+    from fp8core.report.run_data import read_runs
 
     folders = [find_run(run) for run in options.runs]
-    refuse_duplicates(folders)
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise UserError(f"{folder}: named twice")
     runs = read_runs(folders, error_of=_error)
     options.out.write(report_html(runs).encode())
     say(options.out.target)

@@ -296,8 +296,8 @@ def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
     if decode is None:
         # The tokens of a part of the text are not known.
-        turns = list(_turns_of_texts(row)) or [ShownTurn("", [Piece(row["text"][:MOST_CHARACTERS], None)])]
-        return ShownCompletion(row["reward"], turns, 0, row["trained"] is None, row["advantage"])
+        whole = ShownTurn("", [Piece(row["text"][:MOST_CHARACTERS], None)])
+        return ShownCompletion(row["reward"], [whole], 0, row["trained"] is None, row["advantage"])
     shown = row["tokens"][:MOST_TOKENS]
     trained = row["trained"] or [None] * len(shown)
     pieces = [
@@ -317,14 +317,6 @@ def _turns_of_tokens(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
             yield ShownTurn(_heading(row, turn), list(_joined(pieces[begin:end])))
         if end < min(after, len(pieces)):
             yield ShownTurn("environment", list(_joined(pieces[end:after])))
-
-
-def _turns_of_texts(row: Row) -> Iterator[ShownTurn]:
-    for turn in row["turns"]:
-        if turn["turn"]:
-            yield ShownTurn(_heading(row, turn), [Piece(turn["text"][:MOST_CHARACTERS], None)])
-            if turn["said"]:
-                yield ShownTurn("environment", [Piece(said_text(turn)[:MOST_CHARACTERS], None)])
 
 
 def said_text(turn: Row) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import rich.console
-from rich import box
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -33,16 +32,16 @@ from fp8core.store.metrics import (
 # From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
 _ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
-LEGEND = "tmpe 1: both policies give equal probabilities; differ: tokens where they do not"
-BRACKETS_LEGEND = "held-out in brackets: of an earlier step, as this one was not evaluated"
-SILENT = "!"
-SILENT_LEGEND = f"{SILENT}: the scores of every group were equal"
 HEADER_EVERY = 20
+LEGEND = (
+    "tmpe 1: both policies give equal probabilities; differ: tokens where they do not\n"
+    "(held-out): of an earlier step; !: the scores of every group were equal"
+)
+AGE_LEGEND = "age: mean number of versions that a token is older than the newest policy"
 _LEAST_SHARE_SHOWN = 0.01
 _COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
 # The column of a run that generates ahead.
 _AGE = {"age": 4}
-AGE_LEGEND = "age: mean number of versions that a token is older than the newest policy"
 
 
 class StyleAccuracy(NamedTuple):
@@ -66,8 +65,6 @@ class Console:
         self._steps = steps
         self._lines = 0
         self._heldout: float | None = None
-        self._bracketed = False
-        self._silent = False
         self._seconds = list[float]()
         roomy = self._console.width >= _ROOMY
         shown = [name for name in _COLUMNS if name != "tokens/s" or roomy]
@@ -85,21 +82,9 @@ class Console:
         return Part(name, self.note)
 
     def styles(self, accuracies: Sequence[StyleAccuracy]) -> None:
-        """Accuracy of each demonstration style; those below their target are warned of."""
-        table = Table(
-            "style",
-            "accuracy",
-            "target (at least)",
-            title="after the warm start",
-            box=box.SIMPLE_HEAD,
-            title_justify="left",
-        )
-        for column in table.columns[1:]:
-            column.justify = "right"
+        """Accuracy of each demonstration style after the warm start; those below their target are warned of."""
         for style, accuracy, target in accuracies:
-            table.add_row(style, f"{accuracy:.3f}", f"{target:.3f}", style="yellow" if accuracy < target else "")
-        self._console.print(table)
-        for style, accuracy, target in accuracies:
+            self.note(f"after the warm start {style} has accuracy {accuracy:.3f}, the target is {target:.3f} at least")
             if accuracy < target:
                 warning = f"warning: {style} {accuracy:.3f} is below its target {target:.3f}: raise warm_start.steps"
                 self._whole_line(Text(warning, style="yellow"))
@@ -111,13 +96,6 @@ class Console:
             if STALENESS in metrics:
                 self._widths |= _AGE
                 self._whole_line(Text(AGE_LEGEND, style="dim"))
-        if HELDOUT not in metrics and self._heldout is not None and not self._bracketed:
-            self._bracketed = True
-            self._whole_line(Text(BRACKETS_LEGEND, style="dim"))
-        silent = metrics.get(SIGNAL) == 0
-        if silent and not self._silent:
-            self._silent = True
-            self._whole_line(Text(SILENT_LEGEND, style="dim"))
         if self._lines % HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
         self._lines += 1
@@ -129,7 +107,8 @@ class Console:
         elif self._heldout is not None:
             heldout = Text(f"({self._heldout:.3f})", style="dim")
         slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
-        step, newest = int(metrics[STEP]), self._seconds[-HEADER_EVERY:]
+        step = int(metrics[STEP])
+        newest = self._seconds[-HEADER_EVERY:]
         cells: dict[str, str | Text] = {
             "step": f"{step}/{self._steps}",
             "reward": _number(metrics, REWARD, ".3f"),
@@ -143,7 +122,7 @@ class Console:
             "age": _number(metrics, STALENESS, ".2f"),
         }
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
-        self._row(cells, f"{SILENT} {last}" if silent else last)
+        self._row(cells, f"! {last}" if metrics.get(SIGNAL) == 0 else last)
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """The begin of a prompt, the end of what the policy wrote (it has the answer), and its reward, in a line."""
@@ -169,11 +148,7 @@ class Console:
         change = _from_to(summary.heldout_first, summary.heldout_last)
         results.add_row("result", learning, f"held-out {change}", style="bold")
         results.add_row("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean {of}")
-        results.add_row(
-            "held-out",
-            change,
-            "accuracy on unseen prompts, first and last",
-        )
+        results.add_row("held-out", change, "accuracy on unseen prompts, first and last")
         tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
         compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
         differing = f"{summary.tokens_differing:,} differ of {compared.words}"

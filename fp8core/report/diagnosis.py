@@ -15,20 +15,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
-from scipy.special import bdtr, betaincinv
-
 from fp8core.config.run import RunConfig, resume_command, shown_place
 from fp8core.errors import printable
 from fp8core.report.chart import counted
-from fp8core.report.run_verdict import Learning
-from fp8core.report.summary import EDGE_STEPS
+from fp8core.report.summary import EDGE_STEPS, Learning
 from fp8core.report.tokens import was_removed
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
 from fp8core.store.metrics import (
     CUT_OFF,
-    EARLIER_SPREAD,
     ENTROPY,
     LENGTH,
     OUTCOME,
@@ -45,8 +41,8 @@ _RIGHT = f"{OUTCOME}right"
 _MANY, _MOST, _LEAST_SHOWN = 1 / 3, 0.5, 0.005
 # A fall leaves so little of the best level if other signs confirm it, and nothing if none does.
 _LITTLE, _NOTHING = 0.25, 0.05
-# A level of the best steps, or one after them, is not chance if a policy that stays as it is rarely has it.
-_CHANCE = 0.01
+# Of eight rare events two or fewer come about with a probability of 1.4 %.
+_EXPECTED = 8
 _PROMPTS_OF_A_LEVEL, _LEAST_RIGHT = 32, 0.05
 _NO_ENTROPY, _ENTROPY_JUMP = 0.05, 0.2
 _TEXTS, _TEXT_CHARACTERS, _SHOWN_CHARACTERS = 64, 800, 40
@@ -90,7 +86,7 @@ class Evidence:
         if not self._needs_rewards:
             return []
         signal = SPREAD if loss is not None and loss.advantage == "reinforce_plus_plus" else SIGNAL
-        silent = [row for row in self.measured if row.get(signal, row.get(EARLIER_SPREAD, row[SIGNAL])) == 0]
+        silent = [row for row in self.measured if row.get(signal, row[SIGNAL]) == 0]
         many = _MOST if self.learning == "too short to tell" else _MANY
         return silent if len(silent) >= many * len(self.measured) else []
 
@@ -203,11 +199,11 @@ def _find_fall(history: History, prompts: int) -> Fall | None:
     sound, end = (max(place for place, value in enumerate(values, 1) if value >= part * best) for part in (0.75, 0.5))
     if best == 0 or end == len(values):
         return None
-    level, trials, largest = fmean(values[end:]), prompts * (len(values) - end), max(1.0, *values)
-    solved = best / largest * window * prompts
-    # The best of all windows: each has its part of the chance (Clopper and Pearson's bound).
-    least = betaincinv(solved, window * prompts - solved + 1, _CHANCE / len(values))
-    if level > _LITTLE * best or bdtr(math.floor(level / largest * trials), trials, least) > _CHANCE:
+    level = fmean(values[end:])
+    largest = max(1.0, *values)
+    # So many right answers are expected at the best level, before and after, that a quarter of them is no chance.
+    expected = best / largest * prompts * min(window, len(values) - end)
+    if level > _LITTLE * best or expected < _EXPECTED:
         return None
     return Fall(measure, best, level, int(rows[sound - 1][STEP]), rows[start : start + window], rows[end:])
 
@@ -316,10 +312,17 @@ def diagnosis(evidence: Evidence) -> Diagnosis | None:
 
 
 def diagnose(view: RunView, history: History, learning: Learning, left: int = 0) -> Diagnosis | None:
-    config, name = view.config, view.folder.name
-    place = name if config is None else shown_place(config, name)
-    resume = f"fp8-grpo resume {place}" if config is None else resume_command(config, name)
-    return diagnosis(Evidence(history, config, learning, _last_texts(view), place, resume, left))
+    place, resume = run_commands(view)
+    return diagnosis(Evidence(history, view.config, learning, _last_texts(view), place, resume, left))
+
+
+def run_commands(view: RunView) -> tuple[str, str]:
+    """The run as commands take it, and the command that continues it."""
+    config = view.config
+    name = view.folder.name
+    if config is None:
+        return name, f"fp8-grpo resume {name}"
+    return shown_place(config, name), resume_command(config, name)
 
 
 def _last_texts(view: RunView) -> list[str]:

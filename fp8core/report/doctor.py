@@ -3,8 +3,6 @@
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -24,37 +22,16 @@ _EXTRAS = {
     "datasets": ("datasets", "Hugging Face datasets by name"),
     "verifiers": ("verifiers", "environments of that library"),
 }
-
-
 # Ray names the kind of a node's accelerators by a resource of its own.
 _KIND = "accelerator_type:"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the examination; `cure` is empty when there is nothing to do."""
 
     subject: str
     state: str
     cure: str = ""
-
-
-class ClusterNode(NamedTuple):
-    """A node that is alive; `kind` is Ray's name of its GPUs, empty where it has none."""
-
-    address: str
-    cpus: int
-    gpus: int
-    kind: str
-
-
-class Inventory(NamedTuple):
-    """Nodes in the order of their addresses, and what no process has taken."""
-
-    ray: str
-    nodes: list[ClusterNode]
-    free_cpus: int
-    free_gpus: int
 
 
 def examine(address: str | None = None) -> str:
@@ -79,10 +56,6 @@ def _machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     yield Finding("python", platform.python_version())
     yield Finding("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB")
-    yield from _gpus()
-
-
-def _gpus() -> Iterator[Finding]:
     # Imported here, so that a missing or broken torch is a finding too.
     try:
         import torch
@@ -98,22 +71,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _cluster(address: str) -> Iterator[Finding]:
+    """The cluster and its nodes that are alive, in the order of their addresses."""
     if find_spec("ray") is None:
         raise UserError("--address: Ray is not installed (pip install 'fp8-grpo[ray]')")
-    found = take_inventory(address)
-    cpus, gpus = sum(node.cpus for node in found.nodes), sum(node.gpus for node in found.nodes)
-    held = f"{gpus} GPUs ({found.free_gpus} free), {cpus} CPUs ({found.free_cpus} free)"
-    yield Finding("cluster", f"Ray {found.ray} at {address}, nodes: {len(found.nodes)}, {held}")
-    for node in found.nodes:
-        kind = f" ({node.kind})" if node.kind else ""
-        yield Finding(f"node {node.address}", f"{node.gpus} GPUs{kind}, {node.cpus} CPUs")
-
-
-def take_inventory(address: str) -> Inventory:
-    """The inventory of the cluster at `auto` or HOST:PORT, which `doctor --address` names.
-
-    Raises UserError: nothing answers there, or another version of Ray or Python.
-    """
     # Ray is optional.
     from fp8core.cluster.connection import connect  # isort: skip
 
@@ -121,17 +81,18 @@ def take_inventory(address: str) -> Inventory:
 
     connect(ClusterConfig(address=address), 1, "--address")
     try:
-        nodes = sorted(_node(each["NodeManagerAddress"], each["Resources"]) for each in ray.nodes() if each["Alive"])
+        nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+        whole = ray.cluster_resources()
         free = ray.available_resources()
     finally:
         ray.shutdown()
+    gpus, cpus = (f"{whole.get(name, 0):.0f} {name}s ({free.get(name, 0):.0f} free)" for name in ("GPU", "CPU"))
     # Ray connects to its own version alone.
-    return Inventory(ray.__version__, nodes, int(free.get("CPU", 0)), int(free.get("GPU", 0)))
-
-
-def _node(address: str, held: dict[str, float]) -> ClusterNode:
-    kinds = sorted(name.removeprefix(_KIND) for name in held if name.startswith(_KIND))
-    return ClusterNode(address, int(held.get("CPU", 0)), int(held.get("GPU", 0)), ", ".join(kinds))
+    yield Finding("cluster", f"Ray {ray.__version__} at {address}, nodes: {len(nodes)}, {gpus}, {cpus}")
+    for place, resources in sorted(nodes, key=lambda node: (node[0], len(node[1]))):
+        kinds = ", ".join(name.removeprefix(_KIND) for name in sorted(resources) if name.startswith(_KIND))
+        kind = f" ({kinds})" if kinds else ""
+        yield Finding(f"node {place}", f"{resources.get('GPU', 0):.0f} GPUs{kind}, {resources.get('CPU', 0):.0f} CPUs")
 
 
 def _packages() -> Iterator[Finding]:
@@ -145,17 +106,15 @@ def _packages() -> Iterator[Finding]:
 
 
 def _capabilities() -> Iterator[Finding]:
-    for name in ENGINES:
-        yield _capability(f"rollout: {name}", f"rollout.engine={name}: ", partial(find_entry, name))
-    for name in TRAINERS:
-        yield _capability(f"training: {name}", f"training.trainer={name}: ", partial(find_trainer, name))
+    """The state of each engine and trainer; the errors of these begin with the setting that names them."""
+    entries: list[tuple[str, str, str, Callable[[str], EngineEntry | TrainerEntry]]] = [
+        *((f"rollout: {name}", f"rollout.engine={name}: ", name, find_entry) for name in ENGINES),
+        *((f"training: {name}", f"training.trainer={name}: ", name, find_trainer) for name in TRAINERS),
+    ]
+    for subject, place, name, find in entries:
+        try:
+            yield Finding(subject, f"ready: {find(name).requirements()}")
+        except (UserError, ImportError, OSError) as error:
+            state, _, cure = str(error).removeprefix(place).partition("; ")
+            yield Finding(subject, f"not ready: {state}", cure)
     yield Finding("first command", "fp8-grpo run tiny")
-
-
-def _capability(subject: str, place: str, find: Callable[[], EngineEntry | TrainerEntry]) -> Finding:
-    """The state of an engine or a trainer; its errors begin with `place`."""
-    try:
-        return Finding(subject, f"ready: {find().requirements()}")
-    except (UserError, ImportError, OSError) as error:
-        state, _, cure = str(error).removeprefix(place).partition("; ")
-        return Finding(subject, f"not ready: {state}", cure)

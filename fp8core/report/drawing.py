@@ -83,7 +83,8 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     if included:
         low, high = axes.get_ylim()
         room = 0.03 * (max(included) - min(included))
-        low, high = min(low, min(included) - room), max(high, max(included) + room)
+        low = min(low, min(included) - room)
+        high = max(high, max(included) + room)
         # Room for half a marker.
         axes.set_ylim(low, max(high, max(values, default=high) + 0.04 * (high - low)))
     if not values:

@@ -6,20 +6,19 @@ be read is named as `damaged` (not what was written) or `removed` (on purpose).
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import StoredFileError
 from fp8core.report.chart import counted
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, newest_tokens, unread
 from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.layout import LEDGER
-from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry
-from fp8core.store.manifest import StepManifest
+from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry, TaskEntry
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
 from fp8core.store.run_view import Commit, Provenance, RunView, spans
 from fp8core.store.start_tasks import START_TASKS
@@ -95,19 +94,14 @@ class RunData:
 
     @property
     def status(self) -> str:
-        if self.stopped is None:
-            return self._progress
-        # One that has all its steps may have been opened once more, in vain.
-        return f"{self._progress}; {'' if self.left else 'its last start '}{self.stopped}"
-
-    @property
-    def _progress(self) -> str:
-        steps = self.view.steps
-        last = max(steps, default=None)
+        last = max(self.view.steps, default=None)
         asked = "? steps" if self.asked is None else counted(self.asked, "step")
-        if last is None:
-            return "no step committed"
-        return f"finished, {asked}" if last == self.asked else f"{last} of {asked}"
+        progress = f"finished, {asked}" if last == self.asked else f"{last} of {asked}"
+        progress = "no step committed" if last is None else progress
+        if self.stopped is None:
+            return progress
+        # One that has all its steps may have been opened once more, in vain.
+        return f"{progress}; {'' if self.left else 'its last start '}{self.stopped}"
 
 
 def read_runs(
@@ -117,10 +111,8 @@ def read_runs(
 ) -> list[RunData]:
     """Every run, labelled.
 
-    Args:
-        folders: of the runs.
-        on_step: called often; may raise to end the reading.
-        error_of: folder -> the error that the training failed with, in a line; None where none is known.
+    `on_step` is called often, and may raise to end the reading. `error_of` maps a folder to the error that its training
+    failed with, in a line; None where none is known.
 
     Raises UserError: a folder holds no run, or has a malformed run.json.
     """
@@ -143,17 +135,28 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
     missing += [f"{LEDGER}: {view.gap}"] if view.gap is not None else []
     missing += [f"{cut.place}: {cut.problem}" for cut in view.cut_end()]
     provenance = Provenance()
-    for manifest in _manifests(folder, commits, missing):
+    for commit in commits:
         on_step()
-        provenance.add(manifest)
-    pipeline = pipeline_steps(view, commits)
+        # `verify` compares the copies for people with the manifest.
+        try:
+            provenance.add(read_manifest(ArtifactStore(folder), folder, commit.entry))
+        except StoredFileError as damage:
+            missing.append(str(damage))
+    pipeline = _pipeline_steps(view, commits)
     compared = compared_artifacts(view)
+    seconds: dict[str, dict[int, float]] = {step.name: {} for step in pipeline}
+    busy: dict[int, float] = {}
+    for commit in commits:
+        if commit.step > START:
+            busy[commit.step] = _busy(commit.tasks.values())
+            for name, entry in commit.tasks.items():
+                seconds.setdefault(name, {})[commit.step] = entry.seconds
     return RunData(
         label=label,
         view=view,
         history=_history(view, commits, missing),
-        seconds=_seconds(commits, [step.name for step in pipeline]),
-        busy={commit.step: _busy(commit) for commit in commits if commit.step > START},
+        seconds={name: steps for name, steps in seconds.items() if steps},
+        busy=busy,
         pipeline=pipeline,
         tokens=newest_tokens(view, compared, missing),
         heldout=heldout_examples(heldout_pairs(view, missing)),
@@ -173,7 +176,7 @@ def _crossed(view: RunView) -> str | None:
     return f"{'paused' if last.action == 'pause' else 'failed'} after step {last.step}: {last.reason}"
 
 
-def pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
+def _pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
     """The steps of the newest iteration; without a configuration that can be read, what they read is not known."""
     tasks = commits[-1].tasks if commits and commits[-1].step > START else {}
     provided = {name: tuple(entry.outputs) for name, entry in tasks.items()}
@@ -209,24 +212,6 @@ def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
     return {name: value if abs(value) <= LARGEST_SHOWN else math.nan for name, value in found.items()}
 
 
-def _manifests(folder: Path, commits: Iterable[Commit], missing: list[str]) -> Iterator[StepManifest]:
-    """Every manifest that can be read; whether the copies for people equal them is for `verify` to say."""
-    for commit in commits:
-        try:
-            yield read_manifest(ArtifactStore(folder), folder, commit.entry)
-        except StoredFileError as error:
-            missing.append(str(error))
-
-
-def _seconds(commits: Iterable[Commit], order: Sequence[str]) -> dict[str, dict[int, float]]:
-    seconds: dict[str, dict[int, float]] = {name: {} for name in order}
-    for commit in commits:
-        for name, entry in commit.tasks.items():
-            if commit.step > START:
-                seconds.setdefault(name, {})[commit.step] = entry.seconds
-    return {name: steps for name, steps in seconds.items() if steps}
-
-
 def time_spent(view: RunView) -> dict[str, float]:
     """Seconds in each committed task: those of the start, then of all iterations, their commits and checkpoints.
 
@@ -246,32 +231,22 @@ def time_spent(view: RunView) -> dict[str, float]:
                 seconds["checkpoint"] += entry.seconds
             case _:
                 pass
-    ran = [entry for commit in view.commits for entry in commit.tasks.values()]
-    inside = union_seconds((entry.started, entry.started + entry.seconds) for entry in ran)
+    inside = _busy(entry for commit in view.commits for entry in commit.tasks.values())
     rest = sum(view.process_seconds) - inside - seconds.get("commit", 0.0) - seconds.get("checkpoint", 0.0)
     return {**seconds, OUTSIDE_TASKS: max(0.0, rest)}
 
 
-def _busy(commit: Commit) -> float:
-    return union_seconds((entry.started, entry.started + entry.seconds) for entry in commit.tasks.values())
-
-
-def _token_artifacts(view: RunView) -> tuple[str, str]:
-    ports = ("rollouts", "logprobs")
-    if view.config is not None:
-        for step in view.config.pipeline.steps:
-            inputs = step.inputs()
-            if set(ports) <= set(inputs):
-                return inputs[ports[0]], inputs[ports[1]]
-    return ports
+def _busy(tasks: Iterable[TaskEntry]) -> float:
+    return union_seconds((entry.started, entry.started + entry.seconds) for entry in tasks)
 
 
 def compared_artifacts(view: RunView) -> tuple[str, str]:
     """Rollouts and log-probs that the metrics compare; ahead, these are by the versions that wrote the tokens."""
-    rollouts, logprobs = _token_artifacts(view)
-    steps = [] if view.config is None else view.config.pipeline.steps
-    behaviour = next((inputs["behaviour"] for step in steps if "behaviour" in (inputs := step.inputs())), logprobs)
-    return rollouts, behaviour
+    steps = [] if view.config is None else [step.inputs() for step in view.config.pipeline.steps]
+    compared = {"rollouts": "rollouts", "logprobs": "logprobs"}
+    compared = next((inputs for inputs in steps if compared.keys() <= inputs.keys()), compared)
+    logprobs = next((inputs["behaviour"] for inputs in steps if "behaviour" in inputs), compared["logprobs"])
+    return compared["rollouts"], logprobs
 
 
 def _removed(view: RunView) -> list[str]:
@@ -279,10 +254,3 @@ def _removed(view: RunView) -> list[str]:
         f"gc removed files of steps {spans(removal.steps)} on {datetime.fromtimestamp(removal.when, UTC):%Y-%m-%d}"
         for removal in view.removals
     ]
-
-
-def refuse_duplicates(folders: Sequence[Path]) -> None:
-    """Raises UserError: a run is named twice."""
-    for folder in folders:
-        if folders.count(folder) > 1:
-            raise UserError(f"{folder}: named twice")

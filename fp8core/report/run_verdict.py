@@ -1,4 +1,4 @@
-"""The answer of a training in a sentence: learned or not, equal policies or by how much they differ, and its speed.
+"""The verdict on a training: learned or not, equal policies or by how much, its speed, and the one action to take.
 
 Everything is computed from the history of the run. A change counts when it is larger than `NOISE` standard errors. That
 of the reward is between the first and the last steps, which are correlated: the fewer the steps, the larger it has to
@@ -9,16 +9,18 @@ is too short to tell.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
-from typing import Literal
+from statistics import NormalDist, fmean, median
 
 import numpy as np
 from scipy.special import stdtrit
 
+from fp8core.alignment.bounds import is_known, unverifiable
+from fp8core.report.chart import counted, short
 from fp8core.report.console import format_tmpe
+from fp8core.report.diagnosis import Diagnosis, diagnose, run_commands
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import EDGE_STEPS, compared_tokens, edge_steps
-from fp8core.store.ledger import START
+from fp8core.report.summary import EDGE_STEPS, Learning, compared_tokens, edge_steps, first_steps, last_steps
+from fp8core.store.ledger import START, BoundEntry
 from fp8core.store.metrics import (
     COMPARED,
     HELDOUT,
@@ -37,9 +39,7 @@ FEWEST_VALUES = 10
 _FITTED = 4
 # A random walk, 1.0, has no variance to compute with.
 _MOST_CORRELATED = 0.97
-
-Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
-Agreement = Literal["equal", "different", "not measured"]
+_LARGEST_WITH_DECIMALS = 100.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class Answer:
     """
 
     learning: Learning
-    agreement: Agreement
     reward: int | None
     compared: str
     words: str
@@ -73,11 +72,11 @@ def answer(
     """
     measured = history if measured is None else measured
     learning, reasons, reward = _learning(history, form, prompts, left)
-    agreement, compared = _agreement(measured, form)
+    compared = _agreement(measured, form)
     if any(row.get(UNVERIFIABLE) for row in measured):
         compared += "; unverifiable" if why is None else f"; unverifiable, as {why}"
     words = f"{learning}{f' ({reasons})' if reasons else ''}; {compared}"
-    return Answer(learning, agreement, reward, compared, words[0].upper() + words[1:])
+    return Answer(learning, reward, compared, words[0].upper() + words[1:])
 
 
 def token_mean(history: History, metric: str) -> float | None:
@@ -176,17 +175,93 @@ def _accuracy_error(heldout: Sequence[float], prompts: int) -> float:
     return math.sqrt(sum(mean * (1.0 - mean) for mean in ends) / prompts)
 
 
-def _agreement(history: History, form: Callable[[float], str]) -> tuple[Agreement, str]:
+def _agreement(history: History, form: Callable[[float], str]) -> str:
     _, errors = series(history, TMPE)
     _, differing = series(history, TOKENS_DIFFERING)
     compared = compared_tokens(history)
     if not errors and not differing:
-        return "not measured", "no step measured the two policies against each other"
+        return "no step measured the two policies against each other"
     if not any(differing) and all(error == 1.0 for error in errors):
-        return "equal", f"rollout and training agree bit for bit on {compared.words}"
+        return f"rollout and training agree bit for bit on {compared.words}"
     whole = compared.words.removeprefix("all ")
     share = f"on {form(100 * sum(differing) / compared.tokens)} % of {whole}" if differing and compared.tokens else ""
     found = [f"rollout and training differ {share}".strip()]
     if (mean := token_mean(history, TMPE)) is not None:
         found.append(f"error a token {format_tmpe(mean)} in the mean, {format_tmpe(max(errors))} at most")
-    return "different", ", ".join(found)
+    return ", ".join(found)
+
+
+def head(run: RunData) -> list[str]:
+    """Paragraphs: the diagnosis, the result, and what to do next where the diagnosis does not say it."""
+    config = run.view.config
+    why = unverifiable(config) if config is not None and is_known(config) else None
+    prompts = None if config is None else config.evaluation.prompts
+    judged = answer(run.history, short, why, prompts=prompts, left=run.left)
+    diagnosis = diagnose(run.view, run.history, judged.learning, run.left)
+    action = _next(run, judged.learning, diagnosis)
+    verdict = diagnosis.cause if diagnosis is not None and diagnosis.step is not None else judged.learning
+    return [
+        *([] if diagnosis is None else [diagnosis.sentence]),
+        _result(run, judged, verdict),
+        *([] if action is None else [f"Next: {action}."]),
+    ]
+
+
+def mismatch(run: RunData) -> str | None:
+    """The number of steps in which both policies were bit-equal; None where none was measured or equal."""
+    measured = [row for row in run.history if TMPE in row]
+    equal = sum(row[TMPE] == 1.0 and not row.get(TOKENS_DIFFERING) for row in measured)
+    if not equal:
+        return None
+    count = f"all {equal}" if equal == len(measured) else f"{equal} of {len(measured)}"
+    steps = "the only step" if len(measured) == 1 else f"{count} steps"
+    return f"The mismatch is zero in {steps}, on {compared_tokens(run.history).words}."
+
+
+def _result(run: RunData, judged: Answer, verdict: str) -> str:
+    """Verdict, accuracy and reward, comparison and speed in sentences; what was not measured is left out."""
+    _, heldout = series(run.history, HELDOUT)
+    rewards = [value for value in series(run.history, REWARD)[1] if math.isfinite(value)]
+    learned = []
+    if heldout:
+        ends = dict.fromkeys([0, len(heldout) - 1])
+        learned.append(f"held-out accuracy {' to '.join(three_decimals(heldout[end]) for end in ends)}")
+    if rewards:
+        chance = "" if judged.reward is None else ", beyond chance" if judged.reward else ", within chance"
+        ends_of_reward = three_decimals(first_steps(rewards)), three_decimals(last_steps(rewards))
+        learned.append(f"reward {' to '.join(ends_of_reward)}{chance}")
+    speed = rollout_speed(run)
+    paces = [f"{short(median(run.busy.values()))} s of tasks a step"] if run.busy else []
+    paces += [f"{short(speed)} tokens a second of rollout"] if speed is not None else []
+    first = ": ".join([verdict, *learned[:1]])
+    sentences = [first, *learned[1:], judged.compared, *([", ".join(paces)] if paces else [])]
+    return ". ".join(sentence[0].upper() + sentence[1:] for sentence in sentences) + "."
+
+
+def three_decimals(value: float) -> str:
+    """A reward or an accuracy: three decimals, and fewer of a large one."""
+    return f"{value:.3f}" if abs(value) < _LARGEST_WITH_DECIMALS else short(value)
+
+
+def _next(run: RunData, learning: Learning, diagnosis: Diagnosis | None) -> str | None:
+    """The one action: of what stopped the run, else the use of what it learned; None: the diagnosis has it."""
+    place, resume = run_commands(run.view)
+    last = max(run.view.steps, default=0)
+    entries: Sequence[object] = [entry for _, entry in run.view.entries]
+    if entries and isinstance(crossed := entries[-1], BoundEntry) and crossed.action != "warn":
+        return f"find why {crossed.bound} was crossed (fp8-grpo bisect {place}), then {resume}"
+    if diagnosis is not None:
+        return None
+    if run.left:
+        return f"{resume} trains the {counted(run.left, 'step')} left, if nothing trains it now"
+    match learning:
+        case "learned":
+            return f"fp8-grpo evaluate {place} --samples 2, then fp8-grpo export {place} --step {last} FOLDER"
+        case "learned its prompts alone":
+            return "add training problems, or set loss.reference_kl"
+        case "got worse":
+            return "lower training.learning_rate"
+        case "not learned":
+            return "raise training.learning_rate"
+        case "too short to tell":
+            return None

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -37,6 +37,7 @@ MISSING = "-"
 REPORT, CURVES = "report.html", "curves.png"
 
 EDGE_STEPS = 10
+Learning = Literal["learned", "learned its prompts alone", "not learned", "got worse", "too short to tell"]
 
 
 class _Frozen(BaseModel):
@@ -79,7 +80,7 @@ class PrecisionGap(_Frozen):
 
     `nats` is the mean |d| of a sampled token. Accuracies are over `prompts`, and `difference` is the mean of their
     differences, FP8 - BF16, with the bounds of its 95 % interval. `kl`, `same_choice` and `answer_shift` are the `nats`
-    and others of `evaluation.measure.PartCost`; None where they are not known.
+    and others of `evaluation.measure.PartCost`; the last is None where no answer can be written.
     """
 
     nats: float
@@ -89,14 +90,13 @@ class PrecisionGap(_Frozen):
     difference_low: float
     difference_high: float
     prompts: int
-    kl: float | None = None
-    same_choice: float | None = None
+    kl: float
+    same_choice: float
     answer_shift: float | None = None
 
     @property
     def distance_words(self) -> str:
-        """KL of whole distributions, or the mean |d| that runs of earlier versions have alone."""
-        return f"{self.nats:.3g}" if self.kl is None else f"{self.kl:.3g}"
+        return f"{self.kl:.3g}"
 
     @property
     def difference_words(self) -> str:
@@ -146,8 +146,8 @@ def precision_gap(history: History) -> PrecisionGap | None:
         difference_low=row[GAP_LOW],
         difference_high=row[GAP_HIGH],
         prompts=int(row[GAP_PROMPTS]),
-        kl=row.get(GAP_KL),
-        same_choice=row.get(GAP_SAME),
+        kl=row[GAP_KL],
+        same_choice=row[GAP_SAME],
         answer_shift=row.get(GAP_SHIFT),
     )
 

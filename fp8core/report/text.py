@@ -1,9 +1,14 @@
 """Bisections, plans, pipelines, evaluations and progress as aligned text, Markdown and Mermaid."""
 
-import textwrap
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from statistics import fmean
+
+import rich.console
+import rich.table
+from rich import box
+from rich.text import Text
 
 from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import PlannedStep, StepGraph
@@ -170,28 +175,29 @@ def _sync(sync: StoredBytes) -> str:
     return f"{sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
 
 
-_WRAP = 60
-
-
 def pipeline_text(graph: StepGraph) -> str:
     """The steps by level with what each needs and provides; a star marks what the previous iteration hands over.
 
     A port that has another artifact than that of its own name is written `port=artifact`.
     """
     levels = graph.levels()
-    rows: list[tuple[str, ...]] = [("level", "step", "needs", "provides")]
+    table = rich.table.Table("level", "step", "needs", "provides", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for number, level in enumerate(levels):
-        rows += [row for step in level for row in _rows(number, step, graph.carries)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rule = "  ".join("-" * width for width in widths)
+        for step in level:
+            needs = [_connection(port, name) + "*" * (name in graph.carries) for port, name in step.inputs.items()]
+            provides = [_connection(port, name) for port, name in step.outputs.items()]
+            cells = (str(number), step.name, ", ".join(needs) or "-", ", ".join(provides) or "-")
+            table.add_row(*map(Text, cells))
+    console = rich.console.Console(file=io.StringIO(), width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
     carried = ", ".join(f"{start} (was {end})" for start, end in graph.carries.items()) or "nothing"
     together = [", ".join(step.name for step in level) for level in levels if len(level) > 1]
     notes = [
         f"* from the previous iteration: {carried}",
         f"side by side: {'; '.join(together) or 'nothing, each step waits for the one before'}",
     ]
-    return "\n".join([lines[0], rule, *lines[1:], "", *notes])
+    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), "", *notes])
 
 
 def pipeline_mermaid(graph: StepGraph) -> str:
@@ -202,18 +208,8 @@ def pipeline_mermaid(graph: StepGraph) -> str:
     return "\n".join(lines)
 
 
-def _rows(level: int, step: PlannedStep, carries: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    needs = [_connection(port, artifact) + "*" * (artifact in carries) for port, artifact in step.inputs.items()]
-    provides = [_connection(port, artifact) for port, artifact in step.outputs.items()]
-    return zip_longest([str(level)], [step.name], _wrapped(needs), _wrapped(provides), fillvalue="")
-
-
 def _connection(port: str, artifact: str) -> str:
     return artifact if port == artifact else f"{port}={artifact}"
-
-
-def _wrapped(words: list[str]) -> list[str]:
-    return textwrap.wrap(", ".join(words), _WRAP, break_long_words=False) or ["-"]
 
 
 def _node(step: PlannedStep) -> str:

@@ -191,20 +191,35 @@ def training_charts(label: str, history: History, bounds: StopBounds | None) -> 
     return [curve_chart(curve, [(label, history)], lines.get(curve.metric, ())) for curve in (*LEARNING, ALIGNMENT[0])]
 
 
-def difference_histogram(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[list[Chart], list[str]]:
+    """The charts of the tokens of runs by label, as `collapsed`; one sentence a run where all tokens are bit-equal."""
+    present = [(style, label, sample) for style, (label, sample) in enumerate(samples) if sample is not None]
+    if not present or any(np.any(sample.difference != 0) for _, _, sample in present):
+        return collapsed((difference_histogram(present), logprob_scatter(present), difference_by_position(present)))
+    return [], [
+        f"{label}: all {len(sample.position):,} tokens of {_steps(sample)} are bit-equal under both policies."
+        for _, label, sample in present
+    ]
+
+
+Samples = Sequence[tuple[int, str, TokenSample]]
+"""Style, label and tokens of each run."""
+
+
+def difference_histogram(samples: Samples) -> Chart:
     """The distribution of the difference of a token's log-probs; where nothing differs there is one bar, at 0."""
-    present = [(i, label, sample) for i, (label, sample) in enumerate(samples) if sample is not None]
-    magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in present] or [np.zeros(0)])
+    magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in samples] or [np.zeros(0)])
     reach = float(np.quantile(magnitudes, COVERED_BY_HISTOGRAM)) if len(magnitudes) else 0.0
     edges = np.linspace(-1.0, 1.0, HISTOGRAM_BINS + 1) * (reach or 1e-6)
-    series, notes = [], []
-    for style, label, sample in present:
+    series = list[Series]()
+    notes = list[str]()
+    for style, label, sample in samples:
         d = sample.difference
-        counts, _ = np.histogram(d, edges)
-        share = counts / len(d)
+        share = np.histogram(d, edges)[0] / len(d)
         series.append(Series(label, edges.tolist(), [*share.tolist(), 0.0], style, "outline"))
-        exact, outside = float(np.mean(d == 0)), float(np.mean(np.abs(d) > edges[-1]))
-        notes.append(f"{label}: {len(d):,} tokens of {_steps(sample)}, {exact:.1%} exactly 0, {outside:.2%} outside.")
+        outside = np.mean(np.abs(d) > edges[-1])
+        tokens = f"{len(d):,} tokens of {_steps(sample)}"
+        notes.append(f"{label}: {tokens}, {np.mean(d == 0):.1%} exactly 0, {outside:.2%} outside.")
     return Chart(
         "Difference of a token's log-probs",
         "d = log p - log g (nats): training minus rollout",
@@ -215,15 +230,17 @@ def difference_histogram(samples: Sequence[tuple[str, TokenSample | None]]) -> C
     )
 
 
-def logprob_scatter(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+def logprob_scatter(samples: Samples) -> Chart:
     """Log-probs of tokens under both policies: evenly chosen ones, and those that differ most."""
-    series, lowest = [], -1e-3
-    for style, (label, sample) in enumerate(samples):
-        if sample is not None:
-            chosen = _chosen(sample)
-            rollout, training = sample.rollout[chosen].tolist(), sample.training[chosen].tolist()
-            lowest = min([lowest, *rollout, *training])
-            series.append(Series(label, rollout, training, style, "dots"))
+    series = list[Series]()
+    lowest = -1e-3
+    for style, label, sample in samples:
+        count = len(sample.position)
+        largest = np.argsort(-np.abs(sample.difference), kind="stable")[:LARGEST_SCATTERED].tolist()
+        chosen = sorted({*range(0, count, max(1, -(-count // SCATTERED))), *largest})
+        rollout, training = sample.rollout[chosen].tolist(), sample.training[chosen].tolist()
+        lowest = min([lowest, *rollout, *training])
+        series.append(Series(label, rollout, training, style, "dots"))
     if series:
         series.append(Series("equal", [lowest, 0.0], [lowest, 0.0], REFERENCE))
     return Chart(
@@ -235,18 +252,17 @@ def logprob_scatter(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
     )
 
 
-def difference_by_position(samples: Sequence[tuple[str, TokenSample | None]]) -> Chart:
+def difference_by_position(samples: Samples) -> Chart:
     """Mean |d| by a token's place in its completion: each place up to 32, then ever wider stretches."""
     series = []
-    for style, (label, sample) in enumerate(samples):
-        if sample is None:
-            continue
-        edges = _position_edges(int(sample.position.max()))
-        bins = np.searchsorted(edges, sample.position, side="right") - 1
-        counts = np.bincount(bins, minlength=len(edges) - 1)
-        sums = np.bincount(bins, np.abs(sample.difference), minlength=len(edges) - 1)
-        kept = counts > 0
-        series.append(Series(label, edges[:-1][kept].tolist(), (sums[kept] / counts[kept]).tolist(), style))
+    for style, label, sample in samples:
+        end = int(sample.position.max()) + 1
+        wide = np.geomspace(33, max(end, 33), 33).astype(np.int64)
+        edges = np.unique(np.minimum([*range(33), *wide, end], end))
+        counts = np.histogram(sample.position, edges)[0]
+        sums = np.histogram(sample.position, edges, weights=np.abs(sample.difference))[0]
+        seen = counts > 0
+        series.append(Series(label, edges[:-1][seen].tolist(), (sums[seen] / counts[seen]).tolist(), style))
     return Chart(
         "Difference by position in the completion",
         "token of the completion, from 0",
@@ -254,18 +270,6 @@ def difference_by_position(samples: Sequence[tuple[str, TokenSample | None]]) ->
         series,
         y_scale="log",
     )
-
-
-def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[list[Chart], list[str]]:
-    """The charts of tokens, as `collapsed`: where all tokens are equal bit for bit, one sentence a run."""
-    present = [(label, sample) for label, sample in samples if sample is not None]
-    if not present or any(np.any(sample.difference != 0) for _, sample in present):
-        charts = (difference_histogram(samples), logprob_scatter(samples), difference_by_position(samples))
-        return collapsed(charts)
-    return [], [
-        f"{label}: all {len(sample.position):,} tokens of {_steps(sample)} are bit-equal under both policies."
-        for label, sample in present
-    ]
 
 
 def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
@@ -277,9 +281,11 @@ def ahead_charts(runs: Sequence[tuple[str, History]]) -> list[Chart]:
 
 
 def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
-    series, prefix = list[Series](), f"{curve.metric}_age_"
+    series = list[Series]()
+    prefix = f"{curve.metric}_age_"
     for label, history in runs:
-        for name in sorted({name for row in history for name in row if name.startswith(prefix)}, key=_first_age):
+        names = {name for row in history for name in row if name.startswith(prefix)}
+        for name in sorted(names, key=lambda name: int(name.removeprefix(prefix).partition("_")[0])):
             rows = [row for row in history if name in row]
             age = f"age {name.removeprefix(prefix).replace('_', ' to ')}"
             shown = age if len(runs) == 1 else f"{label}, {age}"
@@ -287,25 +293,9 @@ def _by_age(curve: Curve, runs: Sequence[tuple[str, History]]) -> Chart:
     return Chart(curve.title, "step", curve.y_label, series, include=curve.include, note=curve.note)
 
 
-def _first_age(name: str) -> int:
-    return int(name.partition("_age_")[2].partition("_")[0])
-
-
 def _steps(sample: TokenSample) -> str:
     first, last = sample.steps[0], sample.steps[-1]
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _chosen(sample: TokenSample) -> list[int]:
-    count = len(sample.position)
-    evenly = range(0, count, max(1, -(-count // SCATTERED)))
-    largest = np.argsort(-np.abs(sample.difference), kind="stable")[:LARGEST_SCATTERED]
-    return sorted({*evenly, *largest.tolist()})
-
-
-def _position_edges(last: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    wide = np.unique(np.geomspace(32, max(33, last + 1), 33).astype(np.int64)) if last >= 32 else np.zeros(0, np.int64)
-    return np.unique(np.concatenate([np.arange(min(32, last + 1)), wide, [last + 1]]))
 
 
 Bounds = Mapping[str, Sequence[Bound]]

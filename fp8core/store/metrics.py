@@ -18,8 +18,7 @@ REWARD = "reward/mean"
 HELDOUT = "reward/heldout_accuracy"
 LENGTH = "rollout/length_mean"
 SIGNAL = "reward/groups_with_signal"
-# Of scores; steps of earlier versions have that of rewards alone.
-SPREAD, EARLIER_SPREAD = "reward/score_std", "reward/std"
+SPREAD = "reward/score_std"
 # Followed by an outcome.
 OUTCOME = "reward/outcome_"
 CUT_OFF = "rollout/cut_off_share"
@@ -40,7 +39,7 @@ GAP, GAP_ERROR, GAP_ACCURACY, GAP_BF16, GAP_PROMPTS = (
 GAP_DIFFERENCE, GAP_LOW, GAP_HIGH = (
     f"rollout/precision_gap_{name}" for name in ("difference", "difference_low", "difference_high")
 )
-# Versions before compared no distributions, and not every prompt has an answer that can be written.
+# Not every prompt has an answer that can be written, so a run may lack the last one.
 GAP_KL, GAP_SAME, GAP_SHIFT = (f"rollout/precision_gap_{name}" for name in ("kl", "same_choice", "answer_shift"))
 OF_START: Mapping[str, Mapping[str, str]] = {
     "evaluation": {HELDOUT: "accuracy", "reward/heldout_length_mean": "length_mean"},

@@ -192,9 +192,8 @@ class PrecisionGap(_Content):
     nats: Magnitude
     k3: Number
     error: Magnitude
-    # Versions before compared no distributions.
-    kl: Number | None = None
-    same_choice: Magnitude | None = None
+    kl: Number
+    same_choice: Magnitude
     answer_shift: Number | None = None
     accuracy: _Estimate
     bf16_accuracy: _Estimate

@@ -104,7 +104,7 @@ def test_a_curve_has_the_steps_at_which_its_metric_was_measured_and_equality_is_
 
 def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
     d = np.concatenate([np.zeros(5000), np.linspace(-0.01, 0.01, 4999), [3.0]])
-    histogram = difference_histogram([("exact", sample([0.0] * 10)), ("gone", None), ("mixed", sample(d))])
+    histogram = difference_histogram([(0, "exact", sample([0.0] * 10)), (2, "mixed", sample(d))])
     exact, mixed = histogram.series
     assert (exact.style, mixed.style) == (0, 2)
     assert max(exact.y) == sum(exact.y) == 1.0
@@ -116,14 +116,14 @@ def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
 def test_the_scatter_shows_the_tokens_that_differ_most() -> None:
     d = np.zeros(50_000)
     d[12_345] = 2.0
-    series = logprob_scatter([("a", sample(d, -3.0))]).series
+    series = logprob_scatter([(0, "a", sample(d, -3.0))]).series
     assert (-3.0, -1.0) in zip(series[0].x, series[0].y, strict=True)
     assert len(series[0].x) <= 1400
 
 
 @pytest.mark.parametrize("count", [1, 32, 33, 5000])
 def test_every_position_is_in_one_bin(count: int) -> None:
-    (series,) = difference_by_position([("a", sample(np.full(count, 0.5)))]).series
+    (series,) = difference_by_position([(0, "a", sample(np.full(count, 0.5)))]).series
     assert set(series.y) == {0.5}
     assert len(series.x) == count if count <= 33 else 33 < len(series.x) <= 66
 

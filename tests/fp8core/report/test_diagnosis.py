@@ -13,7 +13,7 @@ import pytest
 
 from fp8core.config.load import load_config
 from fp8core.report.chart import short
-from fp8core.report.diagnosis import Evidence, diagnosis, is_repetitive
+from fp8core.report.diagnosis import Evidence, diagnosis
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
 from fp8core.report.run_verdict import answer
@@ -136,19 +136,9 @@ def test_a_run_without_a_signal_is_told_why(shares, reward, cause, advised) -> N
     assert advised.lower() in found.sentence.lower()
 
 
-@pytest.mark.parametrize(("silent", "of", "many"), [(26, 80, False), (27, 80, True)])
-def test_a_third_of_the_steps_are_many(silent: int, of: int, many: bool) -> None:
-    history = rows({}, silent) + rows({}, of - silent, **{"reward/groups_with_signal": 1.0})
-    assert bool(Evidence(history, None, "not learned").silent) == many
-    # Of a few steps, one may be silent by chance.
-    assert not Evidence(history, None, "too short to tell").silent
-    # Once all answers are right there is nothing more to learn.
-    assert not Evidence(history, None, "learned").silent
-
-
 def test_another_signal_than_equal_rewards_of_a_group_is_one() -> None:
     """A teacher's, a penalty's that is part of the reward, and with REINFORCE++ the rewards of other prompts."""
-    equal = rows({"right": 1.0}, **{"reward/std": 0.5})
+    equal = rows({"right": 1.0}, **{"reward/score_std": 0.5})
     teacher = ["loss.distillation.teacher=x", "loss.distillation.weight=1.0", "loss.distillation.rewards=0.0"]
     for config in (
         load_config("tiny", teacher),
@@ -159,26 +149,11 @@ def test_another_signal_than_equal_rewards_of_a_group_is_one() -> None:
     assert diagnosis(Evidence(equal, load_config("tiny"), "not learned")) is not None
 
 
-@pytest.mark.parametrize(("environment", "reward", "told"), [("guess", 0.0, True), ("guess", 0.5, False)])
-def test_right_outcomes_to_which_an_environment_gave_no_reward(environment, reward, told) -> None:
-    history = rows({"right": 0.4, "wrong": 0.4, "unparsed": 0.2}, **{"reward/mean": reward})
-    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": environment}}), "not learned"))
+def test_right_outcomes_to_which_an_environment_gave_no_reward() -> None:
+    history = rows({"right": 0.4, "wrong": 0.6}, **{"reward/mean": 0.0})
+    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": "guess"}}), "not learned"))
     assert found is not None
-    assert ('Outcome("right")' in found.sentence) == told
-
-
-@pytest.mark.parametrize(
-    ("texts", "repeated"),
-    [
-        (["666666#66", "66666666"], True),
-        (["I think so. " * 60], True),
-        (["We compute 2 + 3 = 5 and then 5 * 7 = 35.", "First, 9 - 4 is 5, so the answer must be 5."] * 2, False),
-        (["4,4,4,3#3", "0,8,7,7#7"], False),
-        (["", ""], False),
-    ],
-)
-def test_texts_that_repeat_themselves(texts, repeated) -> None:
-    assert is_repetitive(texts) == repeated
+    assert 'Outcome("right")' in found.sentence
 
 
 def test_a_report_begins_with_the_diagnosis(whole_run) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from fp8core.alignment.bounds import stored_bounds
 from fp8core.report.chart import Bound
-from fp8core.report.pages import Section, Table, number_rows, render_page, report_html
+from fp8core.report.pages import Section, render_page, report_html
 from fp8core.report.run_data import read_run, read_runs
+from fp8core.report.tables import MOST_ROWS, Table, numbers_table, steps_table
 from fp8core.report.training_charts import configured_bounds, training_charts
 from fp8core.store.metrics import TMPE
 
@@ -87,7 +88,7 @@ def test_means_of_the_alignment_are_over_tokens(whole_run) -> None:
     names = [f"alignment/{name}" for name in ("token_mult_prob_error", "k3_kl", "tokens")]
     steps = [(2.0, 1.0, 10.0), (1.0, 0.0, 990.0)]
     history = [{"step": step, **dict(zip(names, values, strict=True))} for step, values in enumerate(steps, 1)]
-    rows = dict(number_rows([replace(read_run(whole_run.folder, "run"), history=history)]))
+    rows = dict(numbers_table([replace(read_run(whole_run.folder, "run"), history=history)]).rows)
     assert rows["token multiplicative probability error, mean"] == "1.010000"
     assert rows["k3 divergence, mean (nats)"] == "0.01"
 
@@ -146,3 +147,15 @@ def test_texts_of_others_are_escaped_and_turn_and_hide_nothing(whole_run) -> Non
         assert "secret" not in ours
     shown = Page(named)
     assert shown.tags.count("script") == len(shown.figures) + 2
+
+
+def test_every_step_has_a_row_with_its_events_and_a_long_run_fewer_rows(whole_run) -> None:
+    run = read_run(whole_run.folder, "whole")
+    table = steps_table(run)
+    assert [row[0] for row in table.rows] == ["0", "1", "2", "3", "4"]
+    assert table.rows[0][1] == "-"
+    assert table.rows[-1][3] == "1 exactly"
+    assert "checkpoint" in table.rows[-1][-1]
+    rows = steps_table(replace(run, history=[{"step": step} for step in range(5 * MOST_ROWS + 2)])).rows
+    assert len(rows) <= MOST_ROWS + 10
+    assert {"4", f"{5 * MOST_ROWS + 1}"} <= {row[0] for row in rows}
