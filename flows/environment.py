@@ -9,33 +9,36 @@ import logging
 import os
 import secrets
 import shlex
-import stat
+import socket
 import sys
-import tomllib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+import tempfile
+import time
+import urllib.request
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from flows.imports import uncollected
-from flows.prefect_server import PrefectServer
-from fp8core.errors import UserError
+from fp8core.errors import UserError, last_words
+from fp8core.processes.end_with_parent import TiedProcess
 from fp8core.processes.variables import set_variables
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
     from fp8core.kernels.compilation import KernelFolders
 
-HEARTBEAT_SECONDS = 30
-"""A flow run of a worker sends a heartbeat this often."""
-# Both names of Prefect's setting, and the one that names a database in parts.
-_DATABASE = (
-    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "PREFECT_SERVER_DATABASE_DRIVER",
-)
+SERVER_SETTINGS = {
+    # One transaction for many states of tasks: a server on SQLite refuses requests (503) that meet too many of them.
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+}
+"""Of every Prefect server that we start; docs/guides/operate.md has them for a user's own."""
+_START_SECONDS = 180.0
+# `prefect`, which ends with its standard input: whoever holds the other end has ended, by SIGKILL too.
+_PREFECT = """
+import os, runpy, signal, sys, threading
+threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+runpy.run_module("prefect", run_name="__main__", alter_sys=True)
+"""
 # MLflow's thread besides changes the environment, while Prefect may copy it for a flow: that ends with a KeyError.
 _NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _THIS_MACHINE = ("127.0.0.1", "localhost")
@@ -81,6 +84,9 @@ def quiet_prefect() -> None:
     # One line for each event that a server which is away does not get, and two for each part of the log.
     os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
     logging.raiseExceptions = False
+    # A training that has ended would otherwise wait minutes for a server that is away.
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
+    os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "15")
 
 
 def reach_this_machine() -> None:
@@ -101,59 +107,12 @@ def make_prefect_home() -> None:
 
     Raises UserError: it cannot be made.
     """
-    with _in_prefect_home("made"):
+    try:
         _prefect_home().mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def _in_prefect_home(done: str) -> Iterator[None]:
-    """Raises UserError, "cannot be `done`", where an operation on the folder fails."""
-    try:
-        yield
     except OSError as error:
-        place, why = f"Prefect's folder {_prefect_home()}", f"cannot be {done}: {error.strerror}"
-        raise UserError(f"{place} {why}; set PREFECT_HOME to one that can be written") from error
-
-
-def hold_prefect_start() -> IO[bytes]:
-    """Wait for servers that are starting on this PREFECT_HOME, and have others wait until the result is closed.
-
-    A server that starts makes the tables of a new database; two at once would both make them, and one of them ends.
-    Raises UserError: PREFECT_HOME cannot be written.
-    """
-    with _in_prefect_home("written"):
-        lock = (_prefect_home() / "fp8-grpo-start.lock").open("ab")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def hold_prefect_home() -> AbstractContextManager[object]:
-    """Keep every other `fp8-grpo up` off the SQLite database of this PREFECT_HOME until the result is closed.
-
-    Workers and services of two servers would refuse each other's transactions without end. A training's own server may
-    share it. Where a database is named, PREFECT_HOME does not matter.
-
-    Raises:
-        UserError: another one holds it, or PREFECT_HOME cannot be written.
-    """
-    if any(os.environ.get(name) for name in _DATABASE):
-        return nullcontext()
-    with _in_prefect_home("written"):
-        lock = (_prefect_home() / "fp8-grpo-up.lock").open("ab")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
         raise UserError(
-            f"another `fp8-grpo up` runs with PREFECT_HOME={_prefect_home()}: stop it, or set PREFECT_HOME to another "
-            "folder"
+            f"Prefect's folder {_prefect_home()} cannot be made: {error.strerror}; set PREFECT_HOME to one that can"
         ) from error
-    return lock
-
-
-def prefect_database() -> str:
-    named = next((name for name in _DATABASE if os.environ.get(name)), None)
-    return str(_prefect_home() / "prefect.db") if named is None else f"that of {named}"
 
 
 def _prefect_home() -> Path:
@@ -163,30 +122,16 @@ def _prefect_home() -> Path:
 def prefect_login() -> tuple[str, str]:
     """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it.
 
-    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME.
-    Only its owner can read that. Other terminals and the UI stay logged in when `up` starts again. The caller holds
-    `hold_prefect_start`.
-
-    Raises:
-        UserError: the file cannot be made, is a link, belongs to somebody else, can be read by others, or holds no
-            string.
+    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME
+    that only its owner can read. Other terminals and the UI stay logged in when `up` starts again.
     """
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
     path = _prefect_home() / "fp8-grpo-auth"
-    if not os.path.lexists(path):
-        with (
-            _in_prefect_home("written"),
-            open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made,
-        ):
+    if not path.exists():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as made:
             made.write(f"{_new_login()}\n")
-    # Prefect's clients and its UI would send whatever a stranger put there.
-    found = path.lstat()
-    private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    string = path.read_text("utf-8").strip() if private else ""
-    if len(string.split()) != 1:
-        raise UserError(f"{path}: must hold one word, in a file that only you can read; delete it and start again")
-    return string, f'"$(cat {shlex.quote(str(path.absolute()))})"'
+    return path.read_text("utf-8").strip(), f'"$(cat {shlex.quote(str(path.absolute()))})"'
 
 
 def _new_login() -> str:
@@ -202,6 +147,43 @@ def _guarded_server(login: str, origins: str) -> dict[str, str]:
         "PREFECT_API_AUTH_STRING": login,
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origins,
     }
+
+
+class PrefectServer:
+    """`prefect server start` for this process alone, with which it ends in every case; it has no UI."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.api = f"http://127.0.0.1:{port}/api"
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server lives
+        words = ["server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
+        environment = {**SERVER_SETTINGS, **os.environ}
+        self._process = TiedProcess(["-P", "-c", _PREFECT, *words], self._output, environment=environment)
+
+    def wait(self) -> None:
+        """Return when it serves. Raises UserError, with its last output, when it does not."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not answers(f"{self.api}/health"):
+            if self._process.exit_code is not None or time.monotonic() > deadline:
+                self._output.seek(0)
+                reason = last_words(self._output.read().decode(errors="replace"))
+                raise UserError(f"Prefect's server for this training did not start: {reason}; see PREFECT_HOME")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End it and wait until it has stored what it received."""
+        self._process.end()
+
+
+def answers(url: str, seconds: float = 5.0) -> bool:
+    """True if an HTTP server answers 200 there, within `seconds`."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def bound_mlflow_requests() -> None:
@@ -223,67 +205,45 @@ def start_prefect(flow: str) -> str:
         flow: module that will use it, which is imported: while a server starts, which takes as long.
 
     Raises:
-        UserError: as `refuse_malformed_settings`; the configured server does not answer, or the own one does not start.
+        UserError: Prefect cannot read a setting; the configured server does not answer, or the own one does not start.
     """
-    refuse_malformed_settings()
     reach_this_machine()
+    refuse_malformed_settings()
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
-    if get_current_settings().api.url is None:
-        with hold_prefect_start():
-            # Of this process, its server and its children: other programs and web pages are refused. It has no UI.
-            # No page of a browser sends its requests, and a client may be set to send no tokens.
-            os.environ["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] = "false"
-            os.environ.update(_guarded_server(_new_login(), origins=""))
-            server = PrefectServer()
-            os.environ["PREFECT_API_URL"] = server.api
-            refresh_global_settings_context()
-            # Prefect sends its last events when Python exits; a function registered before those is called after them.
-            atexit.register(server.stop)
-            with uncollected():
-                import_module(flow)
-            try:
-                server.wait()
-            except UserError as error:
-                raise UserError(f"{error}; its database is {prefect_database()}") from error
-    address = _refuse_silence()
-    with uncollected():
+    if get_current_settings().api.url is not None:
+        address = _refuse_silence()
         import_module(flow)
-    return address
+        return address
+    with (_prefect_home() / "fp8-grpo-start.lock").open("ab") as lock:
+        # Two servers that start at once would both make the tables of a new database.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # No page of a browser sends its requests, and a client may be set to send no tokens.
+        os.environ["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] = "false"
+        os.environ.update(_guarded_server(_new_login(), origins=""))
+        server = PrefectServer()
+        os.environ["PREFECT_API_URL"] = server.api
+        refresh_global_settings_context()
+        # Prefect sends its last events when Python exits; a function registered before those is called after them.
+        atexit.register(server.stop)
+        import_module(flow)
+        server.wait()
+    return server.api
 
 
 def refuse_malformed_settings() -> None:
-    """Import Prefect's settings.
-
-    Raises UserError: Prefect cannot read one, which is named with its variable, or a file of settings.
-    """
+    """Import Prefect's settings. Raises UserError: Prefect cannot read one."""
     from pydantic import ValidationError
 
-    said = StringIO()
     try:
-        # Where it cannot read them, Prefect has much to say about itself.
-        with redirect_stderr(said):
-            from prefect.settings import get_current_settings
+        from prefect.settings import get_current_settings
 
-            get_current_settings()
-    except ValidationError as error:
-        problem = error.errors()[0]
-        # Prefect writes some of them in capitals.
-        said_so = str(problem["input"]).casefold()
-        named = [
-            name for name, text in os.environ.items() if name.startswith("PREFECT_") and text.casefold() == said_so
-        ]
-        where = named[0] if named else f"{_profiles()}: {'.'.join(map(str, problem['loc']))}"
-        raise UserError(f"{where}={problem['input']}: {problem['msg']}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{_profiles()}, which Prefect reads, or a prefect.toml here: {error}") from error
-    sys.stderr.write(said.getvalue())
-
-
-def _profiles() -> Path:
-    return Path(os.environ.get("PREFECT_PROFILES_PATH", _prefect_home() / "profiles.toml"))
+        get_current_settings()
+    except (ValidationError, ValueError) as error:
+        what = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ["file"], "msg": str(error)}
+        raise UserError(f"Prefect's settings: {'.'.join(map(str, what['loc']))}: {what['msg']}") from error
 
 
 def _refuse_silence() -> str:
@@ -356,6 +316,7 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
     pages = (f"http://{host}:{prefect_port}" for host in ("127.0.0.1", "localhost"))
     searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
+        **SERVER_SETTINGS,
         # A worker looks for runs more often than once in 15 seconds.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         **_NO_TELEMETRY,
@@ -370,7 +331,6 @@ def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict
         "PREFECT_API_URL": f"http://127.0.0.1:{prefect_port}/api",
         # The UI calls that address, from the page that it has by either name.
         **_guarded_server(login, origins=",".join(pages)),
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{mlflow_port}",
         # A worker's training finds the flows, and steps of the user's own, by the names of their modules.
         "PYTHONPATH": os.pathsep.join(searched),

@@ -17,12 +17,13 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted, problems, questions, refuse, variants
 from flows.launch import long_part, say
-from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown
+from flows.orchestration import failed, prepare_logs
 from flows.parameters import FlowOverrides, OptionalConfigName
 from flows.termination import StopRequest, stop_on_sigterm
 from flows.tracking.datasets import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
+from flows.training_pages import artifact_key, show_markdown
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem, problems_digest
 from fp8core.data.references import counted

@@ -18,22 +18,14 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
-from flows.orchestration import (
-    LoggedLines,
-    PrefectArtifacts,
-    PrefectExecution,
-    T,
-    artifact_client,
-    failed,
-    prepare_logs,
-)
+from flows.orchestration import LoggedLines, PrefectExecution, T, failed, prepare_logs
 from flows.parameters import ConfigName, FlowOverrides, RunName
 from flows.run_lookup import load_settings
-from flows.step_runs import StepRuns, step_client
 from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
 from flows.tracking.backlog import step_speed, write_report
 from flows.tracking.session import Session, follow_ledger, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
+from flows.training_pages import TrainingPages
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides, refuse_contradiction
@@ -118,17 +110,13 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     set_engine_variables(config)
     kernels = compile_first(config, console)
     with (
-        artifact_client() as client,
-        step_client() as client_of_steps,
-        # Left last: `launch.end_without_prefect` bounds the wait of a training that has ended.
-        StepRuns(client_of_steps, console.note) as step_runs,
         open_session(config, name, console, new_code=new_code, kernels=kernels) as session,
+        TrainingPages(session.run) as pages,
         keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
-        artifacts = PrefectArtifacts(session.run, session.tracker.page, runtime.flow_run.id, client)
-        session.add(artifacts)
-        execution = FlowExecution(session, artifacts, step_runs, interrupt, stop)
+        pages.start(session.tracker.page)
+        execution = FlowExecution(session, pages, interrupt, stop)
         try:
             loop.train(session.run, execution)
         except (StepError, UserError, ProcessLost) as error:
@@ -160,16 +148,9 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
 
 
 class FlowExecution(PrefectExecution):
-    def __init__(
-        self,
-        session: Session,
-        artifacts: PrefectArtifacts,
-        step_runs: StepRuns,
-        interrupt: Interrupt,
-        stop: StopRequest,
-    ) -> None:
-        super().__init__(session.run.graph, step_runs)
-        self._session, self._artifacts = session, artifacts
+    def __init__(self, session: Session, pages: TrainingPages, interrupt: Interrupt, stop: StopRequest) -> None:
+        super().__init__(session.run.graph, pages)
+        self._session = session
         self._interrupt, self._stop = interrupt, stop
         self._began, self._intervals = 0.0, dict[str, Interval]()
 
@@ -201,7 +182,6 @@ class FlowExecution(PrefectExecution):
 
     def restored(self, run: RunContext, redone: int) -> None:
         follow_ledger(self._session)
-        self.follow_steps(f"mlflow-{self._session.tracker.run_id}", run.config.steps)
         if next_step(run) > START + 1:
             run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
 
@@ -235,7 +215,7 @@ class FlowExecution(PrefectExecution):
         _note_missing_metric(run, index, metrics)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
-        self._artifacts.step_done(index)
+        self._pages.step_done(index)
         self._session.wake()
 
 

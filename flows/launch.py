@@ -3,33 +3,22 @@
 Every command imports this module, hence neither Prefect nor torch is imported at the top.
 """
 
-import atexit
-import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
-from flows.prefect_server import answers
 from flows.termination import ExitCode, keep_interrupt, leave
-from flows.tracking.record import TrackingRecord, read_record
-from fp8core.errors import printable, printable_lines
+from flows.tracking.record import read_record
+from fp8core.errors import first_line, printable, printable_lines
 from fp8core.progress import Part
-from fp8core.store.lock import is_held
 from fp8core.store.outputs import Output
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
-
-# Longest silence of Prefect's server after the end of a training.
-_SILENCE_SECONDS = 4.0
-_POLL_SECONDS = 0.5
 
 
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
@@ -55,18 +44,13 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return f"{word}; {resume} continues the run" if begun else f"{word} before the run had begun"
 
     say("starting Prefect and MLflow")
-    api = prepare_prefect("flows.grpo", lambda: printable(reason("interrupted")))
-    over = end_without_prefect(config.runs / str(config.run), api, summary)
+    prepare_prefect("flows.grpo", lambda: printable(reason("interrupted")))
     # An exception, so that the run is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped(reason("terminated"), ExitCode.TERMINATED)))
     try:
-        return _train(str(config.run), parameters, summary, resume)
+        return _train(config, parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
-    finally:
-        if answers(f"{api}/health", _SILENCE_SECONDS):
-            # It heard of the end. A caller in this process may stop its server later.
-            over.set()
 
 
 def refuse_silent_store(config: "RunConfig") -> None:
@@ -111,61 +95,19 @@ def prepare_prefect(flow: str, interrupted: str | Callable[[], str] = "interrupt
         return start_prefect(flow)
 
 
-def end_without_prefect(folder: Path, api: str, summary: Output | None) -> threading.Event:
-    """End this process when its training has ended and Prefect's server does not answer.
+def _train(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
+    import httpx
 
-    Prefect itself would repeat its last requests for minutes, and would fail a training that is complete. A thread
-    watches, because Prefect's requests cannot be interrupted. To set the result ends the watch.
-    """
-    began_ms, over = time.time_ns() // 1_000_000, threading.Event()
-
-    def watch() -> None:
-        while (record := _ended(folder, began_ms)) is None:
-            if over.wait(_POLL_SECONDS):
-                return
-        heard = time.monotonic()
-        while time.monotonic() - heard < _SILENCE_SECONDS:
-            if answers(f"{api}/health", _SILENCE_SECONDS):
-                heard = time.monotonic()
-            if over.wait(_POLL_SECONDS):
-                return
-        # Not sys.exit: Prefect's threads would first try to deliver what they hold.
-        os._exit(_end(record, folder, summary))
-
-    # Registered after a server of this training, so called before it stops; Prefect has sent its last events by then.
-    atexit.register(over.set)
-    threading.Thread(target=watch, name="end-without-prefect", daemon=True).start()
-    return over
-
-
-def _ended(folder: Path, began_ms: int) -> TrackingRecord | None:
-    from fp8core.store.layout import LOCK
-
-    record = read_record(folder)
-    if record is None or record.status not in ("FINISHED", "FAILED") or is_held(folder / LOCK):
-        return None
-    return record if record.ended_ms is not None and record.ended_ms >= began_ms else None
-
-
-def _end(record: TrackingRecord, folder: Path, summary: Output | None) -> int:
-    """Print the end of a training that Prefect's server does not hear of; returns the exit code."""
-    from fp8core.store.layout import SUMMARY
-
-    code = ExitCode.DONE if record.status == "FINISHED" else ExitCode.FAILED
-    if code == ExitCode.DONE and summary is not None:
-        summary.write((folder / SUMMARY).read_bytes())
-    say(f"Prefect does not answer: its UI lacks the end of this run, which is {record.status}")
-    return stopped(record.error or "failed", code) if code else code
-
-
-def _train(name: str, parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     from flows.grpo import grpo
 
-    with keep_interrupt() as interrupt:
-        # To Prefect's types a call with a dict may be that of an async flow.
-        state: Any = grpo.with_options(flow_run_name=name)(**parameters, return_state=True)
-        if not state.is_completed():
-            interrupt.check()
+    try:
+        with keep_interrupt() as interrupt:
+            # To Prefect's types a call with a dict may be that of an async flow.
+            state: Any = grpo.with_options(flow_run_name=config.run)(**parameters, return_state=True)
+            if not state.is_completed():
+                interrupt.check()
+    except httpx.TransportError as error:
+        return _end_without_prefect(config, summary, resume, error)
     if state.is_paused():
         return stopped(f"{state.message}; {resume} continues the run", ExitCode.PAUSED)
     if not state.is_completed():
@@ -173,6 +115,21 @@ def _train(name: str, parameters: Mapping[str, Any], summary: Output | None, res
         return ExitCode.FAILED
     if summary is not None:
         summary.write_json(state.result())
+    return ExitCode.DONE
+
+
+def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: str, error: Exception) -> int:
+    """Exit code of a training whose end Prefect's server did not hear of, from the run's folder."""
+    from fp8core.store.layout import SUMMARY
+    from fp8core.store.run_view import RunView
+
+    folder = config.runs / str(config.run)
+    written = folder / SUMMARY
+    if not written.exists() or max(RunView.read(folder).steps, default=0) < config.steps:
+        return stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", ExitCode.FAILED)
+    say("Prefect does not answer: its UI lacks the end of this run, which is complete")
+    if summary is not None:
+        summary.write(written.read_bytes())
     return ExitCode.DONE
 
 

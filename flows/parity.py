@@ -15,12 +15,13 @@ from pydantic import Field
 
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
-from flows.orchestration import artifact_key, failed, prepare_logs, show_markdown, unanswered
+from flows.orchestration import failed, prepare_logs, unanswered
 from flows.parameters import ConfigName, FlowOverrides, ParityName
 from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
 from flows.parity_training import train_one
 from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
+from flows.training_pages import artifact_key, show_markdown
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
 from fp8core.parity.measure import Measured, measure

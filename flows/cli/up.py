@@ -16,61 +16,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psutil
+import yaml
 
 from flows.environment import (
-    HEARTBEAT_SECONDS,
-    hold_prefect_home,
-    hold_prefect_start,
+    answers,
     make_prefect_home,
     mlflow_has_database,
-    prefect_database,
     prefect_login,
     reach_this_machine,
     refuse_malformed_settings,
     service_environment,
 )
 from flows.launch import say, stopped
-from flows.prefect_server import answers
 from flows.termination import ExitCode
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, last_words
-from fp8core.processes.end_with_parent import TiedProcess, installed, running
+from fp8core.processes.end_with_parent import installed
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from flows.pools import Unserved
-
 ROOT = Path(__file__).parents[2]
+CPU, GPU = "fp8-grpo-cpu", "fp8-grpo-gpu"
+"""Work pools: trainings that need no GPU, and those that do. Each runs one flow run at a time; the others queue."""
 _HERE = ("--host", "127.0.0.1", "--port")
 _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
-SERVER_SECONDS, STEP_SECONDS = 15.0, 600.0
+_SERVER_SECONDS, _STEP_SECONDS = 15.0, 600.0
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
-# Variable with which a Prefect worker passes the id of a flow run to its process.
-_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-# Runs in a bare interpreter: ends the process groups on its input when that closes without an exit message.
-_REAP = """
-import os, signal, sys, time
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-groups = []
-for line in sys.stdin:
-    if line == "goodbye\\n":
-        sys.exit()
-    groups.append(int(line))
-for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 0)):
-    for group in groups:
-        try:
-            os.killpg(group, number)
-        except ProcessLookupError:
-            pass
-    time.sleep(seconds)
-"""
 
 
 class ServiceError(Exception):
@@ -84,80 +61,52 @@ class Stopped(Exception):
 class Service:
     """A child with a process group and a log of its own: neither Ctrl-C nor a signal to our group reaches it."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], place: Path, log: Path):
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name, self._log = name, log
         with log.open("ab") as output:
             self._begin = output.tell()
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
-                cwd=place,
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.group = self._process.pid
-        self.flow_runs: set[str] = set()
-        self._thawed = False
 
     @property
     def exit_code(self) -> int | None:
         return self._process.poll()
 
     def death(self) -> ServiceError:
-        code = self.exit_code
-        assert code is not None, "it has ended"
-        if code < 0:
-            # The last line may be that of a training, and have nothing to do with it.
-            return ServiceError(f"{self.name} was ended by {signal.Signals(-code).name} (log: {self._log})")
         with self._log.open("rb") as log:
             log.seek(self._begin)
             reason = last_words(log.read().decode(errors="replace"))
-        return ServiceError(f"{self.name} ended with {code}: {reason} (log: {self._log})")
+        return ServiceError(f"{self.name} ended with {self.exit_code}: {reason} (log: {self._log})")
 
-    def stop(self) -> None:
-        """Request its end, after that of its children; a training ends its own children.
-
-        Meanwhile it is frozen: a Prefect worker would kill its trainings when it ends, or start the next one. It does
-        not report their end either; `flow_runs` holds the ids of their flow runs from here.
-        """
-        ended = self.exit_code is not None
-        if not ended:
-            os.kill(self.group, signal.SIGSTOP)
-        for process, _ in _running(self.group):
-            with contextlib.suppress(psutil.Error):
-                if process.pid != self.group and (number := process.environ().get(_FLOW_RUN)):
-                    self.flow_runs.add(number)
-        if ended:
-            self._signal_group(signal.SIGTERM)
+    def stop_children(self, hurried: Callable[[], bool]) -> None:
+        """Request the end of a worker's trainings, and wait for them: the worker reports it, and starts no other."""
+        if self.exit_code is not None:
             return
-        for child in self._children():
+        trainings = psutil.Process(self._process.pid).children()
+        for training in trainings:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate()
+                training.terminate()
+        deadline = time.monotonic() + _STEP_SECONDS
+        while psutil.wait_procs(trainings, timeout=_POLL_SECONDS)[1]:
+            if hurried() or time.monotonic() > deadline:
+                return
 
-    def wait(self, seconds: float) -> bool:
-        """True if it ends, with everything in its group, within `seconds`; its children end first."""
-        deadline = time.monotonic() + seconds
-        while self.exit_code is None or _running(self.group):
-            if not self._thawed and self.exit_code is None and not self._children():
-                self._thawed = True
-                os.kill(self.group, signal.SIGTERM)
-                os.kill(self.group, signal.SIGCONT)
-            if time.monotonic() > deadline:
-                return False
+    def stop(self, hurried: Callable[[], bool]) -> None:
+        """End it, and then what is left of its process group."""
+        self._process.terminate()
+        deadline = time.monotonic() + _SERVER_SECONDS
+        while self.exit_code is None and not hurried() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        return True
-
-    def _children(self) -> list[psutil.Process]:
-        return [process for process, parent in _running(self.group) if parent == self.group]
-
-    def kill(self) -> None:
-        self._signal_group(signal.SIGKILL)
-
-    def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.group, number)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class Services:
@@ -166,66 +115,55 @@ class Services:
     A signal is only recorded, and raised by `check`, so that every service that starts is registered here.
     """
 
-    def __init__(self, environment: Mapping[str, str], place: Path, logs: Path) -> None:
-        self._environment, self._place, self._logs = environment, place, logs
-        self._lasting: list[Service] = []
-        self._all: list[tuple[Service, float, Callable[[Service], None]]] = []
+    def __init__(self, environment: Mapping[str, str], logs: Path) -> None:
+        self._environment, self._logs = environment, logs
+        self._servers, self._workers = list[Service](), list[Service]()
         self._signals: list[int] = []
+        self.pause_pools: Callable[[], None] = lambda: None
+        """Called before the trainings of workers are ended, so that no other begins."""
 
     def __enter__(self) -> Self:
-        self._reaper = TiedProcess(["-I", "-S", "-c", _REAP], subprocess.DEVNULL)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for service, patience, after in reversed(self._all):
-            service.stop()
-            deadline = time.monotonic() + patience
-            while not service.wait(_POLL_SECONDS):
-                if len(self._signals) > 1 or time.monotonic() > deadline:
-                    service.kill()
-            if len(self._signals) < 2:
-                after(service)
-        self._reaper.end(b"goodbye\n")
+    def __exit__(self, *_: Any) -> None:
+        if self._workers:
+            self.pause_pools()
+        for worker in self._workers:
+            worker.stop_children(self._hurried)
+        for service in reversed([*self._servers, *self._workers]):
+            service.stop(self._hurried)
+
+    def _hurried(self) -> bool:
+        return len(self._signals) > 1
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: the first one requests the end, a second one the end at once."""
         self._signals.append(number)
 
-    def start(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        patience: float,
-        after: Callable[[Service], None] = lambda service: None,
-    ) -> None:
-        """Start our Python with `arguments`, as a lasting service that may take `patience` seconds to end.
+    def start_server(self, name: str, arguments: Sequence[str], url: str) -> None:
+        """Start our Python with `arguments`, and wait until it answers at `url`."""
+        self._servers.append(self._launch(name, arguments))
+        self._wait_until(partial(answers, url), name)
 
-        `after` is called when this object has ended it, while the services that started earlier still run.
-        """
-        self._lasting.append(self._launch(name, arguments, patience, after))
+    def start_worker(self, name: str, arguments: Sequence[str], polls: Callable[[], bool]) -> None:
+        self._workers.append(self._launch(name, arguments))
+        self._wait_until(polls, name)
 
-    def begin(self, name: str, arguments: Sequence[str]) -> Service:
-        return self._launch(name, arguments, SERVER_SECONDS, lambda service: None)
-
-    def finish(self, service: Service) -> None:
-        """Wait for its end. Raises as `wait_until`; ServiceError too when it fails."""
-        self.wait_until(lambda: service.exit_code is not None, service.name)
+    def carry_out(self, name: str, arguments: Sequence[str]) -> None:
+        """Run our Python with `arguments` to its end. Raises ServiceError when it fails."""
+        service = self._launch(name, arguments)
+        try:
+            self._wait_until(lambda: service.exit_code is not None, name)
+        finally:
+            service.stop(self._hurried)
         if service.exit_code != 0:
             raise service.death()
 
-    def _launch(
-        self, name: str, arguments: Sequence[str], patience: float, after: Callable[[Service], None]
-    ) -> Service:
+    def _launch(self, name: str, arguments: Sequence[str]) -> Service:
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        service = Service(name, [sys.executable, *arguments], self._environment, self._place, log)
-        self._all.append((service, patience, after))
-        self._reaper.say(f"{service.group}\n".encode())
-        return service
+        return Service(name, [sys.executable, *arguments], self._environment, log)
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Print what is waited for. Raises ServiceError: `what` did not come about; and as `check`."""
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         say(f"waiting for: {what}")
         deadline = time.monotonic() + _START_SECONDS
         while not condition():
@@ -234,32 +172,13 @@ class Services:
                 raise ServiceError(f"{what}: not within {_START_SECONDS:.0f} s (logs: {self._logs})")
             time.sleep(_POLL_SECONDS)
 
-    def watch(self, look: Callable[[], None]) -> NoReturn:
-        due = time.monotonic()
-        while True:
-            self.check()
-            if time.monotonic() >= due:
-                look()
-                due = time.monotonic() + _LOOK_SECONDS
-            time.sleep(_POLL_SECONDS)
-
     def check(self) -> None:
         """Raises Stopped after a signal, and ServiceError when a service has ended."""
         if self._signals:
             raise Stopped(self._signals[0])
-        for service in self._lasting:
+        for service in (*self._servers, *self._workers):
             if service.exit_code is not None:
                 raise service.death()
-
-
-def _running(group: int) -> list[tuple[psutil.Process, int]]:
-    """Processes of a group, with their parents; zombies do not count."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process, process.ppid()))
-    return found
 
 
 def add_command(commands: Any) -> None:
@@ -283,57 +202,54 @@ def up(options: argparse.Namespace) -> int:
     refuse_malformed_settings()
     reach_this_machine()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
-    with hold_prefect_home(), hold_prefect_start() as start:
-        login, word = prefect_login()
-        services = Services(service_environment(options.prefect_port, options.mlflow_port, login), ROOT, runs / "logs")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, services.note_signal)
-        try:
-            with services:
-                made = services.begin("work pools", running("flows.pools"))
-                _start_mlflow(services, options.mlflow_port, runs)
-                _finish_pools(services, made)
-                services.start("Prefect server", server_command(options.prefect_port), SERVER_SECONDS)
-                services.wait_until(partial(answers, f"{prefect}/api/health"), "Prefect server")
-                start.close()
-                services.wait_until(partial(answers, f"{mlflow}/health"), "MLflow server")
-                new_client = partial(_new_client, f"{prefect}/api", login)
-                with new_client() as client:
-                    unserved = _start_workers(services, client, new_client)
-                    # Not the string itself: this output may be kept in a log.
-                    say(
-                        f"ready: Prefect {prefect}, MLflow {mlflow}\n"
-                        f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word} "
-                        f"MLFLOW_TRACKING_URI={mlflow}\n"
-                        "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
-                    )
-                    if waiting := unserved.deployments():
-                        say(_elsewhere(waiting, prefect, mlflow))
-                    wait(services, _look(client, unserved, runs, mlflow))
-        except ServiceError as error:
-            return stopped(str(error), ExitCode.FAILED)
-        except Stopped as stop:
-            return 128 + int(stop.args[0])
-
-
-def _finish_pools(services: Services, made: Service) -> None:
+    login, word = prefect_login()
+    services = Services(service_environment(options.prefect_port, options.mlflow_port, login), runs / "logs")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, services.note_signal)
     try:
-        services.finish(made)
+        with services:
+            server = [*installed("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
+            services.start_server("Prefect server", server, f"{prefect}/api/health")
+            services.start_server("MLflow server", _mlflow_server(options.mlflow_port, runs), f"{mlflow}/health")
+            waiting = _serve(services, f"{prefect}/api", login)
+            # Not the password itself: this output may be kept in a log.
+            say(
+                f"ready: Prefect {prefect}, MLflow {mlflow}\n"
+                f"in other terminals: export PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING={word} "
+                f"MLFLOW_TRACKING_URI={mlflow}\n"
+                "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
+            )
+            if waiting:
+                say(_elsewhere(waiting, prefect, mlflow))
+            wait(services, partial(_mark_dead, runs, mlflow))
     except ServiceError as error:
-        raise ServiceError(f"{error}; the database is {prefect_database()}") from error
-
-
-def server_command(port: int) -> list[str]:
-    return running("flows.prefect_server", "lasting", str(port))
+        return stopped(str(error), ExitCode.FAILED)
+    except Stopped as stop:
+        return 128 + int(stop.args[0])
 
 
 def wait(services: Services, look: Callable[[], None]) -> NoReturn:
     """Until a signal comes or a service ends (errors: `Services.check`); meanwhile `look` every few seconds."""
+    due = time.monotonic()
     try:
-        services.watch(look)
+        while True:
+            services.check()
+            if time.monotonic() >= due:
+                look()
+                due = time.monotonic() + _LOOK_SECONDS
+            time.sleep(_POLL_SECONDS)
     except Stopped:
         say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
+
+
+def _mark_dead(runs: Path, mlflow: str) -> None:
+    """Show trainings of this folder that were killed as such in MLflow."""
+    from flows.tracking.record import mark_dead
+    from flows.tracking.store import default_tracking_uri
+
+    for store in (mlflow, default_tracking_uri(runs)):
+        mark_dead(runs, store)
 
 
 def _refuse_taken(ports: Mapping[str, int]) -> None:
@@ -348,90 +264,122 @@ def _refuse_taken(ports: Mapping[str, int]) -> None:
             raise UserError(f"{option} {port} cannot be had ({error}); choose another") from error
 
 
-def _start_mlflow(services: Services, port: int, runs: Path) -> None:
+def _mlflow_server(port: int, runs: Path) -> list[str]:
+    """Arguments of Python for MLflow's server, whose store is made first."""
     from flows.tracking.store import artifact_root, default_tracking_uri, prepare_store, quiet_store_logs
 
     quiet_store_logs()
+    # Artifacts lie where a training without a server puts them: a run may go on with a server or without.
     places = ["--default-artifact-root", artifact_root(runs), "--no-serve-artifacts"]
     if not mlflow_has_database():
         store = default_tracking_uri(runs)
         prepare_store(store, runs)
         places += ["--backend-store-uri", store]
-    # Artifacts lie where a training without a server puts them: a run may go on with a server or without.
-    server = [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
-    services.start("MLflow server", server, SERVER_SECONDS)
+    return [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
 
 
-def _new_client(api: str, login: str) -> "SyncPrefectClient":
+def _serve(services: Services, api: str, login: str) -> list[str]:
+    """Make the pools, deploy, and start a worker for each pool that this machine can serve.
+
+    Returns the deployments whose runs wait for a worker elsewhere.
+    """
+    import torch
     from prefect.client.orchestration import SyncPrefectClient
 
-    return SyncPrefectClient(api, auth_string=login, httpx_settings={"timeout": SERVER_SECONDS})
+    with SyncPrefectClient(api, auth_string=login) as client:
+        served = [CPU, GPU] if torch.cuda.is_available() else [CPU]
+        for pool in (CPU, GPU):
+            _make_pool(client, pool)
+        _deploy(services, client)
+        services.pause_pools = partial(_pause, api, login, served)
+        worker = f"{socket.gethostname()}-{os.getpid()}"
+        for pool in served:
+            _end_lost_runs(client, pool)
+            arguments = [*installed("prefect"), *worker_start(pool), "--name", worker]
+            services.start_worker(f"worker of {pool}", arguments, lambda pool=pool: worker in _online(client, pool))  # type: ignore[misc]
+        flows = {flow.id: flow.name for flow in client.read_flows()}
+        found = [each for each in client.read_deployments() if each.work_pool_name not in served]
+    return sorted(f"{flows[deployment.flow_id]}/{deployment.name}" for deployment in found)
 
 
-def _start_workers(
-    services: Services, client: "SyncPrefectClient", new_client: Callable[[], "SyncPrefectClient"]
-) -> "Unserved":
-    """Deploy, and start a worker for each pool that this machine can serve; returns the others.
-
-    `new_client` makes the client that reports what a worker leaves, when `client` is closed.
-    """
-    from flows import pools
-    from flows.deployments import with_pauses_kept
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "prefect.yaml")
-        file.write_text(with_pauses_kept(client, ROOT / "prefect.yaml"), "utf-8")
-        deploy = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-        services.finish(services.begin("prefect deploy", deploy))
-    name = f"{socket.gethostname()}-{os.getpid()}"
-    served, others = pools.of_this_machine()
-    for pool in served:
-        worker = [*installed("prefect"), *pools.worker_start(pool), "--name", name]
-        services.start(f"worker of {pool}", worker, STEP_SECONDS, partial(_report_crashed, new_client))
-        services.wait_until(partial(pools.is_polled, client, pool, name), f"worker of {pool}")
-    return pools.Unserved(client, others)
+def worker_start(pool: str) -> list[str]:
+    """Arguments of `prefect` for a worker of a pool; it begins the next run when the process of one has ended."""
+    return ["worker", "start", "--pool", pool, "--limit", "1", "--type", "process"]
 
 
-def _look(client: "SyncPrefectClient", unserved: "Unserved", runs: Path, mlflow: str) -> Callable[[], None]:
-    from flows.ended_trainings import EndedTrainings
-    from flows.tracking.record import mark_dead
-    from flows.tracking.store import default_tracking_uri
+def _make_pool(client: "SyncPrefectClient", pool: str) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+    from prefect.exceptions import ObjectAlreadyExists
 
-    ended = EndedTrainings(client)
-
-    def look() -> None:
-        unserved.tell()
-        ended.look()
-        for store in (mlflow, default_tracking_uri(runs)):
-            mark_dead(runs, store)
-
-    return look
+    with contextlib.suppress(ObjectAlreadyExists):
+        client.create_work_pool(WorkPoolCreate(name=pool, type="process", concurrency_limit=1))
+    client.update_work_pool(pool, WorkPoolUpdate(is_paused=False, concurrency_limit=1))
 
 
-def _report_crashed(new_client: Callable[[], "SyncPrefectClient"], worker: Service) -> None:
-    """Tell Prefect that flow runs of a worker which was ended are over; nothing else would, for minutes."""
-    if not worker.flow_runs:
-        return
-    from httpx import HTTPError
-    from prefect.exceptions import PrefectException
-
-    from flows.pools import crash
+def _pause(api: str, login: str, pools: Sequence[str]) -> None:
+    import httpx
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.actions import WorkPoolUpdate
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     try:
-        with new_client() as client:
-            crash(client, worker.flow_runs, "`fp8-grpo up` was stopped")
-    except (HTTPError, PrefectException) as error:
-        say(f"Prefect's server may show flow runs as running for some minutes: {first_line(error)}")
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 2}), SyncPrefectClient(api, auth_string=login) as client:
+            for pool in pools:
+                client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+    except httpx.HTTPError as error:
+        say(f"Prefect's server does not answer, and a run that waits may begin: {first_line(error)}")
+
+
+def _deploy(services: Services, client: "SyncPrefectClient") -> None:
+    """Deploy prefect.yaml; a deployment that the server has keeps its schedules, and its pause.
+
+    `prefect deploy` would put declared schedules in place of those that a user has paused, changed or deleted since.
+    """
+    declared = yaml.safe_load((ROOT / "prefect.yaml").read_text("utf-8"))
+    known = {(each.entrypoint, each.name): each for each in client.read_deployments()}
+    for deployment in declared["deployments"]:
+        if (had := known.get((deployment["entrypoint"], deployment["name"]))) is not None:
+            deployment.pop("schedules", None)
+            deployment["paused"] = had.paused
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "prefect.yaml")
+        file.write_text(yaml.safe_dump(declared, sort_keys=False), "utf-8")
+        command = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        services.carry_out("prefect deploy", command)
+
+
+def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
+    """Runs that hold the place of a pool without any worker have crashed: their machine, or their worker, is gone."""
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        WorkPoolFilter,
+        WorkPoolFilterName,
+    )
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    if _online(client, pool):
+        return
+    begun = FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
+    of_pool = WorkPoolFilter(name=WorkPoolFilterName(any_=[pool]))
+    for run in client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=begun)), work_pool_filter=of_pool
+    ):
+        client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
+
+
+def _online(client: "SyncPrefectClient", pool: str) -> set[str]:
+    found = client.read_workers_for_work_pool(pool)
+    return {worker.name for worker in found if worker.status is not None and worker.status.value == "ONLINE"}
 
 
 def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
-    from flows.pools import GPU, worker_start
-
     ports = " ".join(f"-L {port}:127.0.0.1:{port}" for port in (url.rpartition(":")[2] for url in (prefect, mlflow)))
     return (
         f"this machine has no GPU for {', '.join(waiting)}: their runs wait in {GPU} for a worker\n"
         f"a worker, on a machine that has: ssh -N {ports} {socket.gethostname()} &\n"
-        f"  PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING=... "
-        f"PREFECT_FLOWS_HEARTBEAT_FREQUENCY={HEARTBEAT_SECONDS} MLFLOW_TRACKING_URI={mlflow} "
+        f"  PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING=... MLFLOW_TRACKING_URI={mlflow} "
         f"prefect {' '.join(worker_start(GPU))}"
     )

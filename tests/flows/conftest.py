@@ -16,8 +16,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import refresh_global_settings_context
 
+from flows.environment import PrefectServer
 from flows.grpo import grpo
-from flows.prefect_server import PrefectServer
 from flows.tracking.store import default_tracking_uri
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
@@ -74,11 +74,7 @@ def small_file(small: dict[str, Any]) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def prefect_server(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server as trainings have it, until this process ends.
-
-    That of Prefect's own test harness falls silent for a minute now and then (`prepare_sqlite`). A training that has
-    ended ends its process then, which is that of the tests.
-    """
+    """A server as trainings have it, until this process ends."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_HOME", str(prefect_home(tmp_path_factory.mktemp("prefect"))))
         server = PrefectServer()

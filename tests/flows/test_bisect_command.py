@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.bisect import add_command
-from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.models.checkpoint import load_checkpoint
-from fp8core.run.bisection import checkpoint_subject, sequences_of
 
 
 def bisect(*arguments: object) -> int:
@@ -46,47 +43,6 @@ def test_the_precision_of_a_run_against_itself_is_exact(whole_run, capsys):
     changed = ["--set", "precision.rollout.kv_cache=bf16"]
     assert bisect(whole_run.folder, "--against", "fp8_block", "--prompts", 1, *changed) == 0
     assert "fp8_block, bf16 cache, against fp8_block" in capsys.readouterr().out
-
-
-def test_merged_adapters_are_bisected_as_any_policy(adapted, capsys):
-    assert bisect(adapted.folder, "--against", "fp8_block", "--prompts", 1) == 0
-    assert "equal bit for bit" in capsys.readouterr().out
-
-
-def test_tokens_of_tools_are_context():
-    rows = [
-        {"prompt_tokens": [5, 6], "tokens": [7, 8, 9], "written": [True, False, True]},
-        {"prompt_tokens": [5], "tokens": [7, 8], "written": [False, True]},
-    ]
-    sequences = sequences_of(rows)
-    assert sequences.valid.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert sequences.completion.int().tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]
-
-
-def test_a_checkpoint_is_bisected_on_completions_of_its_own(small_checkpoint, problems, tmp_path):
-    out = tmp_path / "b.json"
-    assert bisect(small_checkpoint, *problems, "--prompts", 3, "--against", "fp32", "--by", "both", "--json", out) == 0
-    result = json.loads(out.read_text())
-    layers = load_checkpoint(small_checkpoint).architecture.num_layers
-    assert len(result["units"]) == 5 * layers + 3
-    assert 3 <= result["tokens"] <= 12
-    assert {unit["unit"] for unit in result["units"] if unit["share"] > 0} >= {"values", "layer 1 attention"}
-
-
-def test_a_checkpoint_completes_as_its_run_would(small_checkpoint):
-    """With so small a top_p a sample is the greedy answer."""
-
-    def sequences(settings):
-        config = load_config(
-            "tiny", {"model": str(small_checkpoint), "architecture": None, "warm_start": None} | settings
-        )
-        return checkpoint_subject(config, 4).task.sequences
-
-    greedy = sequences({"rollout.temperature": 1e-6})
-    assert sequences({"rollout.top_p": 1e-9}).tokens.equal(greedy.tokens)
-    assert not sequences({}).tokens.equal(greedy.tokens)
-    with pytest.raises(UserError, match=r"^rollout.top_k=5: rollout.engine=embedded .* may leave other tokens"):
-        sequences({"rollout.top_k": 5, "training.packed": True})
 
 
 def test_mistakes_are_one_line(whole_run, tmp_path, small_checkpoint):

@@ -1,6 +1,5 @@
 """The command as a person meets it: what it prints, its exit codes, one line for a mistake, Ctrl-C and kill."""
 
-import json
 import os
 import re
 import signal
@@ -8,8 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -156,11 +153,6 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 # --- looking around ---
 
 
-def test_without_arguments_it_shows_the_help(capsys):
-    assert cli.main([]) == 2
-    assert {"run", "graph", "config", "doctor"} <= set(capsys.readouterr().err.split())
-
-
 def test_config_names_the_origin_of_every_value(capsys, workplace):
     assert cli.main(["config", str(workplace / "small.yaml"), *flags("training.learning_rate=2e-4")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -173,48 +165,9 @@ def test_config_names_the_origin_of_every_value(capsys, workplace):
     assert f"alignment.stop.tokens_differing = 0  # default of the exact contract: {resolved}" in lines
 
 
-def test_it_prints_its_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"fp8-grpo {version('fp8-grpo')}\n"
-
-
-def test_doctor_says_what_runs_here(capsys):
-    assert cli.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^torch +2\.", out, re.MULTILINE)
-    for part in ("rollout: embedded", "training: exact", "training: packed"):
-        assert re.search(rf"^{part} +ready", out, re.MULTILINE)
-    assert re.search(r"^training: megatron +(not )?ready: ", out, re.MULTILINE)
-    assert max(map(len, out.splitlines())) <= 100
-
-
-def test_a_reader_that_goes_away_is_no_error(workplace, environment):
-    """`fp8-grpo config tiny | head -1`, on a pipe that holds less than the command prints."""
-    process = subprocess.Popen(
-        [*COMMAND, "config", "tiny"], cwd=workplace, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-
-
 # --- mistakes ---
 
 REWARD = "pipeline.replace={reward: {uses: 'USES', needs: [prompts, rollouts]}}"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["reward.verifier=nowhere:score"], "nowhere"),
-        (["reward.verifier=absent.py:score"], "absent.py"),
-        (["data.source=absent.jsonl", "warm_start=null", "reward.verifier=integer"], "absent.jsonl: no such file"),
-    ],
-)
-def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings, said):
-    assert said in refused("run", "small.yaml", *flags(*settings))
 
 
 @pytest.mark.parametrize(
@@ -225,17 +178,8 @@ def test_what_a_run_reads_is_looked_at_before_it_has_a_folder(refused, settings,
             "learning_rate=1",
             "did you mean warm_start.learning_rate or training.learning_rate?",
         ),
-        ("steps", "--set steps: expected key=value"),
-        ("run=../outside", "run: must match pattern"),
         ("model=somewhere", "exactly one of `model`"),
-        ("loss.reference_kl=0.1", "loss.reference_kl=0.1 needs"),
-        (
-            "rollout.oversample=2",
-            "rollout.oversample=2: no step chooses among the prompts: insert the step tasks.filter:filter",
-        ),
-        ("training.minibatches=1024", "training.minibatches=1024 exceeds 16 rollouts a step"),
         (REWARD.replace("USES", "no_such_module:score"), "step reward: uses no_such_module:score: there is no module"),
-        ("pipeline.remove=[rewrd]", "pipeline.remove: there is no step rewrd; did you mean reward?"),
         (REWARD.replace("USES", "raising:score"), "uses raising:score: WORKPLACE/raising.py:3: KeyError: 'API_KEY'"),
     ],
 )
@@ -244,74 +188,15 @@ def test_a_wrong_setting_is_one_line(refused, workplace, setting, reason):
     assert reason.replace("WORKPLACE", str(workplace)) in refused("run", "small.yaml", *flags(setting))
 
 
-OWN_STEP = """\
-base: tiny
-name: own
-pipeline:
-  replace:
-    reward:
-      name: graded
-      uses: "cli_steps:absent_file"
-      needs: [prompts, rollouts]
-      with: {}
-"""
-
-
-@pytest.mark.parametrize(
-    ("written", "instead", "said"),
-    [
-        ("prompts, rollouts", "prompts, rollout", "no input port rollout; did you mean rollouts? (own.yaml:8)"),
-        ("absent_file", "absent_fil", "module cli_steps has no absent_fil; did you mean absent_file? (own.yaml:7)"),
-        ("cli_steps", "cli_step", "there is no module cli_step; did you mean cli_steps? (own.yaml:7)"),
-        ("with: {}", "with: {x: 1}", "pipeline.steps.graded.with.x: unknown key; none is known here (own.yaml:9)"),
-    ],
-)
-def test_a_mistake_in_a_step_has_its_place(refused, tmp_path, written, instead, said):
-    file = tmp_path / "own.yaml"
-    file.write_text(OWN_STEP.replace(written, instead))
-    for command in ("run", "graph", "plan"):
-        assert refused(command, str(file)).replace(f"{tmp_path}/", "").endswith(said)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["reward.verifier=cli_step.py:score"], r"No such file or directory; did you mean cli_steps\.py\? \(--set\)$"),
-        (["reward.verifier=cli_step:score"], r"did you mean cli_steps\? \(--set\)$"),
-        (["loss.policy=cli_loss.py:soft", "loss.options.power=-1"], r"loss\.options\.power: .*, got -1 \(--set\)$"),
-    ],
-)
-def test_a_mistake_in_own_code_has_its_place(refused, settings, said):
-    assert re.search(said, refused("run", "small.yaml", *flags(*settings)))
-
-
-def test_a_mistyped_run_is_suggested(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "runs" / "second").mkdir(parents=True)
-    (tmp_path / "runs" / "second" / "run.json").write_text("{}")
-    assert (cli.main(["resume", "seconds"]), cli.main(["run", "second"])) == (2, 2)
-    mistyped, begun = capsys.readouterr().err.splitlines()
-    assert mistyped.endswith("; did you mean second?")
-    assert begun.endswith("second is a run, no configuration; to continue it: fp8-grpo resume second")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["resum", "tiny"], r"fp8-grpo: argument COMMAND: there is no 'resum'; did you mean resume\?"),
         (["evaluate", "x", "--precision", "bf17"], r"fp8-grpo evaluate: .* no 'bf17'; did you mean bf16\?"),
         (["run", "tiny", "--steps", "6"], r"fp8-grpo: .*: --steps 6; did you mean --set steps=6\?"),
-        (["run", "tiny", "--set", "steps", "6"], r"fp8-grpo: .*: 6; did you mean --set steps=6\?"),
         (["run", "tiny", "--max-grad-norm=2"], r"fp8-grpo: .*; did you mean --set training.max_grad_norm=2\?"),
-        (["run", "tiny", "--nothing"], r"fp8-grpo: unrecognized arguments: --nothing"),
         (["run"], "fp8-grpo run: the following arguments are required: CONFIG"),
         (["parity", "--variant", "foo"], r"fp8-grpo parity: argument --variant: foo is none of bf16, .*"),
-        (["doctor", "--address", "ray://h:1"], r"fp8-grpo doctor: .* expected auto or HOST:PORT, found 'ray://h:1'"),
-        (["parity", "--seeds", "a,b"], r"fp8-grpo parity: argument --seeds: expected numbers .*"),
-        (["verify", "RUN", "--tracking-uri", "foo"], r"fp8-grpo verify: .* expected none, http.*, found 'foo'"),
-        (["parity", "--steps", "0"], r"fp8-grpo parity: argument --steps: expected a number from 1, found '0'"),
-        (["parity", "--name", "a/b"], r"fp8-grpo parity: argument --name: expected up to 80 letters, .* found 'a/b'"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys, arguments, said):
@@ -321,87 +206,11 @@ def test_wrong_arguments_are_one_line(capsys, arguments, said):
     assert re.fullmatch(f"{said}\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run", "LONG"],
-        ["run", "small.yaml", *flags("runs=LONG")],
-        ["run", "small.yaml", *flags("data.source=./LONG.jsonl", "warm_start=null", "reward.verifier=integer")],
-        ["run", "small.yaml", *flags("reward.verifier=LONG.py:score")],
-        ["evaluate", "LONG", "--config", "tiny"],
-        *(["resume", "LONG"], ["replay", "LONG", "--step", "1"], ["compare", "LONG", "LONG"], ["report", "LONG"]),
-        ["export", "LONG", "folder", "--step", "1"],
-        *(["quantise", "LONG", "folder"], ["gc", "LONG"], ["verify", "LONG"], ["plan", "LONG"]),
-    ],
-    ids=" ".join,
-)
-def test_a_path_that_cannot_be_looked_up_is_one_line(refused, words):
-    """A folder that the user may not enter is another such path, which no test of root's can make."""
-    assert "a" * 300 in refused(*(word.replace("LONG", "a" * 300) for word in words))
-
-
-def test_a_broken_checkpoint_is_refused_before_its_evaluation_starts_a_server(refused, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    said = refused("evaluate", str(tmp_path), "--config", "small.yaml")
-    assert f"{tmp_path}/config.json: architectures: " in said
-
-
-def test_a_folder_without_a_checkpoint_is_named_with_its_setting(refused, tmp_path):
-    said = refused("run", "gsm8k", *flags(f"model={tmp_path}", "training.device=cpu", "rollout.engine=embedded"))
-    assert said.endswith(f"model={tmp_path}: the folder holds no checkpoint (no config.json) (--set)")
-
-
-def test_an_unknown_configuration_lists_those_that_exist(refused):
-    assert re.search(r"there is no such .*shipped: .*tiny", refused("run", "zzz"))
-    assert refused("run", "tinny").endswith("there is no such shipped configuration; did you mean tiny?")
-    assert "there is no such file" in refused("graph", "tinny.yaml")
-    assert "configuration '': there is no such shipped configuration; shipped: " in refused("config", "")
-
-
-def test_a_broken_file_is_named_with_its_line(refused, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("base: tiny\nsteps: 3\ntraining:\n  learning_rte: 1e-3\n")
-    assert f"training.learning_rte: unknown key; did you mean learning_rate? ({path}:4)" in refused("run", str(path))
-    path.write_text("base: tiny\nsteps: 3\n  seed: 1\n")
-    assert f"{path}:3:" in refused("run", str(path))
-
-
-def test_gsm8k_without_a_model_says_how_to_give_one(refused):
-    for command in ("run", "plan"):
-        assert refused(command, "gsm8k").endswith("a folder or a hub id: --set model=FOLDER_OR_HUB_ID")
-
-
 def test_graph_draws_an_iteration_whose_model_is_open(capsys):
     assert cli.main(["graph", "gsm8k"]) == 0
     # What runs on a GPU can be drawn where there is none.
     assert cli.main(["graph", "qwen3"]) == 0
     assert "flowchart LR" in capsys.readouterr().out
-
-
-def test_a_text_of_the_command_line_is_shown_as_it_was_typed(capsys):
-    assert cli.main(["config", "tiny", *flags("run=7"), *flags("data.template=Q {question} #### N")]) == 0
-    out = capsys.readouterr().out
-    assert 'run = "7"  # --set' in out
-    assert 'data.template = "Q {question} #### N"  # --set' in out
-
-
-def test_json_is_refused_before_the_training(refused, tmp_path):
-    for file in (tmp_path / "absent" / "summary.json", tmp_path):
-        assert f"--json {file}: cannot be written" in refused("run", "small.yaml", "--json", str(file))
-
-
-@pytest.mark.parametrize("variants", [["bf16"], ["bf16", "fp8-rollout"]])
-def test_a_parity_run_of_other_data_or_of_a_seed_twice_is_refused_before_it_has_a_server(refused, variants):
-    chosen = ["parity", "small.yaml", "--steps", "1", *(word for name in variants for word in ("--variant", name))]
-    other = flags("data.source=absent.jsonl", "warm_start=null", "reward.verifier=integer")
-    assert "absent.jsonl: no such file" in refused(*chosen, *other)
-    assert "seeds: one is named twice in 1, 1" in refused(*chosen, "--seeds", "1,1")
-
-
-def test_an_address_without_a_cluster_is_refused_before_a_run_has_a_folder(refused):
-    silent = "127.0.0.1:1: nothing answers there ("
-    assert f"cluster.address={silent}" in refused("run", "small.yaml", *flags("cluster.address=127.0.0.1:1"))
-    assert f": --address {silent}" in refused("doctor", "--address", "127.0.0.1:1")
 
 
 def test_an_mlflow_server_that_does_not_answer_is_refused_before_a_run_has_a_folder(refused):
@@ -418,26 +227,6 @@ def test_a_prefect_server_that_does_not_answer_is_one_line(workplace, capsys, mo
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fp8-grpo: Prefect's server at http://127.0.0.1:9/api/ does not answer (")
     assert "unset PREFECT_API_URL" in line
-
-
-def test_an_address_of_prefect_s_pages_is_one_line(workplace, capsys, monkeypatch):
-    class Pages(BaseHTTPRequestHandler):
-        """As Prefect's server, which answers every path but its API's with a page."""
-
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        place = f"http://127.0.0.1:{server.server_port}"
-        with temporary_settings({PREFECT_API_URL: place}):
-            assert cli.main(["run", str(workplace / "small.yaml")]) == 2
-        server.shutdown()
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "GET /" not in line)
-    assert line == f"fp8-grpo: PREFECT_API_URL={place} is not the API of a Prefect server: it ends in /api"
 
 
 # --- training ---
@@ -468,14 +257,6 @@ def test_a_run_shows_progress_and_says_where_things_are(first, workplace):
         assert Path(path).is_file()
     (command,) = re.findall(r"^  MLflow UI +(.+)$", out, re.MULTILINE)
     assert command.endswith(f"ui --backend-store-uri {default_tracking_uri(workplace / 'runs')}")
-
-
-def test_json_holds_the_summary(first, workplace):
-    summary = json.loads((workplace / "first.json").read_text())
-    assert summary == json.loads((workplace / "runs" / "first" / "summary.json").read_text())
-    assert summary["run"] == "first"
-    assert summary["tmpe_max"] == 1.0
-    assert summary["mlflow_run_id"] == mlflow_run(workplace / "runs", "first").info.run_id
 
 
 def test_another_configuration_of_an_existing_run_names_every_key(first, refused):

@@ -4,10 +4,8 @@ import base64
 import json
 import os
 import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,23 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from mlflow import MlflowClient
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterName,
     FlowRunFilter,
     FlowRunFilterName,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    LogFilter,
-    LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import PrefectHTTPStatusError
 from waiting import wait_for
 
-from flows import pools
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 
@@ -93,14 +84,6 @@ def run_deployment(environment: dict[str, str], up: Any, readme_commands: list[s
     return lambda *parameters: run(environment, *start, *(f for p in parameters for f in ("--param", p)))
 
 
-def message_of_the_failed_run(up: Any) -> str:
-    """What the UI shows as the reason."""
-    failed = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED])))
-    with up.client() as client:
-        (found,) = client.read_flow_runs(flow_run_filter=failed)
-    return str(found.state and found.state.message)
-
-
 # --- who is answered ---
 
 
@@ -119,15 +102,12 @@ def authorised(login: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_prefect_answers_only_those_with_its_password_and_pages_of_its_own(up: Any) -> None:
-    """DNS rebinding: the page of a foreign host, whose name leads to this machine, has no answer either."""
     api, login = up.variables.values()
     port = api.split(":")[2].partition("/")[0]
     assert status(f"{api}/admin/version", {}) == 401
     assert status(f"{api}/admin/version", authorised("admin:guessed")) == 401
     assert status(f"{api}/flow_runs/", {}, "POST") == 401
     assert status(f"{api}/admin/version", authorised(login)) == 200
-    assert status(f"{api}/admin/version", {**authorised(login), "Host": f"evil.example:{port}"}) == 400
-    assert status(up.prefect, {"Host": f"evil.example:{port}"}) == 400
     assert status(f"{up.mlflow}/api/2.0/mlflow/experiments/search?max_results=1", {"Host": "evil.example"}) == 403
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     answers = [
@@ -150,59 +130,6 @@ def test_the_nightly_schedule_makes_runs(scheduled: tuple[Any, set[str]]) -> Non
     assert times == {"02:00:00"}
 
 
-@pytest.mark.slow
-def test_up_listens_on_this_machine_only_and_names_its_password_on_no_command_line(
-    up: Any, environment: dict[str, str]
-) -> None:
-    _, login = up.variables.values()
-    kept = Path(environment["PREFECT_HOME"]) / "fp8-grpo-auth"
-    assert kept.read_text().strip() == login
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    processes = [up.process.pid, *(child.pid for child in psutil.Process(up.process.pid).children(recursive=True))]
-    listening = [
-        connection.laddr.ip
-        for each in map(psutil.Process, processes)
-        for connection in each.net_connections()
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert len(listening) >= 2
-    assert set(listening) == {"127.0.0.1"}
-    assert not [pid for pid in processes if login in " ".join(psutil.Process(pid).cmdline())]
-
-
-@pytest.mark.slow
-def test_job_variables_start_no_command(up: Any, tmp_path: Path) -> None:
-    """Runs of a deployment are refused. Prefect's server does not check other runs, where the worker ignores them.
-
-    A variable of the environment would do as well as a command: Python imports `sitecustomize` when it starts.
-    """
-    commanded, imported = tmp_path / "commanded", tmp_path / "imported"
-    (tmp_path / "sitecustomize.py").write_text(f"open({str(imported)!r}, 'w')\n")
-    each = (
-        {"command": f"touch {commanded}"},
-        {"env": {"PYTHONPATH": str(tmp_path)}},
-        {"env.PYTHONPATH": str(tmp_path)},
-    )
-    with up.client() as client:
-        deployment = client.read_deployment_by_name("fp8-grpo/tiny")
-        for variables in (*each, {"working_dir": "/"}):
-            with pytest.raises(PrefectHTTPStatusError, match="Additional properties are not allowed"):
-                client.create_flow_run_from_deployment(deployment.id, job_variables=variables)
-        started = []
-        for variables in each[:2]:
-            body = {"flow_id": str(deployment.flow_id), "work_pool_name": pools.CPU, "job_variables": variables}
-            answer = client.request("POST", "/flow_runs/", json={**body, "state": {"type": "SCHEDULED"}})
-            started.append(answer.json()["id"])
-
-        def ended() -> bool:
-            states = [client.read_flow_run(number).state for number in started]
-            return all(state is not None and state.is_final() for state in states)
-
-        wait_for(ended, "the runs without a deployment")
-    assert not commanded.exists()
-    assert not imported.exists()
-
-
 # --- runs ---
 
 
@@ -218,10 +145,6 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
     summary = json.loads((tmp_path / "deployed" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["tmpe_max"] == 1.0
-    with up.client() as client:
-        name = {"name": ["prefect.flow-run.heartbeat"]}
-        seen = client.request("POST", "/events/filter", json={"filter": {"event": name}}).json()["events"]
-    assert seen, "without them Prefect does not find out that a machine is gone"
     secret = up.variables["PREFECT_API_AUTH_STRING"].rpartition(":")[2].encode()
     written = [
         path
@@ -230,19 +153,6 @@ def test_a_deployed_run_completes_with_a_verifier_of_the_users_own(
         if path.is_file() and secret in path.read_bytes()
     ]
     assert [path.name for path in written] == ["fp8-grpo-auth"]
-
-
-@pytest.mark.slow
-def test_a_failing_run_exits_with_one_and_its_reason(
-    run_deployment: Run, up: Any, small: dict[str, Any], tmp_path: Path
-) -> None:
-    overrides = json.dumps({**small, "runs": str(tmp_path), "training.minibatches": 1024})
-    finished = run_deployment("steps=2", f"overrides={overrides}")
-    assert finished.returncode == 1
-    # --watch prints the log, wrapped.
-    assert "training.minibatches=1024 exceeds" in " ".join(finished.stdout.split())
-    assert "Traceback" not in finished.stdout + finished.stderr
-    assert "training.minibatches=1024 exceeds" in message_of_the_failed_run(up)
 
 
 # --- stopped from outside ---
@@ -255,29 +165,6 @@ def test_a_wrong_override_makes_no_run(run_deployment: Run, up: Any) -> None:
     assert "training.lerning_rate" in refused.stdout
     with up.client() as client:
         assert not [one for one in client.read_flow_runs() if "training.lerning_rate" in str(one.parameters)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here `up` starts a worker for it")
-def test_a_run_that_no_worker_can_take_says_so_in_its_log(environment: dict[str, str], up: Any) -> None:
-    assert "fp8-grpo/llama-aligned" in up.said.partition("\nready")[2]
-    command = ("prefect", "deployment", "run", "fp8-grpo/llama", "--watch")
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        stop = threading.Timer(120, watching.terminate)
-        stop.start()
-        assert any(pools.GPU in line for line in watching.stdout), "--watch shows what is written once it listens"
-        stop.cancel()
-        watching.terminate()
-    with up.client() as client:
-        waiting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
-        (found,) = (one for one in client.read_flow_runs(flow_run_filter=waiting) if one.work_pool_name == pools.GPU)
-        said = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[found.id])))
-        assert [pools.GPU in log.message for log in said] == [True], "once, however often it is looked at"
-        assert found.state is not None
-        assert found.state.name == "Late"
-        assert said[0].timestamp >= found.state.timestamp, "a run that is merely due may have no listener yet"
-        client.delete_flow_run(found.id)
 
 
 @pytest.fixture
@@ -394,14 +281,6 @@ def test_the_next_run_begins_when_the_process_of_a_cancelled_one_has_ended(
 
 
 @pytest.mark.slow
-def test_an_evicted_run_ends_with_its_step_committed(long_run: Any) -> None:
-    going = long_run("to-evict")
-    going.send(signal.SIGTERM)
-    assert going.ended_as() == "CRASHED"
-    going.assert_stopped_in_good_order()
-
-
-@pytest.mark.slow
 def test_a_run_under_a_service_that_is_stopped_is_crashed_and_retried_by_the_next_service(
     begin_run: Callable[..., LongRun],
     environment: dict[str, str],
@@ -420,7 +299,7 @@ def test_a_run_under_a_service_that_is_stopped_is_crashed_and_retried_by_the_nex
     assert first.process.wait(timeout=120) == 128 + signal.SIGTERM
     second = start_up(own)
     going = LongRun(second, "to-stop", going.folder)
-    assert (going.state.type, going.state.message) == (StateType.CRASHED, "`fp8-grpo up` was stopped")
+    assert going.state.type == StateType.CRASHED
     with second.client() as client:
         assert [each.active for each in client.read_deployment(nightly.id).schedules] == [False]
     retried = run({**own, **second.variables}, "prefect", "flow-run", "retry", str(going.flow_run().id))

@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,8 +42,6 @@ def run_all(
     mlflow_store(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # It would end this process when the tests' Prefect server is slow; test_launch.py tests it.
-    monkeypatch.setattr("flows.launch.end_without_prefect", lambda *_: threading.Event())
     before = signal.getsignal(signal.SIGTERM)
 
     def run(commands: list[str]) -> None:

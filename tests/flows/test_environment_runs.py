@@ -1,9 +1,6 @@
 """Runs whose policy speaks with an environment: exact, resumable in mid-episode, replayed from recorded answers."""
 
-import json
-import shutil
 import signal
-import zlib
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -11,9 +8,6 @@ import pytest
 from episode_life import exit_code_of_life
 
 from flows.cli import main
-from fp8core.errors import UserError
-from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run
 from fp8core.rollout.engine import sample_seed
 from fp8core.store.artifacts import RolloutShards
 
@@ -79,196 +73,6 @@ def test_both_policies_are_equal_over_all_turns(name, request):
         assert pc.any(pc.invert(pc.list_flatten(rollouts["written"]))).as_py(), "no token of the environment"
         assert metrics["train/tokens"] == sum(sum(row) for row in rollouts["written"].to_pylist())
     assert main(["verify", str(run.folder)]) == 0
-
-
-def test_calls_of_the_tool_are_counted_and_its_results_are_told(called):
-    assert metrics_of(called, 2)["environment/tool_calls"] > 0.5
-    turns = called.store.get_table(called.ledger.artifacts(2)["turns"]).to_pylist()
-    answered = [row for row in turns if json.loads(row["calls"] or "[]") and not row["failed"] and row["said"]]
-    for row in answered:
-        (call,), (said,) = json.loads(row["calls"]), json.loads(row["said"])
-        assert f"[{call['arguments']['expression']}]" in row["text"]
-        assert said["role"] == "tool"
-        assert said["content"] in "0123456789"
-    heldout = called.store.get_json(called.ledger.artifacts(2)["evaluation"])
-    assert heldout["episodes"]["tool_calls"] > 0
-
-
-def test_the_reward_is_that_of_all_turns_and_of_the_verifier(talked):
-    artifacts = talked.ledger.artifacts(1)
-    turns, rewards = (talked.store.get_table(artifacts[name]).to_pylist() for name in ("turns", "rewards"))
-    for row in rewards:
-        own = [turn for turn in turns if (turn["group"], turn["sample"]) == (row["group"], row["sample"])]
-        if own[-1]["outcome"] == "judge":
-            assert row["reward"] == sum(turn["reward"] for turn in own) + (row["outcome"] == "right")
-        else:
-            assert row["outcome"] == own[-1]["outcome"] == "unparsed"
-            assert row["reward"] == sum(turn["reward"] for turn in own)
-    assert {turn["outcome"] for turn in turns} > {"", "judge"} - {"judge"}
-
-
-def test_a_manifest_has_the_seconds_of_each_answer(talked):
-    artifacts = talked.ledger.artifacts(2)
-    turns, rollouts = (talked.store.get_table(artifacts[name]).to_pylist() for name in ("turns", "rollouts"))
-    observed = talked.store.get_json(talked.ledger.steps()[2].manifest)["observed"]
-    assert observed["answers"].keys() == {f"2/{row['group']}/{row['sample']}" for row in rollouts}
-    # One opens the episode, and each turn of the policy has one, unless the budget ended with it.
-    for episode, seconds in observed["answers"].items():
-        played = [row for row in turns if f"2/{row['group']}/{row['sample']}" == episode]
-        assert len(played) - 1 <= len(seconds) <= len(played)
-    assert sum(map(len, observed["answers"].values())) == observed["environment"]["answers"]
-
-
-def test_the_report_shows_an_episode_as_a_conversation(talked):
-    data = read_run(talked.folder, "talked")
-    asked = data.examples.late[0]
-    turns = talked.store.get_table(talked.ledger.artifacts(asked.step)["turns"]).to_pylist()
-    conversations = {}
-    for turn in turns:
-        parts = conversations.setdefault((turn["group"], turn["sample"]), [])
-        if turn["turn"]:
-            parts += [(f"policy, turn {turn['turn']}", turn["text"])]
-            parts += [("environment", json.loads(turn["said"])[0]["content"])] if turn["said"] else []
-    for done in asked.completions:
-        shown = [(part.heading.partition(" (")[0], "".join(piece.text for piece in part.pieces)) for part in done.turns]
-        assert len([speaker for speaker, _ in shown if speaker == "environment"]) > 1
-        # The template has marks around what the environment says.
-        assert any(
-            len(told) == len(shown)
-            and all(one[0] == other[0] and other[1] in one[1] for one, other in zip(shown, told, strict=True))
-            for told in conversations.values()
-        )
-        of_policy = [part for part in done.turns if part.heading != "environment"]
-        assert all("largest difference 0, 0 tokens differ" in part.heading for part in of_policy)
-        assert "reward 0.25" in of_policy[0].heading
-        assert {piece.level for part in of_policy for piece in part.pieces} == {0}
-        told = [part for part in done.turns if part.heading == "environment"]
-        assert {piece.level for part in told for piece in part.pieces} == {None}
-    page = report_html([data])
-    assert page.count("policy, turn 2") >= len(asked.completions)
-
-
-def test_episodes_without_a_turn_of_the_policy_end_the_run(loop_run, tmp_path):
-    place = tmp_path / "mute.py"
-    mute = 'return Outcome("wrong", detail="no")\n        self._question = task.question'
-    place.write_text(DIGITS.replace("self._question = task.question", mute))
-    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path)}
-    said = r"all 8 episodes ended before the policy's first turn, the first of them as wrong: no"
-    with pytest.raises(UserError, match=rf"step 0, task evaluate: environment\.name=.*mute\.py:Digits: {said}"):
-        loop_run("mute", **settings)
-
-
-def test_episodes_whose_environment_fails_are_not_learnt_from(loop_run, tmp_path):
-    place = tmp_path / "weak.py"
-    fails = 'assert task.seed % 3, "a bug"\n        self._question = task.question'
-    place.write_text(DIGITS.replace("self._question = task.question", fails))
-    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path)}
-    run = loop_run("weak", **settings, steps=1)
-    rows = run.store.get_table(run.ledger.artifacts(1)["rewards"]).to_pylist()
-    assert {row["outcome"] == "crashed" for row in rows} == {False, True}
-    assert all(row["keep"] == (row["outcome"] != "crashed") for row in rows)
-
-
-def test_an_environment_whose_words_have_no_tokens_is_refused_before_a_step(loop_run, tmp_path):
-    """The rules of the game have letters, and this tokenizer has none."""
-    settings = {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32, "runs": str(tmp_path), "steps": 1}
-    with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
-        loop_run("no words", **settings)
-
-
-SPOILED = {
-    "start": ('return Outcome("wrong", detail="no")', "before the policy's first turn, the first of them as wrong: no"),
-    "step": (
-        'raise ValueError("a bug")',
-        r"in the environment, the first of them as crashed: ValueError: a bug .shy.py",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "mode"), [("start", "synchronous"), pytest.param("step", "one_step_off", marks=pytest.mark.slow)]
-)
-def test_a_step_whose_episodes_all_fail_plays_them_again_once_they_do_not(method, mode, loop_run, talked, tmp_path):
-    place, broken = tmp_path / "shy.py", tmp_path / "broken"
-    settings = {"rollout.max_new_tokens": 32, "rollout.prompts_per_step": 2, "steps": 2}
-    # The stream's second batch is played beside the first update.
-    batch = 2 if mode == "one_step_off" else 1
-    seeds = [sample_seed(0, batch, group, sample) % 2**64 for group in range(32) for sample in range(8)]
-    wrong, said = SPOILED[method]
-    spoil = f"if pathlib.Path({str(broken)!r}).exists() and self._seed in {seeds}: {wrong}\n        "
-    text = DIGITS.replace(
-        "self._question = task.question", "self._seed = task.seed\n        self._question = task.question"
-    )
-    before = 'return Turn((Said("user", task' if method == "start" else "said, self._next ="
-    place.write_text("import pathlib\n" + text.replace(before, spoil + before))
-    broken.touch()
-    settings |= {"environment": {"name": f"{place}:Digits", "max_turns": 12, "turn_tokens": 3}, "pipeline.mode": mode}
-    task = "ahead" if mode == "one_step_off" else "rollout"
-    with pytest.raises(
-        UserError, match=rf"step 1, task {task}: environment\.name=.*shy\.py:Digits: all \d+ episodes ended {said}"
-    ):
-        loop_run("shy", **settings, runs=str(tmp_path))
-    assert not list((tmp_path / "shy" / "shards").rglob("*.parquet")), "a resume would not play them again"
-    broken.unlink()
-    mended = type(talked)(tmp_path / "shy")
-    mended.resume()
-    assert len(mended.records) == 3
-
-
-def test_what_an_environment_begins_with_is_stored(talked):
-    turns = talked.store.get_table(talked.ledger.artifacts(1)["turns"]).to_pylist()
-    assert {(row["reward"], row["info"]) for row in turns if not row["turn"]} == {(0.0625, '{"began": 1.0}')}
-    assert metrics_of(talked, 1)["environment/info_began"] == 1
-
-
-def test_episodes_have_seeds_of_their_own_when_held_out(loop_run, tmp_path):
-    """An environment that draws its problem would else ask all held-out episodes the same."""
-    place = tmp_path / "drawn.py"
-    place.write_text(DIGITS.replace('"began": 1', '"began": task.seed % 1000'))
-    settings = {"environment": {"name": f"{place}:Digits"}, "rollout.max_new_tokens": 32}
-    run = loop_run("drawn", **settings, **{"rollout.prompts_per_step": 1, "steps": 1})
-    turns = run.store.get_table(run.ledger.artifacts(0)["heldout_turns"]).to_pylist()
-    drawn = [row["info"] for row in turns if not row["turn"]]
-    assert len({*drawn}) > len(drawn) // 2
-
-
-def test_held_out_episodes_are_judged_by_their_last_turn(loop_run, tmp_path):
-    """By a verifier that tells one text from any other."""
-    place = tmp_path / "three.py"
-    place.write_text(DIGITS.replace("len(action.text) % 3", "1"))
-    (tmp_path / "own.py").write_text(
-        "import zlib\n"
-        "def score(prompt, completion, reference, finish):\n"
-        "    return zlib.crc32(completion.encode()) / 2**32\n"
-    )
-    settings = {"environment": {"name": f"{place}:Digits", "turn_tokens": 3}, "rollout.max_new_tokens": 32, "steps": 1}
-    run = loop_run("judged", **settings, **{"reward.verifier": f"{tmp_path / 'own.py'}:score", "reward.workers": 1})
-    artifacts = run.ledger.artifacts(1)
-    turns = run.store.get_table(artifacts["heldout_turns"]).to_pylist()
-    last = {row["group"]: row for row in turns}
-    first = {row["group"]: row for row in turns if row["turn"] == 1}
-    assert {row["outcome"] for row in last.values()} == {"judge"}
-    found = [*run.store.get_json(artifacts["evaluation"])["scores"].values()]
-    scores = [[zlib.crc32(row["text"].encode()) / 2**32 for row in rows.values()] for rows in (last, first)]
-    assert sorted(found) == sorted(scores[0]) != sorted(scores[1])
-
-
-def test_an_edited_environment_is_told_when_a_run_goes_on(talked, place, tmp_path):
-    shutil.copytree(talked.folder.parent, tmp_path / "loop")
-    copy, text = type(talked)(tmp_path / "loop" / "talked"), place.read_text()
-    place.write_text(f"{text}\n# edited\n")
-    begun = RolloutShards(copy.folder / "shards" / "00003", made_by="the environment before")
-    before = copy.store.get_table(copy.ledger.artifacts(2)["rollouts"])
-    begun.append(before)
-    try:
-        copy.resume(steps=3)
-        # Episodes of a group are all of one environment.
-        assert not copy.store.get_table(copy.ledger.artifacts(3)["rollouts"]).equals(before)
-        assert "environment.name: its code or libraries are others than at step 2" in copy.said
-        copy.resume(steps=4)
-        assert "environment.name" not in copy.said
-    finally:
-        place.write_text(text)
 
 
 def test_a_kill_in_mid_episode_ends_with_equal_bytes(talked, tmp_path):
@@ -370,16 +174,6 @@ def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
     assert "executed differs: environment.source" in said
     assert "first difference: outputs.rollout.turns" in said
     assert "there: row 2 (group 0, sample 0, turn 2), column said" in said
-
-
-def test_restoring_a_step_calls_no_environment_edited_whose_answers_are_recorded(talked, capsys, tmp_path):
-    """Neither for an export of a step without a checkpoint, nor for a replay under other settings."""
-    assert not (talked.folder / "checkpoints" / "00001").exists()
-    code = main(["export", str(talked.folder), str(tmp_path / "policy"), "--step", "1", "--trust"])
-    assert (code, "others than at" in capsys.readouterr().err) == (0, False)
-    code, lines, errors = replayed(capsys, talked.folder, "--step", 2, "--set", "training.learning_rate=2e-4")
-    assert (code, "others than at" in errors) == (1, False)
-    assert "configuration differs: training.learning_rate" in "\n".join(lines)
 
 
 MISTAKES = {

@@ -1,11 +1,8 @@
 """The evaluation flow on real runs: what it measures, what MLflow shows of it, what it refuses."""
 
-import inspect
-import json
 import re
 import time
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
@@ -16,10 +13,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Lo
 
 from flows.cli import main
 from flows.evaluate import evaluate
-from flows.evaluation import EvaluationRequest
 from flows.tracking.store import default_tracking_uri
 from fp8core.evaluation.measure import EvaluationResult, pass_at_k
-from fp8core.rollout.engine import sample_seed
 
 DIGITS = (Path(__file__).parents[1] / "parts" / "digits_environment.py").read_text()
 
@@ -110,78 +105,12 @@ def test_prefect_has_it_as_a_table_and_in_the_log(compared):
     assert value in row
 
 
-def test_a_step_without_a_checkpoint_is_restored_and_asked_greedily(run, ask, capfd):
-    state = ask(run.folder, step=1, prompts=4)
-    assert state.is_completed(), state.message
-    result = EvaluationResult.model_validate(state.result())
-    assert (result.step, result.temperature) == (1, 0.0)
-    assert set(result.precisions["configured"].estimates) == {"pass@1"}
-    assert result.engines["configured"]["linear"] == ["fp8_block"] * 2
-    printed = capfd.readouterr().out
-    assert "step 1: 4 prompts of chain, greedy; 95% intervals" in printed
-    assert "logged as MLflow run" in printed
-
-
-def test_an_exported_folder_on_a_file_of_rows(run, ask, runs, tmp_path, store):
-    assert main(["export", str(run.folder), str(tmp_path / "exported"), "--step", "2"]) == 0
-    rows = [{"question": f"{n}+1+{m}=", "answer": str((n + 1 + m) % 10)} for n in range(5) for m in range(2)]
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
-    asked = {"config": "tiny", "data": str(data), "overrides": {"runs": str(runs)}, "samples": 3, "k": [2]}
-    states = [ask(tmp_path / "exported", **asked) for _ in range(2)]
-    first, second = (EvaluationResult.model_validate(state.result()) for state in states)
-    assert first == second
-    assert (first.step, first.prompts, first.data) == (None, 10, str(data))
-    assert set(first.precisions["configured"].estimates) == {"pass@2", "maj@2"}
-    origin = json.loads((tmp_path / "exported" / "fp8_grpo.json").read_text())
-    assert first.weights_digest == origin["weights_digest"]
-    found = logged(store, "exported")
-    assert len(found) == 2
-    assert [each.model_id for each in found[0].inputs.model_inputs] == [origin["mlflow_model_id"]]
-    assert [each.dataset.name for each in found[0].inputs.dataset_inputs] == ["sums-rows"]
-
-
-def test_a_run_that_mlflow_does_not_know_is_evaluated_all_the_same(whole_run, ask, capfd):
-    state = ask(whole_run.folder, prompts=2)
-    assert state.is_completed(), state.message
-    assert "the run was never tracked in MLflow: the evaluation is not logged" in capfd.readouterr().out
-
-
 def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
     (tmp_path / "broken.py").write_text("def score(*_): return 1 / 0")
     overrides = {"reward.verifier": f"{tmp_path / 'broken.py'}:score"}
     state = ask(run.folder, prompts=2, overrides=overrides)
     assert state.is_failed()
     assert "2 of 2 answers could not be checked (2 crashed): ZeroDivisionError" in state.message
-
-
-LOSING = """
-from fp8core.errors import EngineLost
-from fp8core.models.weights import rollout_formats
-from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.registry import EngineEntry
-
-
-class Losing(EmbeddedEngine):
-    def generate(self, groups, sampling):
-        raise EngineLost("the engine's core ended")
-
-
-def build(config, arch):
-    return Losing(arch, rollout_formats(config.precision, arch.num_layers), config.rollout.max_batch)
-
-
-ENTRY = EngineEntry(name="losing", build=build)
-"""
-
-
-def test_the_loss_of_the_engine_is_one_line(run, prefect_server, tmp_path, monkeypatch, capfd):
-    (tmp_path / "losing_engine.py").write_text(LOSING)
-    monkeypatch.syspath_prepend(tmp_path)
-    engine = "rollout.engine=losing_engine:ENTRY"
-    assert main(["evaluate", str(run.folder), "--prompts", "2", "--set", engine, "--trust"]) == 1
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("fp8-grpo", "Traceback"))]
-    assert said == ["fp8-grpo: the engine's core ended"]
 
 
 @pytest.fixture
@@ -193,37 +122,6 @@ def speaking(tmp_path):
         return {"environment.name": f"{tmp_path / 'own.py'}:Digits", "rollout.max_new_tokens": 32}
 
     return settings
-
-
-LONG = 'return Turn((Said("user", "1" * 400),))'
-
-
-def test_a_problem_that_its_environment_makes_too_long_is_refused(run, ask, speaking, capsys):
-    """In the flow, and by the command before anything is started."""
-    overrides = speaking(LONG)
-    state = ask(run.folder, prompts=2, overrides=overrides)
-    assert state.is_failed()
-    assert re.search(r"has 400 tokens as environment\.name=.*own\.py:Digits begins it", state.message)
-    capsys.readouterr()
-    changes = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    assert main(["evaluate", str(run.folder), *changes, "--trust"]) == 2
-    errors = capsys.readouterr().err
-    assert re.search(r"has 400 tokens as environment\.name=.*own\.py:Digits begins it", errors)
-    assert errors.count("\n") == 1
-
-
-def test_episodes_in_which_the_policy_never_spoke_are_told(run, ask, speaking, capfd):
-    """All of them are no measurement. The problems fit as the first sample of each begins."""
-    seeds = [sample_seed(0, 0, group, 0) % 2**64 for group in range(2)]
-    overrides = speaking(f"if task.seed not in {seeds}: {LONG}\n        self._question = task.question")
-    state = ask(run.folder, prompts=2, samples=4, overrides=overrides)
-    assert state.is_completed(), state.message
-    said = "6 of 8 episodes ended before the policy's first turn, the first of them as unparsed: the first messages"
-    assert f"configured: {said} are 400 tokens" in capfd.readouterr().out
-    overrides = speaking('return Outcome("wrong", detail="no")')
-    state = ask(run.folder, prompts=2, samples=4, overrides=overrides)
-    assert state.is_failed()
-    assert "own.py:Digits: all 8 episodes ended before the policy's first turn, the first of them as" in state.message
 
 
 @pytest.mark.parametrize(
@@ -260,28 +158,6 @@ def test_a_mistake_is_one_line_before_anything_is_started(run, capsys, parameter
     assert errors.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--k", "0", "expected a number from 1, found '0'"),
-        ("--temperature", "-1", "expected a number from 0 to 10, found '-1'"),
-        ("--confidence", "95", "expected a share between 0 and 1, found '95'"),
-        ("--seed", "-1", "expected a number from 0, found '-1'"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused_as_it_is_read(capsys, option, value, expected):
-    with pytest.raises(SystemExit) as ended:
-        main(["evaluate", "any", option, value])
-    said = capsys.readouterr().err
-    assert (ended.value.code, said) == (2, f"fp8-grpo evaluate: argument {option}: {expected}\n")
-
-
-def test_parameters_have_the_defaults_of_the_command():
-    defaults = {field.name: field.default for field in fields(EvaluationRequest) if field.name != "target"}
-    signature = inspect.signature(evaluate.fn).parameters
-    assert {name: signature[name].default for name in defaults} == defaults
-
-
 def test_parts_of_fp8_stand_beside_accuracy(run, ask, tmp_path, store, capfd):
     assert main(["export", str(run.folder), str(tmp_path / "parted"), "--step", "3"]) == 0
     state = ask(tmp_path / "parted", config="tiny", prompts=6, parts=True, overrides={"runs": str(run.folder.parent)})
@@ -299,13 +175,3 @@ def test_parts_of_fp8_stand_beside_accuracy(run, ask, tmp_path, store, capfd):
     assert re.search(rf"all +{costs.parts['all'].nats:.4f}", printed)
     (found,) = logged(store, "parted")
     assert found.data.metrics["evaluation/configured/part_weights_nats"] == costs.parts["weights"].nats
-
-
-def test_parts_need_fp8_and_prompts_of_the_data(run, capsys):
-    wrong = {
-        "parts: bf16 has no FP8; add --precision fp8": ["--precision", "bf16"],
-        "parts: KL is measured on prompts of the data": ["--set", "environment.name=calculator"],
-    }
-    for message, words in wrong.items():
-        assert main(["evaluate", str(run.folder), "--parts", *words]) == 2
-        assert message in capsys.readouterr().err

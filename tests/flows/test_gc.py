@@ -1,6 +1,5 @@
 """`fp8-grpo gc` on a real run, which goes on afterwards."""
 
-import json
 import os
 import re
 import shutil
@@ -36,10 +35,6 @@ def files(folder):
 
 def total(paths):
     return sum(path.stat().st_size for path in paths)
-
-
-def test_a_running_run_keeps_the_checkpoints_that_artifacts_keep_names(run):
-    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["00002", "00004", "00005"]
 
 
 def test_without_yes_it_lists_and_removes_nothing(copy, capsys):
@@ -79,28 +74,10 @@ def test_a_run_goes_on_from_what_was_kept(run, copy, launch, capsys):
     assert "steps kept:     0, 6" in capsys.readouterr().out
 
 
-def test_verify_counts_what_was_removed_apart(copy, capsys):
-    assert main(["gc", str(copy), "--yes", *NARROW]) == 0
-    capsys.readouterr()
-    assert main(["verify", str(copy), "--tracking-uri", "none"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(rf" {len(files(copy / 'artifacts'))} artifacts, [1-9]\d* removed, ", last), last
-
-
 def test_a_live_run_is_refused_by_its_process(copy, capsys):
     with RunDirectory.create_or_open(copy):
         assert main(["gc", str(copy), "--yes"]) == 2
     assert capsys.readouterr().err.startswith(f"fp8-grpo: {copy} is in use by process {os.getpid()} on ")
-
-
-def test_a_run_that_keeps_every_step_loses_orphans_only(copy, capsys):
-    orphan = ArtifactStore(copy).put_json("metrics", {"of": "a killed task"})
-    before = files(copy)
-    assert main(["gc", str(copy), "--yes", "--set", "artifacts.keep=null"]) == 0
-    assert "steps dropped:  none" in capsys.readouterr().out
-    assert before - files(copy) == {copy / orphan.uri}
-    assert main(["gc", str(copy), "--yes", "--set", "artifacts.keep=null"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["in", "all", "0", "0"]
 
 
 @pytest.mark.parametrize(
@@ -117,15 +94,3 @@ def test_mistakes_are_one_line(copy, capsys, arguments, message):
     shown = capsys.readouterr().err
     assert message in shown
     assert len(shown.splitlines()) == 1
-
-
-def test_a_run_says_early_that_no_step_has_the_metric_of_the_best(launch, capfd):
-    launch("misnamed", steps=1, overrides={"artifacts.keep": {"best": {"metric": "reward/mena"}}})
-    assert "artifacts.keep.best.metric=reward/mena: step 1 has no such metric" in capfd.readouterr().out
-
-
-def test_steps_that_mlflow_has_not_got_are_kept(copy, capsys):
-    tracking = copy / "tracking.json"
-    tracking.write_text(json.dumps({**json.loads(tracking.read_text()), "published": 2}))
-    assert main(["gc", str(copy), *NARROW]) == 0
-    assert capsys.readouterr().out.splitlines()[1:3] == ["steps kept:     0, 3-5", "steps dropped:  1-2"]

@@ -2,7 +2,6 @@
 
 import json
 import time
-from html import unescape
 from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,16 +11,18 @@ import pytest
 from manifest_chain import first_broken_link
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
     FlowRunFilter,
     FlowRunFilterParentFlowRunId,
     LogFilter,
     LogFilterFlowRunId,
 )
 
-from flows.step_runs import FLOW
 from flows.tracking.store import default_tracking_uri
 from flows.tracking.traces import log_traces
 from flows.tracking.tracker import Completions, Table
+from flows.training_pages import STEP_FLOW
 from fp8core.config.load import load_config
 from fp8core.run.checks.settings import graph_of
 from fp8core.store.artifacts import ArtifactStore
@@ -109,15 +110,6 @@ def test_mlflow_shows_the_run(three_steps):
     assert any(file.startswith("samples/") for file in files)
 
 
-def test_every_place_has_one_sentence_of_diagnosis(three_steps):
-    sentence, tags = three_steps.summary["diagnosis"], three_steps.mlflow_run().data.tags
-    assert sentence.startswith("Too short to tell: 3 steps. Train on: fp8-grpo resume ")
-    assert sentence == tags["diagnosis"]
-    assert sentence in tags["mlflow.note.content"]
-    assert sentence == json.loads((three_steps.folder / "summary.json").read_text())["diagnosis"]
-    assert sentence in unescape((three_steps.folder / "report.html").read_text())
-
-
 def test_mlflow_has_whole_groups_of_completions_early_and_late(three_steps, tmp_path):
     run = three_steps.mlflow_run()
     table = json.loads(
@@ -200,22 +192,12 @@ def eventually(found, expected):
     return last
 
 
-@pytest.fixture
-def training(request, launch):
-    """Three steps, or thirty, almost without evaluations and checkpoints between."""
-    if request.param == 3:
-        return request.getfixturevalue("three_steps")
-    cheap = {"rollout.group_size": 2, "rollout.max_new_tokens": 4, "evaluation.every": 40, "checkpoint.every": 40}
-    return launch("thirty", steps=request.param, overrides=cheap)
-
-
-@pytest.mark.parametrize("training", [3, pytest.param(30, marks=pytest.mark.slow)], indirect=True)
-def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(training, graph_as):
-    last = training.summary["steps"]
+def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(three_steps, graph_as):
+    last = three_steps.summary["steps"]
     numbers = range(1, last + 1)
     start = ["warm_start-0", "first_scales-0", "first_evaluation-0", "precision_gap-0"]
-    chain = [*start, *(f"{FLOW} / step {index}" for index in numbers)]
-    page = training.state.state_details.flow_run_id
+    chain = [*start, *(f"{STEP_FLOW} / step {index}" for index in numbers)]
+    page = three_steps.state.state_details.flow_run_id
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[page]))
     graph = graph_of(load_config("tiny", {}))
     after = {label: set(chain[:place][-1:]) for place, label in enumerate(chain)}
@@ -224,12 +206,22 @@ def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(traini
         steps = {run.name: run for run in client.read_flow_runs(flow_run_filter=below)}
     assert sorted(steps) == sorted(f"step {index}" for index in numbers), "none that was not reached"
     assert {run.state_type.value for run in steps.values()} == {"COMPLETED"}
-    saved = {checkpoint.step for checkpoint in training.ledger.checkpoints()}
+    saved = {checkpoint.step for checkpoint in three_steps.ledger.checkpoints()}
     for index in {1, 2, last // 2, last}:
         expected = edges_of_step(graph, index)
         if index in saved:
             expected[f"checkpoint-{index}"] = {f"commit-{index}"}
         assert graph_as(steps[f"step {index}"].id, expected) == expected
+
+
+def test_prefect_shows_progress_a_report_and_the_way_to_mlflow(three_steps):
+    mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[three_steps.state.state_details.flow_run_id]))
+    with get_client(sync_client=True) as client:
+        found = {artifact.key: artifact.data for artifact in client.read_artifacts(artifact_filter=mine)}
+    assert set(found) == {"three-1-progress", "three-2-report", "three-3-mlflow"}
+    assert found["three-1-progress"] == 100
+    assert three_steps.mlflow_run().info.run_id in found["three-3-mlflow"]
+    assert found["three-2-report"].splitlines()[0] == "**three**: step 3 of 3"
 
 
 def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):
@@ -267,79 +259,7 @@ def test_continuing_a_finished_run_does_nothing_again(three_steps, launch):
     assert len(again.mlflow.get_metric_history(again.mlflow_run().info.run_id, "core/reward")) == 3
 
 
-def test_warm_start_is_shared_between_precisions(three_steps, loop_run):
-    bf16 = {f"precision.{side}.{part}": "bf16" for side in ("rollout", "training") for part in ("linear", "kv_cache")}
-    other = loop_run("bf16", steps=2, runs=str(three_steps.runs), **bf16)
-    assert other.metric(ERROR) == {1: 1.0, 2: 1.0}
-    assert other.metric(DIFFERING) == {1: 0, 2: 0}
-    first, second = (run.ledger.tasks(0)["warm_start"].outputs["weights"].digest for run in (three_steps, other))
-    assert first == second
-
-
 def test_fp8_rollout_with_bf16_training_differs(loop_run):
     mixed = loop_run("mixed", steps=2, **{"precision.training.linear": "bf16"})
     assert 1.0 < max(mixed.metric(ERROR).values()) < 1.1
     assert sum(mixed.metric(DIFFERING).values()) > 0
-
-
-def test_reference_and_filter_are_inserted_from_the_configuration(loop_run):
-    inserted = {
-        "loss.reference_kl": 0.1,
-        "pipeline.insert": [
-            {"after": "rollout", "step": {"name": "reference", "uses": "tasks.reference:reference",
-                                          "needs": ["rollouts", "scales"]}},
-            {"after": "reward", "step": {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}},
-        ],
-        "pipeline.rewire": {"train": {"rewards": "filtered", "reference": "reference"}},
-    }  # fmt: skip
-    finished = loop_run("optional", **inserted)
-    kl = finished.metric("train/reference_kl")
-    assert kl[1] == 0.0, "the first update starts from the reference itself"
-    assert max(kl.values()) > 0.0
-    store = ArtifactStore(finished.folder)
-    filtered = store.get_table(finished.ledger.tasks(1)["filter"].outputs["filtered"]).to_pylist()
-    for group in {row["group"] for row in filtered}:
-        rows = [row for row in filtered if row["group"] == group]
-        assert all(row["keep"] == (len({row["reward"] for row in rows}) > 1) for row in rows)
-
-
-def test_fresh_pass_calibration_by_percentile_and_fp32_scales(loop_run):
-    settings = {"calibration.source": "fresh_pass", "precision.scale_rule": "fp32", "calibration.sequences": 5}
-    fresh = loop_run("fresh", steps=2, **settings, **{"calibration.statistic": "percentile"})
-    assert fresh.metric(ERROR) == {1: 1.0, 2: 1.0}
-    assert synchronised_scales(fresh) == calibrated_scales(fresh)
-
-
-def test_scales_of_the_logprob_pass_reach_the_engine_through_the_sync(three_steps):
-    assert synchronised_scales(three_steps) == calibrated_scales(three_steps)
-    first, second, _ = calibrated_scales(three_steps)
-    assert (first["version"], second["version"]) == (1, 2)
-
-
-def calibrated_scales(finished):
-    store = ArtifactStore(finished.folder)
-    found = [
-        store.get_json(finished.ledger.tasks(i)["calibrate"].outputs["next_scales"])
-        for i in sorted(finished.ledger.steps())[1:]
-    ]
-    return [{key: scales[key] for key in ("version", "layers")} for scales in found]
-
-
-def synchronised_scales(finished):
-    """What the engine reported to hold after each step's sync."""
-    store = ArtifactStore(finished.folder)
-    found = [
-        store.get_json(finished.ledger.tasks(i)["sync"].outputs["sync_report"])
-        for i in sorted(finished.ledger.steps())[1:]
-    ]
-    return [{"version": report["version"], "layers": report["engine"]["scales"]} for report in found]
-
-
-def test_ragged_prompts_and_small_batches(loop_run):
-    ragged = {
-        "data.chain.max_operands": 7,
-        "rollout.max_batch": 7,
-        "training.micro_batch": 3,
-        "rollout.temperature": 0.7,
-    }
-    assert loop_run("ragged", steps=2, **ragged).metric(DIFFERING) == {1: 0, 2: 0}

@@ -139,25 +139,6 @@ def test_each_outcome_has_an_exit_code(
     assert state.message in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tracking.uri": "http://127.0.0.1:9"}, "http://127.0.0.1:9"),
-    ],
-    ids=["store"],
-)
-def test_what_a_training_is_refused_is_refused_to_its_parity_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str
-) -> None:
-    runs = tmp_path / "runs"
-    overrides = [f"--set={key}={value}" for key, value in {**settings, "runs": runs}.items()]
-    for command in (["run", "tiny-nightly"], ["parity", "tiny-nightly", "--seeds=0"]):
-        assert main([*command, *overrides]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-        assert not runs.exists()
-
-
 def test_mistakes_are_refused_before_any_work(judge_small: Callable[..., Any], shelf: Path) -> None:
     twice = judge_small(name="twice", seeds=[0, 0])
     assert (twice.is_failed(), twice.message) == (True, "seeds: one is named twice in 0, 0")

@@ -1,14 +1,10 @@
 """A training of a parity run in a process of its own: how it ends, when it dies, and when who started it stops."""
 
 import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -17,7 +13,6 @@ from prefect.settings import PREFECT_API_URL
 
 from flows.parity import parity
 from flows.parity_training import train_apart
-from flows.tracking.record import read_record
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 
@@ -77,14 +72,6 @@ def apart(settings: dict[str, Any], tmp_path: Path) -> Callable[[], Any]:
     return caller
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """SIGINT does what it does at a terminal, wherever the tests run."""
-    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, earlier)
-
-
 def last_step(folder: Path) -> int:
     return (LedgerView.read(folder / LEDGER).last_step() or 0) if (folder / LEDGER).exists() else 0
 
@@ -122,25 +109,3 @@ def test_one_that_dies_makes_the_night_red(
     assert night.is_failed()
     assert "bf16: complete seed 0: its process ended with -9" in night.message
     assert last_step(tmp_path / "parity-dies-bf16-0") == 1
-
-
-def test_ctrl_c_reaches_it_at_once(apart: Callable[[], Any], tmp_path: Path, ctrl_c: None) -> None:
-    (tmp_path / "how").write_text("waits")
-
-    def interrupt() -> None:
-        deadline = time.monotonic() + 200
-        while last_step(tmp_path / "one") < 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-        # The step runs beside another one, in a thread that is waited for.
-        time.sleep(3)
-        (tmp_path / "go").touch()
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        apart()
-    assert not psutil.pid_exists(trainer(tmp_path / "one"))
-    assert last_step(tmp_path / "one") == 1
-    record = read_record(tmp_path / "one")
-    assert record is not None
-    assert record.status == "KILLED"

@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint trained on data in GSM8K's format; what comes out is a Hugging Face checkpoint again."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8core.models.checkpoint import load_checkpoint
-from fp8core.store.artifacts import ArtifactStore
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl.gz"
 
@@ -79,15 +77,6 @@ def test_rollout_and_training_agree_bit_for_bit(trained):
     assert trained.summary["steps"] == 2
 
 
-def test_prompts_are_in_the_chat_template_and_completions_are_read(trained):
-    store, tasks = ArtifactStore(trained.folder), trained.ledger.tasks(2)
-    for row in store.get_table(tasks["prompts"].outputs["prompts"]).to_pylist():
-        assert row["text"].startswith("<|im_start|>user\nMaria has ")
-        assert row["text"].endswith("one integer.<|im_end|>\n<|im_start|>assistant\n")
-    outcomes = store.get_table(tasks["reward"].outputs["rewards"])["outcome"].to_pylist()
-    assert set(outcomes) <= {"right", "wrong", "unparsed"}
-
-
 def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
     folder = trained.folder / "checkpoints" / "00002" / "policy"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -104,20 +93,3 @@ def test_the_trained_policy_loads_in_transformers(trained, small_checkpoint):
     assert tokenizer(text, add_special_tokens=False).input_ids == ours.tokenizer.encode(text)
     generated = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert generated.shape[0] == 1
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the checkout")
-def test_gsm8k_itself(launch, small_checkpoint, tmp_path):
-    # The small tokenizer cuts a few problems into more tokens than the small model has positions.
-    shutil.copytree(small_checkpoint, tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2048}))
-    sizes = {"model": str(tmp_path / "model"), "data.max_prompt_tokens": 2000}
-    overrides = {**sizes, "data.source": str(GSM8K), **TINY}
-    finished = launch("real-gsm8k", config="gsm8k", overrides=overrides)
-    assert finished.state.is_completed(), finished.state.message
-    assert finished.summary["tmpe_max"] == 1.0
-    assert finished.summary["tokens_differing"] == 0
-    store = ArtifactStore(finished.folder)
-    rows = store.get_table(finished.ledger.tasks(1)["prompts"].outputs["prompts"]).to_pylist()
-    assert all("#### " in row["reference"] for row in rows)

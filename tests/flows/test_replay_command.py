@@ -70,10 +70,3 @@ def test_bad_input_is_one_line_and_exit_code_2(whole_run, replay, arguments, sai
     assert (code, lines) == (2, [])
     assert errors.startswith(f"fp8-grpo: {said}")
     assert len(errors.splitlines()) == 1
-
-
-def test_a_run_that_is_in_use_is_not_repaired(run_copy, replay):
-    with run_copy.opened():
-        code, _, errors = replay(run_copy.folder, "--step", 1, "--repair")
-    assert code == 2
-    assert "is in use by process" in errors

@@ -16,14 +16,6 @@ def test_a_page_of_two_runs(whole_run, run_copy, tmp_path: Path, capsys: pytest.
     assert "named twice" in capsys.readouterr().err
 
 
-def test_the_place_of_a_page_is_printed_whole(
-    whole_run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(whole_run.folder)]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "report.html")]
-
-
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "gone")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -31,12 +23,3 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", "x", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"fp8-grpo: --out {tmp_path}: cannot be written")
-
-
-def test_a_page_that_cannot_be_written_where_it_goes_by_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "report.html").mkdir()
-    assert main(["report", "x"]) == 2
-    assert "--out report.html: cannot be written" in capsys.readouterr().err

@@ -1,10 +1,8 @@
 """`fp8-grpo resume`: from what the folder says, wherever it lies; every refusal is one line before anything starts."""
 
 import json
-import os
 import shutil
 import signal
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +10,9 @@ from typing import Any
 
 import pytest
 from manifest_chain import first_broken_link
-from mlflow import MlflowClient
 
 from flows import cli
-from flows.run_lookup import find_run_in, load_settings
-from flows.tracking.record import read_record, write_record
+from flows.run_lookup import load_settings
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.run_data import read_run
@@ -24,7 +20,6 @@ from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, current_code, record_digest
-from fp8core.store.run_directory import RunDirectory
 from fp8core.store.run_view import RunView
 
 Command = Callable[..., tuple[int, str, str]]
@@ -133,34 +128,6 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
 
 
 @pytest.mark.slow
-def test_another_store_is_used_when_it_is_named(
-    moved: Path, command: Command, mlflow_store: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    uri = default_tracking_uri(mlflow_store(tmp_path / "others"))
-    code, _, err = command("resume", str(moved), "--set", f"tracking.uri={uri}")
-    assert (code, err) == (0, "")
-    tracking = json.loads((moved / "tracking.json").read_text())
-    assert tracking["uri"] == uri
-    history = MlflowClient(uri).get_metric_history(tracking["run_id"], "core/reward")
-    assert [metric.step for metric in history] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_finished_run_delivers_what_mlflow_lacks(begun: Any, command: Command) -> None:
-    client, run_id = begun.mlflow, begun.mlflow_run().info.run_id
-    before = client.get_metric_history(run_id, "core/reward")
-    record = read_record(begun.folder)
-    write_record(begun.folder, record.changed(published=1))
-    with sqlite3.connect(begun.runs / "mlflow.db") as store:
-        store.execute("delete from metrics where step = 2")
-    assert client.get_metric_history(run_id, "core/reward") != before
-    code, _, err = command("resume", str(begun.folder))
-    assert (code, err) == (0, "")
-    assert client.get_metric_history(run_id, "core/reward") == before
-    assert begun.mlflow_run().info.status == "FINISHED"
-
-
-@pytest.mark.slow
 def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     small_checkpoint: Path,
     command: Command,
@@ -227,25 +194,6 @@ def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
     assert refused("absent") == f"absent: no run (no run.json in {tmp_path}/absent or {tmp_path}/runs/absent)"
 
 
-def test_a_name_is_looked_for_in_the_folder_of_runs_that_is_given(moved: Path, refused: Callable[..., str]) -> None:
-    found = (moved.name, "--set", f"runs={moved.parent}", "--set", "steps=1")
-    assert refused(*found).startswith(f"run {moved.name} ")
-    missing = refused("renamd", "--set", f"runs={moved.parent}")
-    assert missing == f"{moved.parent}/renamd: no run (no run.json in {moved.parent}/renamd)"
-    assert find_run_in(str(moved), ["steps=3", "runs=other"]) == (moved, ["steps=3", "runs=other"])
-
-
-def test_a_run_in_use_names_its_process(begun: Any, refused: Callable[..., str]) -> None:
-    with RunDirectory.create_or_open(begun.folder):
-        assert refused(str(begun.folder)).startswith(f"{begun.folder} is in use by process {os.getpid()} on ")
-
-
-def test_other_code_names_both(moved: Path, refused: Callable[..., str]) -> None:
-    line = refused(str(of_other_code(moved)))
-    assert line.startswith(f"run renamed was made by code version {'0' * 12}, this is {current_code()[:12]}: ")
-    assert f"(fp8-grpo resume {moved} --new-code)" in line
-
-
 ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
 
 
@@ -263,8 +211,3 @@ ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
 )
 def test_other_settings_are_named(moved: Path, refused: Callable[..., str], setting: str, reason: str) -> None:
     assert refused(str(moved), "--set", setting) == reason.format(moved=moved)
-
-
-def test_a_summary_that_cannot_be_written(moved: Path, refused: Callable[..., str]) -> None:
-    place = Path("absent/summary.json").absolute()
-    assert refused(str(moved), "--json", str(place)).startswith(f"--json {place}: cannot be written")

@@ -6,11 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from fp8core.config.capability import Node, check_contract
-from fp8core.config.load import load_config, load_open_config, shipped_names
+from fp8core.config.load import load_open_config, shipped_names
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
-from fp8core.models.hub import PUBLISHED, model_shape
-from fp8core.rollout.vllm.requirements import VllmBuild, contract_refusals, model_refusals
+from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import build_base
 from fp8core.training.registry import trainer_of
 
@@ -140,35 +138,3 @@ def test_what_megatron_trains_on_eight_gpus_runs(loop_run, small, checkpoint, pr
     run = loop_run(f"shipped-{name}", name, steps=1, **overrides)
     assert run.metric("alignment/token_mult_prob_error")[1] == pytest.approx(1.0, abs=1e-4)
     assert run.records[1]["executed"]["training"]["trainer"] == "megatron"
-
-
-@pytest.mark.parametrize("name", EIGHT_GPUS)
-def test_a_hopper_machine_takes_what_eight_gpus_are_configured_for(name):
-    """vLLM 0.26 and Megatron with Transformer Engine, asked for their refusals as on such a machine."""
-    config, hopper = load_config(name), VllmBuild("vllm", "0.26.0", "cuda")
-    arch = model_shape(config)
-    check_contract(config.precision, "sm_90", corrected=config.correction.method != "none")
-    trainer = trainer_of(config.training)
-    node = Node("sm_90", 8, packages={"megatron-core": "0.16", "transformer-engine": "2.0"})
-    assert not [*trainer.check(config, node)]
-    assert not [*trainer.check_model(config, arch)]
-    assert not [*contract_refusals(config.precision, config.rollout.vllm, hopper)]
-    assert not [*model_refusals(arch, config.precision, config.rollout.vllm)]
-    assert config.rollout.router_replay == bool(arch.sparse_layers)
-    assert config.cluster.engines == config.cluster.ranks == 8
-
-
-def test_dynamic_sampling_draws_more_and_trains_on_what_has_a_signal(launch, small):
-    finished = launch("dynamic", steps=1, config="dapo", overrides={**small, "pipeline.steps.filter.with.groups": 1})
-    run_id = finished.mlflow_run().info.run_id
-    metrics = finished.mlflow.get_run(run_id).data.metrics
-    drawn = 2 * small["rollout"]["prompts_per_step"] * small["rollout"]["group_size"]
-    assert metrics["detail/rollout/tokens"] >= drawn
-    assert metrics["detail/train/rows"] <= small["rollout"]["group_size"]
-
-
-def test_a_shortfall_can_be_an_error(launch, small):
-    demanding = {"pipeline.steps.filter.with.groups": 1000, "pipeline.steps.filter.with.shortfall": "error"}
-    refused = launch("shortfall", steps=1, config="dapo", overrides={**small, **demanding})
-    assert refused.state.is_failed()
-    assert "of 1000 wanted groups" in refused.state.message

@@ -1,0 +1,258 @@
+"""Pages of a training in Prefect beside its tasks: one for each step, progress, reports and a link to MLflow.
+
+A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client, one step
+ahead: `@flow` would ask the server ten times a step, while the training waits. One thread sends all requests. Nothing
+here fails a training. While the server is away, the tasks of a step belong to the training's own page, and one attempt
+in `PAUSE_SECONDS` finds its return.
+"""
+
+import re
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextvars import copy_context
+from typing import Any, Self, TypeVar
+from uuid import UUID, uuid4
+
+import httpx
+from prefect import flow, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import Artifact, FlowRun, FlowRunResult, State, StateType, TaskRunResult
+from prefect.context import FlowRunContext
+from prefect.exceptions import ObjectNotFound, PrefectException
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled, Crashed, Failed, Running
+
+from flows.launch import say
+from fp8core.errors import UserError, first_line, printable_lines
+from fp8core.report.text import progress_markdown
+from fp8core.run.commit import step_metrics
+from fp8core.run.context import RunContext
+from fp8core.store.ledger import START
+from fp8core.store.metrics import STEP
+
+T = TypeVar("T")
+STEP_FLOW = "fp8-grpo-step"
+ANSWER_SECONDS, PAUSE_SECONDS = 5.0, 30.0
+"""Longest wait for an answer, and the pause after one that did not come."""
+# SQLite refuses a transaction when another one wrote in between: the server answers 503.
+_BUSY_PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+_FAILURES = (httpx.HTTPError, PrefectException, OSError, UserError, ValueError)
+
+
+@flow(name=STEP_FLOW)
+def _step(step: int) -> None:
+    """Known to the server by its name; its body is `TrainingPages.place`."""
+
+
+_place = task(name=STEP_FLOW)(_step.fn)
+
+
+class TrainingPages:
+    def __init__(self, run: RunContext) -> None:
+        """Called in the flow of the training."""
+        training = FlowRunContext.get()
+        assert training is not None and training.flow_run is not None, "a training is a flow run"  # noqa: PT018
+        described = run.directory.description()
+        assert described is not None, "a run is described before it is executed"
+        self._run, self._training, self._training_id = run, training, training.flow_run.id
+        self._tag = f"run-{described.id}"
+        self._client = get_client(httpx_settings={"timeout": ANSWER_SECONDS}, sync_client=True)
+        self._block = ExitStack()
+        self._thread = ThreadPoolExecutor(1, "prefect-pages")
+        self._next_attempt = 0.0
+        self._step: FlowRun | None = None
+        self._made: tuple[int, Future[FlowRun | None]] | None = None
+        """The next step, and its flow run."""
+        self._ended: dict[UUID, State[Any]] = {}
+        self._progress: UUID | None = None
+        self._shown: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        # Prefect's client would pause for seconds: `_request` repeats what a busy server refuses.
+        self._block.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
+        self._block.enter_context(self._client)
+        self._block.enter_context(self._thread)
+        self._context = copy_context()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End an open step as the training ends, by `error`."""
+        with self._block:
+            if isinstance(error, Exception):
+                self.end_step(Failed(message=printable_lines(first_line(error))))
+            else:
+                self.end_step(Cancelled(message="stopped"))
+            self._leave_made()
+
+    def start(self, page: str) -> None:
+        """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
+        self._ask(lambda: self._create("markdown", "3-mlflow", f"[MLflow run]({page})", "Metrics, models and files."))
+        self._ask(self._settle)
+
+    def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
+        """The tasks within `place` belong to step `index`, which comes after the last step, or after these tasks."""
+        self.end_step(Crashed(message="a process was lost: the step begins again"))
+        if self._made is None or self._made[0] != index:
+            self._leave_made()
+            self._make(index, [TaskRunResult(id=each.state_details.task_run_id) for each in after])
+        assert self._made is not None, "it was ordered above"
+        with suppress(TimeoutError):
+            self._step = self._made[1].result(ANSWER_SECONDS)
+        if (step := self._step) is None:
+            self._leave_made()
+            return
+        self._made = None
+        # First what the next step will wait for.
+        if index < self._run.config.steps:
+            self._make(index + 1, [FlowRunResult(id=step.id)])
+        self._ask(lambda: self._set_state(step.id, Running()))
+
+    def end_step(self, state: State[Any]) -> None:
+        """End the open step, if there is one."""
+        if self._step is not None:
+            self._ended[self._step.id] = state
+            self._step = None
+            self._ask(self._send_ended)
+
+    def place(self) -> AbstractContextManager[Any]:
+        """Prefect tasks of this block belong to the open step, else to the training."""
+        if self._step is None:
+            return nullcontext()
+        return self._training.model_copy(update={"flow_run": self._step, "task_run_dynamic_keys": {}})
+
+    def step_done(self, index: int) -> None:
+        """Show the progress; every `tracking.report_every` steps, and after the last one, a report."""
+        every, last = self._run.config.tracking.report_every, self._run.config.steps
+        if self._shown is None or self._shown.done() or index == last:  # Else a server that is slow falls behind.
+            self._shown = self._ask(lambda: self._post_progress(index))
+        if index % every == 0 or index == last:
+            self._ask(lambda: self._post_report(index))
+
+    def _ask(self, request: Callable[[], T], without: str = "its pages lack a part of this run") -> Future[T | None]:
+        return self._thread.submit(self._context.run, self._answer, request, without)
+
+    def _make(self, index: int, after: list[Any]) -> None:
+        made = self._ask(lambda: self._make_step(index, after), f"step {index} has no page of its own")
+        self._made = index, made
+
+    def _leave_made(self) -> None:
+        """The next step is not reached, or made anew."""
+        if self._made is not None:
+            made, self._made = self._made[1], None
+            self._ask(lambda: self._cancel(made.result()))
+
+    # ---- in the thread of the requests ----
+
+    def _cancel(self, step: FlowRun | None) -> None:
+        if step is not None:
+            self._set_state(step.id, Cancelled(message="not begun"))
+
+    def _answer(self, request: Callable[[], T], without: str) -> T | None:
+        """The answer; None, with a note on the console, where the server is away or refuses."""
+        if time.monotonic() < self._next_attempt:
+            return None
+        try:
+            answer = request()
+        except _FAILURES as error:
+            away = isinstance(error, httpx.TransportError)
+            if not away or not self._next_attempt:
+                self._run.console.note(f"Prefect: {without}: {first_line(error) or type(error).__name__}")
+            if away:
+                self._next_attempt = time.monotonic() + PAUSE_SECONDS
+            return None
+        self._next_attempt = 0.0
+        return answer
+
+    def _request(self, method: str, /, *values: Any, **options: Any) -> Any:
+        """The answer of the client's method, which is called again while the server is busy."""
+        for pause in _BUSY_PAUSES:
+            try:
+                return getattr(self._client, method)(*values, **options)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    raise
+                time.sleep(pause)
+        return getattr(self._client, method)(*values, **options)
+
+    def _set_state(self, step: UUID, state: State[Any]) -> None:
+        with suppress(ObjectNotFound):  # A user may delete it.
+            self._request("set_flow_run_state", step, state, force=True)
+
+    def _send_ended(self) -> None:
+        for step, state in [*self._ended.items()]:
+            self._set_state(step, state)
+            del self._ended[step]
+
+    def _make_step(self, index: int, after: list[Any]) -> FlowRun:
+        name = f"step {index}"
+        place = self._request(
+            "create_task_run", _place, self._training_id, str(uuid4()), name=name, task_inputs={"after": after}
+        )
+        made: FlowRun = self._request(
+            "create_flow_run", _step, name, {"step": index}, tags=[self._tag], parent_task_run_id=place.id
+        )
+        return made
+
+    def _settle(self) -> None:
+        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
+        left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=under_way)
+        crashed: State[Any] = Crashed(message="its process was lost")
+        for step in self._request("read_flow_runs", flow_run_filter=left):
+            assert step.parent_task_run_id is not None, "a step is below its training"
+            training = self._request("read_task_run", step.parent_task_run_id).flow_run_id
+            self._set_state(step.id, crashed)
+            if training not in (None, self._training_id):
+                earlier = self._request("read_flow_run", training)
+                if earlier.state_type == StateType.RUNNING:
+                    self._set_state(earlier.id, crashed)
+
+    def _create(self, kind: str, name: str, data: object, words: str) -> UUID:
+        key = artifact_key(self._run.directory.path.name, name)
+        made = ArtifactCreate(type=kind, key=key, description=words, data=data, flow_run_id=self._training_id)
+        artifact: Artifact = self._request("create_artifact", made)
+        return artifact.id
+
+    def _post_progress(self, done: int) -> None:
+        share = 100.0 * done / self._run.config.steps
+        if self._progress is None:
+            words = f"Steps of {self._run.directory.path.name}, of {self._run.config.steps}"
+            self._progress = self._create("progress", "1-progress", share, words)
+        else:
+            self._request("update_artifact", self._progress, ArtifactUpdate(data=share))
+
+    def _post_report(self, index: int) -> None:
+        every, steps = self._run.config.tracking.report_every, self._run.config.steps
+        first = max(START + 1, index - every + 1)
+        seconds: dict[str, float] = {}
+        for step in range(first, index + 1):
+            for name, entry in self._run.directory.ledger.tasks(step).items():
+                seconds[name] = seconds.get(name, 0.0) + entry.seconds
+        rows, before = self._rows(first, index), self._rows(max(START + 1, first - every), first - 1)
+        text = progress_markdown(self._run.directory.path.name, steps, rows, before, seconds)
+        self._create("markdown", "2-report", text, f"Step {index} of {steps}")
+
+    def _rows(self, first: int, last: int) -> list[dict[str, float]]:
+        return [{STEP: step, **step_metrics(self._run, step)} for step in range(first, last + 1)]
+
+
+def artifact_key(run: str, name: str) -> str:
+    """Key of an artifact: small letters, digits and dashes. Prefect sorts by it, so `name` may begin with a number."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{run}-{name}".lower()).strip("-")
+
+
+def show_markdown(text: str, key: str, words: str) -> None:
+    """An artifact of the flow run; where Prefect's server is away, the run goes on without."""
+    try:
+        create_markdown_artifact(text, key, words)
+    except _FAILURES as error:
+        say(f"left out of what Prefect shows: {first_line(error)}")

@@ -1,0 +1,110 @@
+"""Pages of a training's steps while the server is away, and what a killed process left of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect import flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.states import Completed
+
+from flows import training_pages
+from flows.training_pages import TrainingPages
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+class Run:
+    """As much of a run as its pages ask for."""
+
+    def __init__(self) -> None:
+        self.id, self.notes = uuid4().hex, list[str]()
+        self.directory = SimpleNamespace(path=Path("run"), description=lambda: SimpleNamespace(id=self.id))
+        self.console = SimpleNamespace(note=self.notes.append)
+        self.config = SimpleNamespace(steps=5)
+
+    def steps(self) -> list[tuple[str, str]]:
+        tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"run-{self.id}"]))
+        with get_client(sync_client=True) as client:
+            found = client.read_flow_runs(flow_run_filter=tagged)
+        return sorted((step.name, step.state_type.value) for step in found if step.state_type is not None)
+
+
+def in_a_flow(body: Callable[[], None]) -> UUID:
+    @flow(name="alone", persist_result=False)
+    def alone() -> UUID:
+        body()
+        return UUID(runtime.flow_run.id)
+
+    return alone()
+
+
+def test_a_training_goes_on_without_its_server_and_its_pages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = Run()
+
+    def training() -> None:
+        with TrainingPages(run) as pages:
+            for index in range(1, 6):
+                if index == 2:
+                    client = pages._client
+                    monkeypatch.setattr(pages, "_client", Away())
+                if index == 4:
+                    monkeypatch.setattr(pages, "_client", client)
+                    monkeypatch.setattr(pages, "_next_attempt", 1.0)
+                pages.begin_step(index, [])
+                pages.end_step(Completed())
+                pages._ask(lambda: None).result()
+
+    in_a_flow(training)
+    assert run.steps() == [(f"step {index}", "COMPLETED") for index in (1, 2, 4, 5)]
+    assert run.notes == ["Prefect: its pages lack a part of this run: refused"]
+
+
+class Away:
+    """A client whose server does not answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*arguments: Any, **options: Any) -> Any:
+            raise httpx.ConnectError("refused")
+
+        return request
+
+
+def test_steps_of_a_failed_a_killed_and_a_stopped_training_do_not_stay_running() -> None:
+    run: Any = Run()
+
+    def failed() -> None:
+        with TrainingPages(run) as pages:
+            pages.begin_step(1, [])
+            raise ValueError("broken")
+
+    def killed() -> None:
+        pages = TrainingPages(run).__enter__()
+        pages.begin_step(2, [])
+        pages._ask(lambda: None).result()
+        assert {("step 2", "RUNNING"), ("step 3", "PENDING")} < {*run.steps()}
+
+    def continued() -> None:
+        with TrainingPages(run) as pages:
+            pages.start("http://mlflow")
+            pages.begin_step(3, [])
+
+    with pytest.raises(ValueError, match="broken"):
+        in_a_flow(failed)
+    in_a_flow(killed)
+    in_a_flow(continued)
+    assert run.steps() == [
+        ("step 1", "FAILED"),
+        *(("step 2", "CANCELLED"), ("step 2", "CRASHED")),
+        *(("step 3", "CANCELLED"), ("step 3", "CRASHED")),
+        ("step 4", "CANCELLED"),
+    ]
+
+
+def test_a_key_has_only_letters_that_prefect_takes() -> None:
+    assert training_pages.artifact_key("Shown_Run", "1-progress") == "shown-run-1-progress"
