@@ -3,6 +3,8 @@
 Every command imports this module, hence neither Prefect nor torch is imported at the top.
 """
 
+import atexit
+import os
 import signal
 import sys
 import traceback
@@ -125,12 +127,16 @@ def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: st
 
     folder = config.runs / str(config.run)
     written = folder / SUMMARY
-    if not written.exists() or max(RunView.read(folder).steps, default=0) < config.steps:
-        return stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", ExitCode.FAILED)
-    say("Prefect does not answer: its UI lacks the end of this run, which is complete")
+    complete = written.exists() and max(RunView.read(folder).steps, default=0) >= config.steps
+    code = ExitCode.DONE if complete else ExitCode.FAILED
+    # At its exit Prefect would try for minutes to deliver what it holds.
+    atexit.register(os._exit, code)
+    if not complete:
+        return stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", code)
     if summary is not None:
         summary.write(written.read_bytes())
-    return ExitCode.DONE
+    say("Prefect does not answer: its UI lacks the end of this run, which is complete")
+    return code
 
 
 def explain(state: Any) -> None:
