@@ -1,4 +1,4 @@
-"""The policy in an engine's own process: what `ResidentEngine` asks of the model that generates.
+"""The policy in an engine's own process: the requests of `ResidentEngine` to the model that generates.
 
 vLLM and SGLang bring a request here in a way of their own. Arguments and results are numbers, strings, bytes, lists and
 dicts.
@@ -89,7 +89,7 @@ class HeldPolicy(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What runs: `model`, kernel and type of `linears` by name, `attention` by layer, `head`, `activations`."""
+        """Names of what runs: `model`, `linears` with kernel and type, `attention` by layer, `head`, `activations`."""
 
     @abstractmethod
     def _missing(self) -> list[str]:

@@ -277,7 +277,7 @@ def described_formats(described: Mapping[str, Any], contract: PrecisionContract,
         linears = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in described["linears"].items()}
         described = {**described, "linears": linears}
     else:
-        # What passes of the compiler fuse is quantised by another rule.
+        # Passes of the compiler quantise by another rule where they fuse.
         fused = (name for name in FUSIONS if described["passes"].get(name))
         described = {**described, "activations": "+".join([described["activations"], *fused])}
     return executed_formats(described, contract, num_layers, _KERNELS_BY_TYPE, _FP8_BACKENDS)

@@ -84,7 +84,7 @@ class VllmPolicy(HeldPolicy):
 
 
 class PolicyWorker:
-    """What vLLM's worker has of ours; `policy_` keeps it apart from vLLM's own."""
+    """Our part of vLLM's worker; `policy_` keeps it apart from vLLM's own."""
 
     device: torch.device
     model_runner: Any
