@@ -3,14 +3,13 @@
 Every command imports this module, hence neither Prefect nor torch is imported at the top.
 """
 
-import atexit
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
 from flows.termination import ExitCode, keep_interrupt, leave
@@ -109,7 +108,7 @@ def _train(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
             if not state.is_completed():
                 interrupt.check()
     except httpx.TransportError as error:
-        return _end_without_prefect(config, summary, resume, error)
+        _end_without_prefect(config, summary, resume, error)
     if state.is_paused():
         return stopped(f"{state.message}; {resume} continues the run", ExitCode.PAUSED)
     if not state.is_completed():
@@ -120,8 +119,8 @@ def _train(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
     return ExitCode.DONE
 
 
-def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: str, error: Exception) -> int:
-    """Exit code of a training whose end Prefect's server did not hear of, from the run's folder."""
+def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: str, error: Exception) -> NoReturn:
+    """End this process, with the code of how the run's folder ended: Prefect's server did not hear of the end."""
     from fp8core.store.layout import SUMMARY
     from fp8core.store.run_view import RunView
 
@@ -129,14 +128,14 @@ def _end_without_prefect(config: "RunConfig", summary: Output | None, resume: st
     written = folder / SUMMARY
     complete = written.exists() and max(RunView.read(folder).steps, default=0) >= config.steps
     code = ExitCode.DONE if complete else ExitCode.FAILED
-    # At its exit Prefect would try for minutes to deliver what it holds.
-    atexit.register(os._exit, code)
     if not complete:
-        return stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", code)
-    if summary is not None:
-        summary.write(written.read_bytes())
-    say("Prefect does not answer: its UI lacks the end of this run, which is complete")
-    return code
+        stopped(f"Prefect does not answer ({first_line(error)}); {resume} continues the run", code)
+    else:
+        if summary is not None:
+            summary.write(written.read_bytes())
+        say("Prefect does not answer: its UI lacks the end of this run, which is complete")
+    # Not a return: Prefect's threads would try for minutes to deliver what they hold.
+    os._exit(code)
 
 
 def explain(state: Any) -> None:
