@@ -28,6 +28,14 @@ def test_a_setting_of_what_is_in_flight_is_refused(ahead, setting):
     assert not any("Error" in line for line in verdict.difference)
 
 
+def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahead):
+    with pytest.raises(UserError, match=r"pipeline\.mode=synchronous: step rollout is tasks\.stream:finish"):
+        ahead.replayed([1], "pipeline.mode=synchronous", "pipeline.ahead_tokens=null", "pipeline.max_staleness=1")
+    scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
+    with pytest.raises(UserError, match=r"logprobs\.source=pass: step train is tasks\.train:train_scoring"):
+        scored.replayed([1], "logprobs.source=pass")
+
+
 def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
     kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
     run = loop_run("kept_cache", **AHEAD, **kept, **{"correction.method": "token_tis"})
