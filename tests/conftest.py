@@ -40,6 +40,8 @@ from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.run_directory import RunDirectory, read_description
 
+# As `fp8-grpo` has it, and before a test imports Prefect, which reads it once.
+os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
 # Cases that several folders share say what they found, as tests do.
 pytest.register_assert_rewrite("episode_cases", "generation_cases")
 

@@ -62,7 +62,7 @@ def test_a_training_goes_on_without_its_server_and_its_pages_come_back(monkeypat
 
     in_a_flow(training)
     assert run.steps() == [(f"step {index}", "COMPLETED") for index in (1, 2, 4, 5)]
-    assert run.notes == ["Prefect: its pages lack a part of this run: refused"]
+    assert run.notes == ["Prefect: step 3 has no page of its own: refused"]
 
 
 class Away:

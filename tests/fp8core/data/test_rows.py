@@ -7,7 +7,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from fp8core.config.data import DataConfig
 from fp8core.data.prompt import problem
@@ -15,7 +14,6 @@ from fp8core.data.source import read_file, read_jsonl, read_parquet
 from fp8core.errors import UserError
 from fp8core.rewards.integer import reference_integer
 
-PAGE = Path(__file__).parents[3] / "docs" / "start" / "your-model.md"
 NESTED = DataConfig(
     source="rows.parquet",
     answer_field="reward_model.ground_truth",
@@ -54,12 +52,13 @@ def test_rows_of_verl(tmp_path: Path, name: str) -> None:
 
 
 def test_the_configuration_for_files_of_verl_trains(loop_run, small_checkpoint: Path, tmp_path: Path) -> None:
-    settings = yaml.safe_load(PAGE.read_text().split("# verl.yaml\n")[1].split("```")[0])
-    assert (settings.pop("base"), settings.pop("name")) == ("gsm8k", "verl")
+    data = {"messages_field": "prompt", "answer_field": "reward_model.ground_truth", "template": "{question}"}
     stored(tmp_path / "train.parquet", [verl_row(n) for n in range(24)])
     stored(tmp_path / "test.parquet", [verl_row(n) for n in range(24, 28)])
-    settings["data"]["source"] = str(tmp_path / settings["data"]["source"])
-    settings["evaluation"] = {"source": str(tmp_path / settings["evaluation"]["source"]), "prompts": 4}
+    settings = {
+        "data": data | {"source": str(tmp_path / "train.parquet")},
+        "evaluation": {"source": str(tmp_path / "test.parquet"), "prompts": 4},
+    }
     small = {"model": str(small_checkpoint), "architecture": None, "warm_start": None, "steps": 1}
     run = loop_run("verl", **settings | small, reward={"verifier": "integer"})
     prompts = run.store.get_table(run.ledger.artifacts(1)["prompts"])

@@ -29,10 +29,10 @@ def test_a_setting_of_what_is_in_flight_is_refused(ahead, setting):
 
 
 def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahead):
-    with pytest.raises(UserError, match=r"pipeline\.mode=synchronous: step rollout is tasks\.stream:finish"):
+    with pytest.raises(UserError, match=r"pipeline\.mode=synchronous: pipeline\.steps has tasks\.stream:finish"):
         ahead.replayed([1], "pipeline.mode=synchronous", "pipeline.ahead_tokens=null", "pipeline.max_staleness=1")
     scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
-    with pytest.raises(UserError, match=r"logprobs\.source=pass: step train is tasks\.train:train_scoring"):
+    with pytest.raises(UserError, match=r"logprobs\.source=pass: pipeline\.steps has tasks\.train:train_scoring"):
         scored.replayed([1], "logprobs.source=pass")
 
 
