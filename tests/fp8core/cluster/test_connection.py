@@ -71,10 +71,12 @@ def without_head(*arguments: str) -> float:
     return float(found.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_a_run_whose_calls_end_soon_is_told_of_its_lost_head():
     assert without_head("0.1", "1") < 60
 
 
+@pytest.mark.slow
 def test_a_node_tells_the_versions_of_further_packages(cluster):
     config = load_config("tiny", {"cluster.address": cluster.address})
     found = connection.ask_node(config.cluster, 1, False, ("pytest",))

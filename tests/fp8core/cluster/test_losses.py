@@ -58,6 +58,7 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "OOM" not in str(lost.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_a_gang_closes_whose_session_another_one_has_closed(address, again):
     with ranks(address, 1) as outer:
@@ -70,6 +71,7 @@ def test_a_gang_closes_whose_session_another_one_has_closed(address, again):
         assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_that_a_process_does_not_see_is_refused_by_its_name(address, tmp_path, monkeypatch):
     """Each process sees its own working folder under one name, as nodes that share no volume do."""
     monkeypatch.chdir(tmp_path)
@@ -139,6 +141,7 @@ def fail_on_a_gpu() -> None:
     raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
 
 
+@pytest.mark.slow
 def test_a_gpu_that_fails_in_a_process_that_lives_is_a_loss(address):
     with ranks(address, 1) as found:
         with pytest.raises(MemberLost, match=r"^rank 0: process \d+ on \S+: the GPU failed: CUDA error: uncorrectable"):

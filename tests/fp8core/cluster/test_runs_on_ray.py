@@ -179,6 +179,7 @@ class Lives:
                         yield child.pid
 
 
+@pytest.mark.slow
 def test_a_run_ahead_that_is_killed_ten_times_ends_with_equal_weights_and_records(
     two_nodes, ahead, small, tmp_path, monkeypatch
 ):
@@ -242,6 +243,7 @@ def test_ranks_whose_update_scores_store_what_a_pass_of_one_process_gives(two_no
         assert {name: ref.digest for name, ref in made.items()} == {name: ref.digest for name, ref in expected.items()}
 
 
+@pytest.mark.slow
 def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_records(two_nodes, run_copy, whole_run):
     run_copy.cut_after(1, "record")
 
@@ -339,6 +341,7 @@ def end_late() -> None:
     os._exit(1)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_why_they_ended(
     two_nodes, tmp_path, monkeypatch
 ):
@@ -497,6 +500,7 @@ def an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster: Remot
     assert together.step(batch, 1.0, ()) == alone.step(batch, 1.0, ())
 
 
+@pytest.mark.slow
 def test_a_node_with_other_code_is_refused(two_nodes, monkeypatch):
     monkeypatch.setattr("fp8core.cluster.gang.current_code", lambda: "0" * 64)
     config = load_config("tiny", {"cluster.address": two_nodes.address})

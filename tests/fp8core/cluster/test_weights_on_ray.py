@@ -97,6 +97,7 @@ def started(settings: dict[str, Any], folder: Path) -> Iterator[RunContext]:
         yield run
 
 
+@pytest.mark.slow
 def test_a_warm_start_on_rank_0_is_written_there_and_read_by_all_ranks(two_nodes, small, tmp_path, handed):
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     settings = {
@@ -117,6 +118,7 @@ def test_a_warm_start_on_rank_0_is_written_there_and_read_by_all_ranks(two_nodes
     assert 0 < sum(handed) < bytes_of_the_policy(settings) / 4
 
 
+@pytest.mark.slow
 def test_ranks_that_make_other_weights_from_one_source_or_come_to_hold_others_are_refused(two_nodes, monkeypatch):
     """As those of two kinds of processors do."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
@@ -148,6 +150,7 @@ def two_tokens() -> RolloutBatch:
     return RolloutBatch(sequences, mask, old, old, None, torch.tensor([1.0, -1.0]), mask[:, 0])
 
 
+@pytest.mark.slow
 def test_ranks_take_a_loss_from_the_file_of_this_process_wherever_they_were_started(two_nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     header = "from fp8core.rl.user_loss import policy_loss\n@policy_loss()\n"
