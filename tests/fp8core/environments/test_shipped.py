@@ -216,7 +216,7 @@ def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str
         ("'\ud800'", "UnicodeEncodeError"),
         # Files
         ("open('/etc/passwd')", "line 1: FileNotFoundError"),
-        ("open('/tmp/of_the_policy', 'w')", "line 1: FileNotFoundError"),
+        ("open('/var/tmp/of_the_policy', 'w')", "line 1: FileNotFoundError"),
         ("open('/of_the_policy', 'w')", "line 1: OSError: [Errno 30] Read-only file system"),
         ("import math; open(math.__file__, 'a')", "line 1: OSError: [Errno 30] Read-only file system"),
         (f"open({__file__!r})", "line 1: FileNotFoundError"),
