@@ -23,6 +23,7 @@ from flows.tracking.store import default_tracking_uri
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
+from fp8core.store.run_directory import read_description
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +126,9 @@ def models(runs, name):
 
 def step_runs(runs, name):
     """Names and states of the flow runs that the steps of a training have in Prefect."""
-    tag = f"mlflow-{mlflow_run(runs, name)[1].info.run_id}"
+    description = read_description(runs / name)
+    assert description is not None
+    tag = f"run-{description.id}"
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=FlowRunFilterTags(all_=[tag])))
     return {(run.name, run.state_type.value) for run in found}
