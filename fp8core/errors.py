@@ -122,6 +122,11 @@ def last_words(output: str) -> str:
     return (found[1] if found else said.rpartition("\n")[2]).strip() or "it said nothing"
 
 
+def whole_characters(text: str) -> str:
+    """The text with halves of surrogate pairs as escapes: no tokenizer and no table holds them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def described_error(error: BaseException, file: str | None = None) -> str:
     """An exception in a line: its type, its first line, and the last line of `file` that it came through."""
     passed = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

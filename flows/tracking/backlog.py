@@ -23,7 +23,7 @@ from flows.tracking.metric_names import (
 )
 from flows.tracking.record import change_record, mark_dead
 from flows.tracking.tables import completion_groups, heldout_table, sample_table, samples_due
-from flows.tracking.tracker import HEAD, RUN_DIRECTORY, Checkpoint, Tracker
+from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.pages import report_html
@@ -186,7 +186,7 @@ def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
         re.sub(r"""[/:.%"']""", "-", f"{folder.name}-{entry.step:05d}"),
         committed_step(run, entry.step).committed_ms,
         tags={
-            "fp8_grpo.run": description.id,
+            TRAINING: description.id,
             "run": folder.name,
             "step": str(entry.step),
             "weights_digest": entry.weights_digest,

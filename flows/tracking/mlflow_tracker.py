@@ -37,12 +37,10 @@ from flows.tracking.store import (
     store_errors,
 )
 from flows.tracking.traces import log_traces
-from flows.tracking.tracker import RUN_DIRECTORY, Checkpoint, Completions, Prompts, RunOutcome, Table
+from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, Completions, Prompts, RunOutcome, Table
 from fp8core.config.run import RunConfig
 from fp8core.errors import printable_lines
 
-TRAINING = "fp8_grpo.run"
-"""Tag of an MLflow run: the `id` of the training's run.json."""
 ERROR = "error"
 MODEL_TYPE = "policy"
 NOTE = "mlflow.note.content"

@@ -1,14 +1,14 @@
 """One training in this process, from opening its folder to its final status in MLflow."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.tracking.backlog import Backlog
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.publisher import Destination, Publisher
+from flows.tracking.publisher import Publisher
 from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
 from flows.tracking.store import resolve_tracking_uri, store_of_folder
 from flows.tracking.tracker import Outage, Refusal, RunOutcome, Tracker
@@ -29,16 +29,12 @@ class Session:
     run: RunContext
     tracker: MlflowTracker
     mlflow: Backlog
-    publishers: list[Publisher]
+    publisher: Publisher
     timings: list[StepTiming] = field(default_factory=list)
-
-    def add(self, destination: Destination) -> None:
-        self.publishers.append(Publisher(destination, self.run.console))
 
     def wake(self) -> None:
         """Something was committed. Raises UserError: the run cannot be published."""
-        for publisher in self.publishers:
-            publisher.wake()
+        self.publisher.wake()
 
 
 def follow_ledger(session: Session) -> None:
@@ -80,22 +76,15 @@ def open_session(
 @contextmanager
 def _published(run: RunContext, tracker: MlflowTracker) -> Iterator[Session]:
     mlflow = Backlog(run, tracker)
-    session = Session(run, tracker, mlflow, [Publisher(mlflow, run.console)])
+    session = Session(run, tracker, mlflow, Publisher(mlflow, run.console))
     try:
         yield session
     except BaseException as error:
         if isinstance(error, Exception):  # Others stop a training that is continued later; its user waits.
             mlflow.add_report(without_passwords(first_line(error)))
-        _all(publisher.stop for publisher in session.publishers)
+        session.publisher.stop()
         raise
-    _all(publisher.close for publisher in session.publishers)
-
-
-def _all(ends: Iterable[Callable[[], None]]) -> None:
-    """Call each, also after one that raises: a thread that is not ended keeps the process."""
-    with ExitStack() as stack:
-        for end in ends:
-            stack.callback(end)
+    session.publisher.close()
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> MlflowTracker:

@@ -38,10 +38,6 @@ def samples_due(run: RunContext, index: int) -> bool:
     return kinds.issuperset(SAMPLED_KINDS)
 
 
-def published_kinds(run: RunContext, index: int) -> set[str]:
-    return {"metrics", *(SAMPLED_KINDS if samples_due(run, index) else ())}
-
-
 def sample_table(run: RunContext, index: int) -> Table:
     """The first completion of each of the first `tracking.sample_completions` prompts."""
     by_kind = {ref.kind: ref for ref in run.directory.ledger.artifacts(index).values()}

@@ -16,6 +16,8 @@ RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 HEAD = "chain_head"
 """Tag: the newest link of the chain of manifests that was published (`manifest.Head`)."""
 RUN_DIRECTORY = "run_directory"
+TRAINING = "fp8_grpo.run"
+"""Tag of a run and of its models: the `id` of the training's run.json."""
 
 
 class Outage(RuntimeError):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fp8core.environments.loading import LoadedEnvironment, load_environment
 from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
 from fp8core.environments.replies import checked_reply
-from fp8core.errors import UserError, described_error
+from fp8core.errors import UserError, described_error, whole_characters
 from fp8core.processes.host import Service
 from fp8core.rewards.scorer import DETAIL_CHARACTERS
 
@@ -44,7 +44,7 @@ class EpisodeHandler:
                 self.close()
         except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
             detail = described_error(error, self._loaded.file)[:DETAIL_CHARACTERS]
-            reply = Outcome("crashed", detail=detail.encode("utf-8", "backslashreplace").decode())
+            reply = Outcome("crashed", detail=whole_characters(detail))
         self.finished = isinstance(reply, Outcome)
         return reply
 

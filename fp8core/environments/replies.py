@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from fp8core.environments.protocol import Ending, Outcome, Role, Said, Tool, Turn
 from fp8core.environments.tool_calls import DEEPEST, is_too_deep
-from fp8core.errors import InvalidReply
+from fp8core.errors import InvalidReply, whole_characters
 from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
 
 _ENDINGS = get_args(Ending)
@@ -105,5 +105,4 @@ def _shown(value: Any) -> str:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} is {_shown(value)}, not a text")
-    # No tokenizer and no table holds half a surrogate pair.
-    return value.encode("utf-8", "backslashreplace").decode()
+    return whole_characters(value)

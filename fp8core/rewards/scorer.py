@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from fp8core.errors import InvalidReply, UserError, described_error
+from fp8core.errors import InvalidReply, UserError, described_error, whole_characters
 from fp8core.processes.host import Service, end_children
 from fp8core.user_code import file_of, find_neighbours, load_code
 
@@ -63,11 +63,6 @@ def wrong(detail: str) -> Verdict:
 def unparsed(detail: str) -> Verdict:
     """A completion in which no answer could be read."""
     return Verdict(0.0, "unparsed", detail)
-
-
-def timed_out(detail: str) -> Verdict:
-    """A completion whose check took too long: nothing is known of its answer."""
-    return Verdict(0.0, "timeout", detail)
 
 
 def crashed(detail: str) -> Verdict:
@@ -184,9 +179,8 @@ class ScorerHandler:
     def answer(self, request: tuple[str, ...]) -> Verdict:
         verdict = self._verdict(request)
         end_children()
-        # An error may quote half a surrogate pair, which no table can hold.
-        detail = verdict.detail[:DETAIL_CHARACTERS].encode("utf-8", "backslashreplace").decode()
-        return replace(verdict, detail=detail)
+        # An error may quote half a surrogate pair.
+        return replace(verdict, detail=whole_characters(verdict.detail[:DETAIL_CHARACTERS]))
 
     def close(self) -> None:
         pass

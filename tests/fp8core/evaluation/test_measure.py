@@ -26,7 +26,7 @@ from fp8core.evaluation.measure import (
     score_estimate,
     score_prompt,
 )
-from fp8core.rewards.scorer import RIGHT, Verdict, timed_out, unparsed, wrong
+from fp8core.rewards.scorer import RIGHT, Verdict, unparsed, wrong
 
 
 @st.composite
@@ -113,7 +113,7 @@ def measured(*prompts: list[Verdict], k: tuple[int, ...] = (1, 3)) -> Measuremen
 def test_equal_wrong_answers_vote_together_and_silence_has_no_vote() -> None:
     together = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 17")], (3,))
     apart = score_prompt("p", [RIGHT, wrong("answer 17"), wrong("answer 19")], (3,))
-    silent = score_prompt("p", [RIGHT, unparsed("no ####"), timed_out("late")], (3,))
+    silent = score_prompt("p", [RIGHT, unparsed("no ####"), Verdict(0.0, "timeout", "late")], (3,))
     assert [score.measured["maj@3"] for score in (together, apart, silent)] == [0.0, pytest.approx(1 / 3), 1.0]
     assert together.measured["pass@3"] == 1.0
     assert silent.outcomes == {"right": 1, "unparsed": 1, "timeout": 1}
