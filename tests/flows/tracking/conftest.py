@@ -11,17 +11,16 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from mlflow import MlflowClient
+from published_copy import Copy
 
 from flows.environment import bound_mlflow_requests
 from flows.tracking.backlog import write_report
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.session import Session, open_session
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -99,31 +98,6 @@ def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
         (directory.path / "summary.json").write_text(SUMMARY.model_dump_json())
         write_report(run)
     return directory.path
-
-
-class Copy(NamedTuple):
-    """A copy of the finished training, and the configuration that publishes it to an experiment of its own."""
-
-    config: RunConfig
-    folder: Path
-
-    @contextmanager
-    def session(self) -> Iterator[tuple[Session, io.StringIO]]:
-        out = io.StringIO()
-        with open_session(self.config, self.folder.name, Console(out, self.config.steps)) as session:
-            session.mlflow.follow_ledger()
-            session.wake()
-            yield session, out
-
-    def publish(self) -> str:
-        """Open a training whose steps are done, and close it; returns what the console said after its header."""
-        with self.session() as (session, out):
-            session.mlflow.add_result()
-        return "".join(out.getvalue().splitlines(keepends=True)[3:])
-
-    def at(self, folder: Path) -> "Copy":
-        """The same training where its folder lies now."""
-        return Copy(self.config.model_copy(update={"runs": folder.parent, "run": folder.name}), folder)
 
 
 @pytest.fixture(scope="session")

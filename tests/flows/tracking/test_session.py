@@ -1,5 +1,6 @@
 """What is committed arrives in MLflow once, whatever fails on the way, and the training does not wait for it."""
 
+import multiprocessing
 import os
 import shutil
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from published_copy import KILLED, publish_until
 from waiting import wait_for
 
 from flows.tracking.record import TrackingRecord, mark_dead, read_record, write_record
@@ -76,14 +78,12 @@ WRITES = ("create_experiment", "create_run", "log_batch", "log_inputs", "log_tex
 @pytest.mark.parametrize("write", WRITES)
 def test_a_kill_after_any_kind_of_write_leaves_nothing_twice(expected, copy_of_trained, runs, shown, write) -> None:
     copy = copy_of_trained(default_tracking_uri(runs))
-    if (child := os.fork()) == 0:
-        original = getattr(MlflowClient, write)
-        setattr(MlflowClient, write, lambda *given, **named: (original(*given, **named), os._exit(9)))
-        try:
-            copy.publish()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    context = multiprocessing.get_context("forkserver")  # Of a process without threads, unlike this one.
+    context.set_forkserver_preload(["flows.tracking.session"])
+    child = context.Process(target=publish_until, args=(copy, write))
+    child.start()
+    child.join()
+    assert child.exitcode == KILLED
     assert copy.publish() == ""
     assert shown(copy.config) == expected
 
