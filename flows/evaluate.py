@@ -3,11 +3,10 @@
 fp8-grpo evaluate RUN --samples 8             this function, in this process
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from prefect import flow, get_run_logger, task
@@ -19,16 +18,15 @@ from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted,
 from flows.launch import long_part, say
 from flows.orchestration import failed, prepare_logs
 from flows.parameters import FlowOverrides, OptionalConfigName
-from flows.termination import StopRequest, stop_on_sigterm
 from flows.tracking.datasets import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
 from fp8core.config.run import RunConfig
-from fp8core.data.prompt import Problem, problems_digest
+from fp8core.data.prompt import problems_digest
 from fp8core.data.references import counted
 from fp8core.errors import UserError
-from fp8core.evaluation.measure import EvaluationResult, PartCosts, Precision, paired_differences
+from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
 from fp8core.progress import Progress
 from fp8core.report.text import evaluation_markdown, evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
@@ -92,19 +90,17 @@ def evaluate(
     try:
         file = None if output is None else Output("output", output)
         refuse(asked)
-        with opened(asked) as checkpoint, stop_on_sigterm() as stop:
-            result = measured(asked, checkpoint, stop)
+        with opened(asked) as checkpoint:
+            result = measured(asked, checkpoint)
             _tell(result, file)
             say(_log(asked, checkpoint, result))
-            if stop.requested:
-                stop.carry_out()
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
 
 
-def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRequest) -> EvaluationResult:
-    """Measure in each precision, and compare each with the first; after SIGTERM, in those that are whole."""
+def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> EvaluationResult:
+    """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     configs = variants(asked, config)
     with closing(build_verifier(config.reward, config.data.columns)) as verifier:
@@ -113,9 +109,12 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
         if left_out:
             say(f"{counted(left_out, len(found) + len(left_out))} and left out")
         questioned = questions(asked, config, found)
-        answered = _answers(configs, questioned, verifier.main, stop)
+        answered = {name: _answer(name, one, questioned, verifier.main) for name, one in configs.items()}
         described = verifier.describe()
-    parts = _parts(parted(asked, config), found, stop)
+    parts = {
+        name: _in_a_task(f"parts-{name}", f"parts of FP8, {name}", one, partial(measure_parts, one, found))
+        for name, one in parted(asked, config).items()
+    }
     base, *others = answered
     return EvaluationResult(
         target=asked.target,
@@ -142,65 +141,24 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, stop: StopRe
     )
 
 
-def _answers(
-    configs: Mapping[Precision, RunConfig], questioned: Questions, verifier: Verifier, stop: StopRequest
-) -> dict[Precision, Answered]:
-    answered = dict[Precision, Answered]()
-    for name, config in configs.items():
-        work = partial(answer, config, questioned, verifier)
-        done = _measured(f"answer-{name}", f"completions, {name}", config, work, stop)
-        if done is None:
-            say(f"stopped: {name} is not measured", sys.stderr)
-            break
-        if done.remark is not None:
-            say(f"{name}: {done.remark}")
-        answered[name] = done
-    if not answered:
-        stop.carry_out()
-    return answered
-
-
-def _parts(
-    configs: Mapping[Precision, RunConfig], problems: Sequence[Problem], stop: StopRequest
-) -> dict[str, PartCosts]:
-    """The cost of each part of FP8, by precision; without those that SIGTERM stops."""
-    found = dict[str, PartCosts]()
-    for name, config in configs.items():
-        work = partial(measure_parts, config, problems)
-        costs = _measured(f"parts-{name}", f"parts of FP8, {name}", config, work, stop)
-        if costs is None:
-            say(f"stopped: the parts of {name} are not measured", sys.stderr)
-            break
-        found[name] = costs
-    return found
-
-
-def _measured(
-    name: str, shown: str, config: RunConfig, work: Callable[[Progress], Result], stop: StopRequest
-) -> Result | None:
-    """The work on one precision as a Prefect task, without arguments that Prefect would inspect; None: stopped."""
-    if stop.requested:
-        return None
-
-    @task(name=name, persist_result=False, cache_policy=NO_CACHE)
-    def body() -> Result | None:
-        torch.set_num_threads(config.threads)
-        with long_part(shown) as part, suppress(_Stopped):
-
-            def progress(done: int, total: int) -> None:
-                part(done, total)
-                if stop.requested and done < total:
-                    raise _Stopped
-
-            return work(progress)
-        return None
-
-    done: Result | None = body()
+def _answer(name: Precision, config: RunConfig, questioned: Questions, verifier: Verifier) -> Answered:
+    work = partial(answer, config, questioned, verifier)
+    done = _in_a_task(f"answer-{name}", f"completions, {name}", config, work)
+    if done.remark is not None:
+        say(f"{name}: {done.remark}")
     return done
 
 
-class _Stopped(Exception):
-    """SIGTERM came before the last completion, or the last text."""
+def _in_a_task(name: str, shown: str, config: RunConfig, work: Callable[[Progress], Result]) -> Result:
+    """The work on one precision as a Prefect task, without arguments that Prefect would inspect."""
+
+    @task(name=name, persist_result=False, cache_policy=NO_CACHE)
+    def body() -> Result:
+        torch.set_num_threads(config.threads)
+        with long_part(shown) as part:
+            return work(part)
+
+    return cast(Result, body())
 
 
 def _log(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:

@@ -4,9 +4,7 @@ fp8-grpo parity tiny-nightly                        this function, in this proce
 prefect deployment run fp8-parity/nightly           this function, from a worker
 """
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger, runtime
@@ -25,14 +23,12 @@ from flows.training_pages import artifact_key, show_markdown
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
 from fp8core.parity.measure import Measured, measure
-from fp8core.parity.page import parity_charts, parity_html, parity_markdown
-from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, last_passing, write_result
-from fp8core.report.chart import Chart
-from fp8core.report.drawing import draw_png
+from fp8core.parity.page import parity_html, parity_markdown
+from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, write_result
 from fp8core.report.run_data import read_run
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
-PAGE, PICTURE, WORDS = "report.html", "report.png", "report.md"
+PAGE, WORDS = "report.html", "report.md"
 
 
 # Prefect's form takes bounds from the types and descriptions from the docstring.
@@ -79,12 +75,13 @@ def _train(plan: ParityPlan) -> dict[tuple[str, int], str]:
     """Every unfinished training, as a flow run of its own; returns why some failed."""
     failures = {}
     for number, training in enumerate(plan.trainings, start=1):
-        where = f"{number} of {len(plan.trainings)}, {training.variant}, seed {training.seed}"
+        shown_as = f"{training.variant}, seed {training.seed}"
+        where = f"{number} of {len(plan.trainings)}, {shown_as}"
         if committed(training.folder) == training.config.steps:
             say(f"{where}: done before")
             continue
         say(where)
-        state = train_one(training)
+        state = train_one(shown_as, training)
         if not state.is_completed():
             failures[training.variant, training.seed] = first_line(RuntimeError(state.message))
     return failures
@@ -108,10 +105,11 @@ def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
     )
     result = record_of(plan, verdict)
     write_result(result, plan.folder)
-    before = last_passing(plan.folder.parent, result.config, result.name)
-    text = parity_markdown(result, measured, before)
-    page = parity_html(result, measured, runs, before, plan.config.parity)
-    files = _write_report(plan.folder, text, page, parity_charts(runs, plan.config.parity))
+    text = parity_markdown(result, measured)
+    page = parity_html(result, measured, runs, plan.config.parity)
+    write_file(plan.folder / WORDS, text.encode())
+    write_file(plan.folder / PAGE, page.encode())
+    files = [plan.folder / name for name in (RECORD, PAGE, WORDS)]
     show_markdown(text, artifact_key(plan.name, "verdict"), result.headline[:200])
     get_run_logger().info(text)
     logged = log_parity(result, plan.config, files, [training.folder for training in plan.trainings])
@@ -121,10 +119,3 @@ def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
     if result.outcome == NOT_ENOUGH:
         return unanswered(result.outcome, result.headline)
     return Completed(message=result.headline, data=result.model_dump(mode="json"))
-
-
-def _write_report(folder: Path, text: str, page: str, charts: Sequence[Chart]) -> list[Path]:
-    write_file(folder / WORDS, text.encode())
-    write_file(folder / PAGE, page.encode())
-    draw_png(charts, folder / PICTURE, folder.name)
-    return [folder / RECORD, folder / PAGE, folder / PICTURE, folder / WORDS]

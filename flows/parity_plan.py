@@ -1,10 +1,9 @@
-"""The trainings of a parity run: their plan, made and checked before any work, without Prefect."""
+"""The plan of a parity run: its trainings, checked before any work, without Prefect."""
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from flows.launch import refuse_silent_store, say
 from fp8core.config.load import NON_NUMERIC_KEYS, Overrides, load_config, merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.errors import UserError
-from fp8core.parity.measure import VARIANTS, corrected, variant_settings
+from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.parity.verdict import ParityResult, ParityVerdict
 from fp8core.progress import Part
 from fp8core.rollout.registry import engine_entry
@@ -67,10 +66,6 @@ class Training:
     parameters: dict[str, Any]
 
     @property
-    def shown_as(self) -> str:
-        return f"{self.variant}, seed {self.seed}"
-
-    @property
     def folder(self) -> Path:
         return self.config.runs.absolute() / str(self.config.run)
 
@@ -89,10 +84,6 @@ class ParityPlan:
     def folder(self) -> Path:
         return self.config.runs.absolute() / PARITY_DIR / self.name
 
-    @cached_property
-    def corrected(self) -> RunConfig:
-        return self.config.model_copy(update={"correction": corrected(self.config)})
-
     @property
     def platform(self) -> str:
         return members_node(self.config).platform if engine_entry(self.config).gpus(self.config) else "cpu"
@@ -101,9 +92,7 @@ class ParityPlan:
 def refuse(asked: ParityRequest, date: str) -> ParityPlan:
     """The plan, checked. `date` goes into the name of a parity run that has none.
 
-    Raises:
-        UserError: something is named twice, or as `refuse_unrunnable` and `refuse_silent_store` of each
-            training that is not finished.
+    Raises UserError: something is named twice, or a training that is not finished cannot run.
     """
     for what, values in (("seeds", asked.seeds or ()), ("variants", asked.variants)):
         if len({*values}) != len(values):

@@ -32,11 +32,11 @@ from fp8core.rollout.registry import engine_entry
 _INTERRUPT = b"interrupt\n"
 
 
-def train_one(training: Training) -> State[Any]:
-    """Train; returns how the flow run of it ended."""
+def train_one(name: str, training: Training) -> State[Any]:
+    """Train as a flow run of this name; returns how it ended."""
     if engine_entry(training.config).own_process:
-        return train_apart(training.shown_as, training.parameters)
-    flow: Any = grpo.with_options(flow_run_name=training.shown_as)
+        return train_apart(name, training.parameters)
+    flow: Any = grpo.with_options(flow_run_name=name)
     ended: State[Any] = flow(**training.parameters, return_state=True)
     return ended
 

@@ -1,7 +1,4 @@
-"""SIGTERM stops a training when the step, or the part of step 0, that it came in is committed. Ctrl-C stops it at once.
-
-An evaluation stops after the answers that it waits for, and keeps what it measured.
-"""
+"""SIGTERM stops a training when its step, or part of step 0, is committed. Ctrl-C stops it at once."""
 
 import os
 import signal
@@ -29,8 +26,7 @@ class ExitCode(IntEnum):
 
 Handler = Callable[[int, FrameType | None], object]
 """What Python calls for a signal."""
-TOLD = "fp8-grpo: SIGTERM: it stops after this step, or after this part of a start or an evaluation; a second SIGTERM "
-TOLD += "stops it at once\n"
+TOLD = "fp8-grpo: SIGTERM: it stops after this step, or after this part of a start; a second SIGTERM stops it at once\n"
 _STDERR = 2
 _IMPORTS = "importlib._bootstrap"
 

@@ -1,8 +1,7 @@
 """Find the part of a model that makes the log-probs of two precisions differ.
 
-Two sides score the same tokens: A, the reference, and B, the suspect. A side is the formats it computes in and the
-weights it was given. So B may also be an engine whose weights are not those A would have stored. The total error is
-that of B against A. A decoder is cut into places that B may differ in, and a unit is a set of places:
+Two sides score the same tokens: A, the reference, and B, the suspect. A side is formats and weights. A decoder is cut
+into places that B may differ in, and a unit is a set of places:
 
 | unit              | places                                                             |
 |-------------------|--------------------------------------------------------------------|
@@ -16,17 +15,10 @@ that of B against A. A decoder is cut into places that B may differ in, and a un
 Operations are qkv, attention (with its cache), output, gate_up and down. A norm belongs to the linear that reads it:
 input norm and those of Q and K to qkv, post-attention norm to gate_up. The router of experts belongs to gate_up.
 
-Each unit is measured twice, because neither answer implies the other:
+Each unit is measured twice, because neither answer implies the other (docs/guides/bisect.md):
 
     alone    error of A with this unit taken from B, against A; its share is alone / total
     without  error of B with this unit taken from A, against A; the share removed is 1 - without / total
-
-Shares add up to 1 only if errors do. Roundings of different units are nearly independent and add in squares. So n equal
-units have a share of about 1 / sqrt(n) alone, and remove 1 - sqrt(1 - 1 / n). A share above 1, or a removal below 0,
-means that units cancel one another. A unit with both near 1 is the whole error.
-
-Flipping one unit puts formats beside one another that no contract does. BF16 linears and BF16 attention round what they
-make, not what they read: between FP32 values they read FP32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,13 +80,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of both sides: score the same tokens.
-
-    Attributes:
-        sequences: tokens; errors are of the completion tokens.
-        temperature: of the softmax.
-        scales: of Q, K and V per layer, the same for both sides; empty when no attention is FP8.
-    """
+    """Tokens that both sides score, with the same scales of Q, K and V per layer; none when no attention is FP8."""
 
     sequences: TokenBatch
     temperature: float
@@ -103,13 +89,7 @@ class Task:
 
 @dataclass(frozen=True)
 class LogprobDistance:
-    """Distance between two sets of log-probs, d = log p_side - log p_A in nats per completion token.
-
-    Attributes:
-        mean: mean |d|.
-        mult_prob_error: mean exp |d| (token_mult_prob_error); 1 when equal.
-        largest: max |d|.
-    """
+    """Mean |d|, mean exp |d| and max |d|, with d = log p_side - log p_A in nats per completion token."""
 
     mean: float
     mult_prob_error: float
@@ -118,16 +98,6 @@ class LogprobDistance:
 
 @dataclass(frozen=True)
 class UnitError:
-    """The contribution of one unit.
-
-    Attributes:
-        unit: its name.
-        alone: error of A with this unit from B.
-        without: error of B with this unit from A.
-        share: alone.mean / total.mean.
-        removed: 1 - without.mean / total.mean.
-    """
-
     unit: str
     alone: LogprobDistance
     without: LogprobDistance
@@ -137,13 +107,7 @@ class UnitError:
 
 @dataclass(frozen=True)
 class Bisection:
-    """A ranking of units, by share, then by what their removal removes.
-
-    Attributes:
-        tokens: completion tokens scored.
-        total: error of B against A.
-        units: largest share first; empty when A and B agree on every token, where shares mean nothing.
-    """
+    """The error of B against A over `tokens`, and its units, largest share first; none where both sides agree."""
 
     tokens: int
     total: LogprobDistance
@@ -151,10 +115,7 @@ class Bisection:
 
 
 def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units: Sequence[Unit]) -> Bisection:
-    """Measure every unit alone and taken out; 2 passes a unit and 2 more.
-
-    `suspect` (B) is equal to `reference` (A) in all that is to be left out of the question.
-    """
+    """Measure every unit alone and taken out; 2 passes a unit and 2 more."""
     baseline = logprobs(arch, reference, task)
 
     def error(side: Side) -> LogprobDistance:
@@ -175,7 +136,6 @@ def bisect(arch: Architecture, reference: Side, suspect: Side, task: Task, units
 
 
 def units_of(arch: Architecture, granularity: Granularity) -> list[Unit]:
-    """All places of a decoder as units: by layer, by operation over all layers, or both; and what is outside layers."""
     layers, outside = range(arch.num_layers), [_unit(part, DecoderPart(-1, part)) for part in _OUTSIDE]
     match granularity:
         case "layer":

@@ -1,4 +1,4 @@
-"""Bounds that every training is held to: what a run promises by its contract, and which step breaks the promise.
+"""Bounds that every training is held to: what its contract promises, and which step breaks the promise.
 
 A contract is read from the configuration alone:
 
@@ -51,8 +51,6 @@ _LOWER = frozenset({"effective_sample_size", "reward_slope"})
 # As the console and the report name them; the bias has a sign, and its size is bounded.
 _SHOWN = {"error": "tmpe", "ratio_bias": "|ratio_bias|"}
 _EQUAL = {"error": 1.0, "tokens_differing": 0.0, "probe_differing": 0.0, "probe_error": 1.0}
-_PROBED = ("probe_differing", "probe_error")
-_NO_ERROR = {"error": 1.0, "tokens_differing": 0.0, "k3": 0.0, "effective_sample_size": 1.0}
 _ERROR = 1.1
 _NEAR = {"error": _ERROR, "k3": 1e-2, "probe_error": 1.5}
 _SAME_RATIO = {"ratio_bias": 0.0, "ratio_deviation": 0.0, "ratio_clipped": 0.0}
@@ -66,13 +64,8 @@ _GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "leave_one_out"})
 class StopBounds:
     """The bounds of one run, resolved.
 
-    Attributes:
-        contract: what the configuration promises.
-        reason: why, in words.
-        limits: bound -> limit; a bound that is absent is not judged.
-        sources: every bound, `action` and `patience` -> `configuration` or the contract whose default it is.
-        action: what follows a crossing.
-        patience: steps in a row beyond a bound before the action.
+    limits: bound -> limit; a bound that is absent is not judged. sources: every bound, `action` and `patience` ->
+    `configuration` or the contract whose default it is. patience: steps in a row beyond a bound before the action.
     """
 
     contract: Contract
@@ -108,10 +101,7 @@ class StopBounds:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A bound that steps in a row were beyond.
-
-    `bound` is the setting (`alignment.stop.k3`), `limit` its value; `values` are the metric's, oldest first.
-    """
+    """A bound (`alignment.stop.k3`) that steps in a row were beyond; `values` of its metric, oldest first."""
 
     bound: str
     limit: float
@@ -129,20 +119,20 @@ def stop_bounds(config: RunConfig) -> StopBounds:
     contract, reason = contract_of(config)
     given = config.alignment.stop
     defaults = _default_limits(config, contract)
-    limits, sources = dict[str, float](), dict[str, str]()
-    for name in BOUNDED:
-        value = getattr(given, name)
-        sources[name] = f"{contract} contract" if value is None else "configuration"
-        if value is None and name in defaults:
-            limits[name] = defaults[name]
-        elif value is not None and value != "none":
-            limits[name] = float(value)
-    equal = contract in EQUAL
-    action: Action = given.action or ("warn" if contract == "accepted" else "fail")
-    for name in ("action", "patience"):
-        sources[name] = f"{contract} contract" if getattr(given, name) is None else "configuration"
-    patience = given.patience or (1 if equal else _PATIENCE)
-    return StopBounds(contract, reason, limits, sources, action, patience)
+    chosen = {name: getattr(given, name) for name in BOUNDED}
+    chosen = {name: defaults.get(name, "none") if value is None else value for name, value in chosen.items()}
+    sources = {
+        name: f"{contract} contract" if getattr(given, name) is None else "configuration"
+        for name in (*BOUNDED, "action", "patience")
+    }
+    return StopBounds(
+        contract,
+        reason,
+        {name: float(value) for name, value in chosen.items() if value != "none"},
+        sources,
+        given.action or ("warn" if contract == "accepted" else "fail"),
+        given.patience or (1 if contract in EQUAL else _PATIENCE),
+    )
 
 
 def stored_bounds(config: RunConfig | None) -> StopBounds | None:
@@ -163,34 +153,13 @@ def contract_of(config: RunConfig) -> tuple[Contract, str]:
 
 
 def unverifiable(config: RunConfig) -> str | None:
-    """The reason why no pass gives the bits of what was sampled, in a run that generates ahead; None elsewhere.
-
-    Its bounds are those of its contract, and compare the rollout with passes by the weights that wrote each token.
-    """
+    """The reason why no pass gives the bits of what was sampled, in a run that generates ahead; None elsewhere."""
     if config.pipeline.mode == "synchronous":
         return None
     contract, reason = _contract_at_rest(config)
     kept = not config.pipeline.recompute_kv_cache_after_weight_update
     reasons = {reason: contract not in EQUAL, "the engine kept the cache of older weights": kept}
     return " and ".join(why for why, found in reasons.items() if found) or None
-
-
-def only_equal_bits(config: RunConfig) -> str | None:
-    """A setting of `alignment.stop` that stops a run unless log-probs are equal; None where there is none.
-
-    For unverifiable runs.
-    """
-    if stop_bounds(config).action not in ("fail", "pause"):
-        return None
-    limits = dict(_NO_ERROR)
-    if _contract_at_rest(config)[0] not in EQUAL:
-        # Probes are scored by one version, so a cache that is kept over updates leaves them equal.
-        limits |= {name: _EQUAL[name] for name in _PROBED}
-    if named_correction(config.correction).mode == "bypass":
-        # Ratios are over the rollout's log-probs. The clip alone has room for a mismatch.
-        limits |= {name: _SAME_RATIO[name] for name in ("ratio_bias", "ratio_deviation")}
-    given = (name for name, limit in limits.items() if getattr(config.alignment.stop, name) == limit)
-    return next((f"alignment.stop.{name}={limits[name]:g}" for name in given), None)
 
 
 def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
@@ -239,24 +208,21 @@ def _ratio_limits(config: RunConfig, contract: Contract) -> dict[str, float]:
 
 
 def ratio_holds_age(config: RunConfig) -> bool:
-    """True if importance ratios are over the policy that wrote a token, and that may be an older one.
-
-    Then the first ratio of a token is not 1, and the clip sees its age.
-    """
+    """True if importance ratios are over the policy that wrote a token, and that may be an older one."""
     rollout_for_old = config.logprobs.source == "rollout" or named_correction(config.correction).mode == "bypass"
     return rollout_for_old and config.pipeline.mode != "synchronous" and config.pipeline.max_staleness > 0
 
 
 def beyond(bounds: StopBounds, name: str, value: float) -> bool:
-    """True if a value is on the wrong side of a bound, or is not a number."""
     limit = bounds.limits[name]
+    # Not a number is beyond every bound.
     return not (value >= limit if name in _LOWER else abs(value) <= limit)
 
 
 def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Crossing | None:
-    """The first bound that each step was beyond; None when there is none.
+    """The first bound that each of these consecutive steps was beyond.
 
-    `history`: of consecutive steps, oldest first, one at least. Raises UserError: no step measures what is bounded.
+    Raises UserError: no step measures what is bounded.
     """
     for name, limit in bounds.limits.items():
         metric, bound = BOUNDED[name], f"alignment.stop.{name}"
@@ -264,7 +230,6 @@ def crossed(bounds: StopBounds, history: Sequence[Mapping[str, float]]) -> Cross
             raise UserError(
                 f"{bound}: no step of the pipeline measures {metric}; add tasks.record:record, or set {bound} to none"
             )
-        # Steps that an older version of the code has made may lack a metric.
         values = tuple(metrics[metric] for metrics in history if metric in metrics)
         if len(values) == len(history) and all(beyond(bounds, name, value) for value in values):
             return Crossing(bound, limit, values)

@@ -1,16 +1,16 @@
-"""From verdicts to the numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
+"""The numbers of an evaluation: pass@k, maj@k, their intervals, and differences of two evaluations.
 
 Samples of one prompt are not independent of one another; prompts are. So every interval is over one value a prompt:
-Wilson's for values that are right or wrong, else a bootstrap that resamples prompts. All estimates of an evaluation
-have the same one, with the same draws: what is never below another value has no bound below.
+Wilson's for values that are right or wrong, else a bootstrap that resamples prompts.
 """
 
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from statistics import NormalDist, fmean
 from typing import Literal
 
@@ -26,11 +26,8 @@ from fp8core.errors import UserError
 from fp8core.rewards.scorer import OUTCOMES, Verdict
 from fp8core.rollout.registry import engine_entry
 
-RESAMPLES = 10_000
-# Subsets of a prompt's samples that vote.
-VOTES = 2_000
-# Resamples drawn at once: memory stays small for any number of prompts.
-_CHUNK = 256
+_RESAMPLES = 10_000
+_SUBSETS = 2_000
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -46,47 +43,33 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def majority_at_k(right: int, others: Sequence[int], silent: int, k: int) -> float:
     """Probability that the most frequent answer of k samples is right; a tie is won by each of its answers alike.
 
-    All samples vote where there are k, else VOTES random subsets of k, always the same. Where no sample of a subset
-    has an answer, nothing wins.
-
-    Args:
-        right: samples with the right answer.
-        others: samples with each wrong answer.
-        silent: samples without an answer, which have no vote.
-        k: samples in a vote.
+    `right` samples have the right answer, `others` each wrong one; `silent` ones have no vote. Where there are more
+    than k samples, 2,000 random subsets of k vote, always the same.
     """
     counts = np.array([right, *others, silent])
     assert 1 <= k <= counts.sum(), "k samples are drawn from them"
     if k == counts.sum():
         drawn = counts[None]
     else:
-        drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, k, size=VOTES)
+        drawn = np.random.default_rng(0).multivariate_hypergeometric(counts, k, size=_SUBSETS)
     votes = drawn[:, :-1]
     most = votes.max(axis=1)
     tied = (votes == most[:, None]).sum(axis=1)
     return float(np.where((votes[:, 0] == most) & (most > 0), 1 / tied, 0.0).mean())
 
 
-def wilson_interval(right: float, count: int, confidence: float) -> tuple[float, float]:
-    """Interval of a proportion from independent trials (Wilson 1927): honest near 0 and 1, too."""
-    assert 0 <= right <= count, "right trials are among the trials"
-    assert count > 0, "a proportion needs a trial"
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    share, weight = right / count, z * z / count
-    centre = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
-    # Rounding must not push the ends past what they are for none and for all.
-    return (0.0 if right == 0 else centre - half), (1.0 if right == count else centre + half)
+def wilson_interval(right: int, count: int, confidence: float) -> tuple[float, float]:
+    """Interval of a proportion from independent trials: honest near 0 and 1, too."""
+    interval = stats.binomtest(right, count).proportion_ci(confidence, method="wilson")
+    return float(interval.low), float(interval.high)
 
 
-def paired_interval(better: float, worse: float, count: int, confidence: float) -> tuple[float, float]:
+def paired_interval(better: int, worse: int, count: int, confidence: float) -> tuple[float, float]:
     """Interval of the difference of two proportions of the same trials, honest where none or few of them differ.
 
     (Bonett and Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired
     data".) `better` and `worse` count the trials that succeeded on one side alone.
     """
-    assert min(better, worse) >= 0, "a number of trials"
-    assert 0 < count >= better + worse, "trials that differ are among the trials"
     z, trials = NormalDist().inv_cdf(0.5 + confidence / 2), count + 2
     more, fewer = (better + 1) / trials, (worse + 1) / trials
     room = z * math.sqrt((more + fewer - (more - fewer) ** 2) / trials)
@@ -95,8 +78,6 @@ def paired_interval(better: float, worse: float, count: int, confidence: float) 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and the interval that its confidence belongs to."""
-
     value: float
     low: float
     high: float
@@ -105,7 +86,7 @@ class Estimate:
 def score_estimate(scores: Sequence[float], confidence: float, seed: int) -> Estimate:
     """Mean of one score a prompt: with Wilson's interval where each is 0 or 1, else resampled."""
     if {*scores} <= {0.0, 1.0}:
-        return Estimate(fmean(scores), *wilson_interval(math.fsum(scores), len(scores), confidence))
+        return Estimate(fmean(scores), *wilson_interval(scores.count(1.0), len(scores), confidence))
     return resampled_estimate(scores, (0.0, 1.0), confidence, seed)
 
 
@@ -120,15 +101,15 @@ def difference_estimate(differences: Sequence[float], confidence: float, seed: i
 def resampled_estimate(values: Sequence[float], ends: tuple[float, float], confidence: float, seed: int) -> Estimate:
     """Mean of one value a prompt, with a percentile bootstrap that has a further prompt at each end of their range.
 
-    Without these, values that are equal, or nearly so, as those near 1 are, would have an interval of no width. (Bonett
-    and Price, 2012, add them to pairs.) Values beyond the range are a user's own, and have none.
+    Without these, equal values would have an interval of no width. (Bonett and Price, 2012, add them to pairs.) Values
+    beyond the range are a user's own, and have none.
     """
     further = ends if ends[0] <= min(values) and max(values) <= ends[1] else ()
     interval = stats.bootstrap(
         (np.array([*values, *further]),),
         np.mean,
-        n_resamples=RESAMPLES,
-        batch=_CHUNK,
+        n_resamples=_RESAMPLES,
+        batch=256,
         confidence_level=confidence,
         method="percentile",
         rng=np.random.default_rng(seed),
@@ -148,14 +129,7 @@ class PromptScore:
 
 @dataclass(frozen=True)
 class Measurement:
-    """An evaluation in one precision.
-
-    Attributes:
-        estimates: mean over prompts by name (`pass@1`, `maj@8`).
-        outcomes: outcome -> samples, over all prompts.
-        length_mean: tokens of a completion.
-        prompts: each prompt, in the order of the data.
-    """
+    """An evaluation in one precision: means over prompts by name (`pass@1`), and samples by outcome."""
 
     estimates: dict[str, Estimate]
     outcomes: dict[str, int]
@@ -165,19 +139,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Counting:
-    """The estimates: pass@k and maj@k for each k, with intervals of a confidence, resampled with a seed."""
-
     k: Sequence[int]
     confidence: float
     seed: int
 
 
 def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) -> PromptScore:
-    """The samples of one prompt.
-
-    Wrong samples vote by the detail of their verdict (`answer 17`), so that equal wrong answers count together. An
-    answer that could not be read or checked has no vote.
-    """
+    """The samples of one prompt. Wrong ones vote by the detail of their verdict (`answer 17`); unread ones do not."""
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     right, wrong = outcomes["right"], Counter(verdict.detail for verdict in verdicts if verdict.outcome == "wrong")
     silent = len(verdicts) - right - wrong.total()
@@ -189,27 +157,22 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
-    outcomes: Counter[str] = Counter()
-    for score in scores:
-        outcomes.update(score.outcomes)
+    outcomes = {name: sum(score.outcomes.get(name, 0) for score in scores) for name in OUTCOMES}
     values = {name: [score.measured[name] for score in scores] for name in scores[0].measured}
+    # All estimates have one kind of interval: pass@2 has no lower bound below that of pass@1.
     whole = {value for each in values.values() for value in each} <= {0.0, 1.0}
+    estimate: Callable[..., Estimate] = score_estimate if whole else partial(resampled_estimate, ends=(0.0, 1.0))
     estimates = {
-        name: score_estimate(each, counting.confidence, counting.seed)
-        if whole
-        else resampled_estimate(each, (0.0, 1.0), counting.confidence, counting.seed)
-        for name, each in values.items()
+        name: estimate(each, confidence=counting.confidence, seed=counting.seed) for name, each in values.items()
     }
-    ordered: dict[str, int] = {name: outcomes[name] for name in OUTCOMES}
-    return Measurement(estimates, ordered, fmean(lengths), list(scores))
+    return Measurement(estimates, dict(outcomes), fmean(lengths), list(scores))
 
 
 def paired_differences(base: Measurement, other: Measurement, counting: Counting) -> dict[str, Estimate]:
-    """`other` minus `base`, prompt by prompt: what two precisions share of a prompt's difficulty cancels out."""
-    pairs = list(zip(base.prompts, other.prompts, strict=True))
-    assert all(ours.prompt_id == theirs.prompt_id for ours, theirs in pairs), "both answered the same prompts"
+    """`other` minus `base`, of the same prompts: what two precisions share of a prompt's difficulty cancels out."""
     differences = {}
     for name in base.estimates:
+        pairs = zip(base.prompts, other.prompts, strict=True)
         values = [theirs.measured[name] - ours.measured[name] for ours, theirs in pairs]
         differences[name] = difference_estimate(values, counting.confidence, counting.seed)
     return differences
@@ -241,8 +204,8 @@ class PartCosts:
 
     Attributes:
         texts, tokens: prompts, and their tokens.
-        answers: texts with a right answer that can be written.
-        answer_logprob: log-probability of a right answer in BF16, nats, the mean over texts; None without answers.
+        answers: texts with a right answer.
+        answer_logprob: log-probability of a right answer in BF16, nats, the mean over texts.
     """
 
     texts: int
@@ -314,7 +277,7 @@ def all_problems(config: RunConfig, count: int | None) -> list[Problem]:
 
 
 def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionContract:
-    """The contract with another rollout side; head, scale rule and layers kept in BF16 stay as configured."""
+    """The contract with another rollout side; its head stays as configured."""
     head = contract.rollout.head
     sides = {
         "configured": contract.rollout,
@@ -325,7 +288,6 @@ def contract_in(precision: Precision, contract: PrecisionContract) -> PrecisionC
 
 
 def has_fp8(contract: PrecisionContract) -> bool:
-    """True where the rollout has FP8 in linears or in its cache."""
     return contract.rollout.linear == "fp8_block" or contract.rollout.kv_cache == "fp8"
 
 
@@ -333,11 +295,7 @@ Unmeasured = Literal["not asked", "no FP8", "random weights", "environment", "en
 
 
 def gap_unmeasured(config: RunConfig) -> Unmeasured | None:
-    """The reason for which a run does not compare FP8 with BF16; None where it does.
-
-    The rollout must have FP8 in linears or attention, and weights that have learnt something: a checkpoint, or a warm
-    start. The engine must compute exactly (`EngineEntry.arithmetic`), and no environment may answer.
-    """
+    """The reason for which a run does not compare FP8 with BF16 at step 0; None where it does."""
     if not config.evaluation.precision_gap:
         return "not asked"
     if not has_fp8(config.precision):

@@ -1,9 +1,7 @@
-"""The trainings that a parity run compares: the numbers of each, from its run's folder, and how two of them differ.
+"""The numbers of each training of a parity run, and how two trainings differ.
 
-Differences of learning curves are paired by seed and prompt. Evaluations of one training are correlated: what is right
-at one step is mostly right at the next. So a curve never counts as many values. Each pair of trainings gives one
-difference a prompt, or one delay, and intervals are over seeds (and prompts). Intervals of means are Student's t: over
-seeds, and over steps, which are correlated.
+Differences of learning curves are paired by seed and prompt. Evaluations of one training are correlated. So each pair
+of trainings gives one difference a prompt, or one delay, and intervals are over seeds (and prompts).
 """
 
 import math
@@ -79,15 +77,12 @@ VARIANTS = {
         ),
     )
 }
-"""By name, the baseline first; `flows.parity_plan` says which are trained where none is named."""
+"""By name, the baseline first."""
 
 
 def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str, Any]:
-    """Overrides of `config`, dotted keys, that make it the variant with a seed.
-
-    The verdict judges alignment at the end: a bound of `alignment.stop` only warns, or a bad variant would not be seen
-    to its end.
-    """
+    """Overrides of `config`, dotted keys, that make it the variant with a seed."""
+    # The verdict judges alignment at the end, so bounds only warn.
     settings: dict[str, Any] = {"seed": seed, "alignment.stop.action": "warn"}
     for side, formats in (("rollout", variant.rollout), ("training", variant.training)):
         linear, kv_cache = _FORMATS[formats]
@@ -95,24 +90,14 @@ def variant_settings(variant: Variant, config: RunConfig, seed: int) -> dict[str
     settings["precision.training.backward"] = None
     if variant.rollout != "fp8+kv":
         settings |= engine_entry(config).stock
-    if corrected(config) != config.correction:
-        settings |= {f"correction.{key}": value for key, value in corrected(config).model_dump(mode="json").items()}
+    if config.correction.method == "none":
+        settings |= {f"correction.{key}": value for key, value in CorrectionConfig().model_dump(mode="json").items()}
     if variant.name == STRESS:
-        settings |= stress_settings(config)
+        settings |= {
+            "training.minibatches": min(8, config.rollout.prompts_per_step),
+            "training.learning_rate": min(1.0, 10 * config.training.learning_rate),
+        }
     return settings | dict(variant.settings)
-
-
-def corrected(config: RunConfig) -> CorrectionConfig:
-    """The correction of the corrected variants: the configured one, or truncated importance sampling for none."""
-    return CorrectionConfig() if config.correction.method == "none" else config.correction
-
-
-def stress_settings(config: RunConfig) -> dict[str, Any]:
-    """Eight updates a rollout, or as many as it has prompts, at ten times the learning rate."""
-    return {
-        "training.minibatches": min(8, config.rollout.prompts_per_step),
-        "training.learning_rate": min(1.0, 10 * config.training.learning_rate),
-    }
 
 
 WEIGHT, RATIO = "alignment/sampling_importance_ratio", "train/ratio_mean"
@@ -138,12 +123,10 @@ class LearningCurve:
 class Measured:
     """One training. None, and an empty tuple: nothing was measured.
 
-    steps: committed, and requested. accuracy: held-out, mean of the last evaluations. curve: scores of every held-out
-    prompt at every evaluation. errors, k3, ess, weights and ratios have a value for each step. These are: token
-    multiplicative probability error, k3 divergence (nats), effective sample size (share), mean raw importance weight of
-    the mismatch and of the updates. No weights of updates, None, has a loss with one ratio a row (`gspo`): a geometric
-    mean, which is below 1. idle: steps whose update had a gradient and left the weights as they were. speed: generated
-    tokens per second.
+    steps: committed, and requested. accuracy: held-out, mean of the last evaluations. Errors, k3 (nats), ess
+    (share), weights and ratios (mean raw importance weight of the mismatch and of the updates) have a value for each
+    step. ratios are None for `gspo`, whose geometric mean is below 1. idle: steps whose update had a gradient and left
+    the weights as they were. speed: generated tokens per second.
     """
 
     variant: str
@@ -165,7 +148,7 @@ class Measured:
 
 
 def measure(run: RunData, variant: str, seed: int, last: int) -> Measured:
-    """The numbers of a training, of whose held-out accuracies the `last` count."""
+    """The numbers of a training; `last` held-out accuracies count as its end."""
 
     def values(metric: str) -> tuple[float, ...]:
         return tuple(series(run.history, metric)[1])
@@ -224,10 +207,9 @@ def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, fl
 
 
 def block_means(values: Sequence[float]) -> list[float]:
-    """Means of consecutive blocks of about the square root of the number of values; what is left joins the last block.
+    """Means of blocks of about sqrt(n) values, which are nearly independent where steps are correlated.
 
-    Steps of one training are correlated, so they are no independent values. Means of blocks that are longer than the
-    correlation nearly are (batch means; Law, Simulation Modeling and Analysis, section 9.5.3).
+    (Batch means; Law, Simulation Modeling and Analysis, section 9.5.3.) The last block takes the rest.
     """
     length = max(1, math.isqrt(len(values)))
     starts = [block * length for block in range(len(values) // length)]
@@ -236,12 +218,10 @@ def block_means(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Pair:
+    """Curves with the same steps and prompts."""
+
     variant: LearningCurve
     baseline: LearningCurve
-
-    def __post_init__(self) -> None:
-        assert self.variant.steps == self.baseline.steps, "both were evaluated at the same steps"
-        assert self.variant.prompts == self.baseline.prompts, "both answered the same prompts"
 
 
 @dataclass(frozen=True)
@@ -256,7 +236,7 @@ class Delay:
     """Steps that variants need beyond BF16's to reach an accuracy.
 
     estimate: None with fewer than two pairs that can be compared. baseline: mean of BF16's steps. unreached: variants
-    that never reach it where BF16 does; they count with their last step, which is less than they need.
+    that never reach it where BF16 does; they count with their last step.
     """
 
     estimate: ConfidenceInterval | None
@@ -278,18 +258,17 @@ def delay(pairs: Sequence[Pair], reach: float, confidence: float) -> Delay:
     """Steps to reach an accuracy, of variants minus BF16. A pair in which neither reaches it is left out."""
     differences, baselines, unreached = [], [], 0
     for pair in pairs:
+        end = float(pair.baseline.steps[-1])
         ours, theirs = (steps_to_reach(curve, reach) for curve in (pair.variant, pair.baseline))
         if ours is None and theirs is None:
             continue
         unreached += ours is None
-        end = float(pair.baseline.steps[-1])
-        differences.append((end if ours is None else ours) - (end if theirs is None else theirs))
         baselines.append(end if theirs is None else theirs)
+        differences.append((end if ours is None else ours) - baselines[-1])
     if len(differences) < 2:
-        return Delay(None, fmean(baselines) if baselines else math.inf, unreached)
-    return Delay(
-        ConfidenceInterval(fmean(differences), *mean_interval(differences, confidence)), fmean(baselines), unreached
-    )
+        return Delay(None, math.nan, unreached)
+    estimate = ConfidenceInterval(fmean(differences), *mean_interval(differences, confidence))
+    return Delay(estimate, fmean(baselines), unreached)
 
 
 def steps_to_reach(curve: LearningCurve, reach: float) -> float | None:
@@ -314,9 +293,8 @@ def _difference(
 def crossed_interval(table: NDArray[np.float64], confidence: float) -> ConfidenceInterval:
     """Interval of the mean of [seed, prompt], of which both are samples of more: two seeds at least.
 
-    The variance is that of two crossed random effects, (MS_seeds + MS_prompts - MS_rest) / cells (Searle, Casella and
-    McCulloch, Variance Components, 1992, chapter 4). It is never less than seeds alone make it. Degrees of freedom are
-    those of the seeds, the fewer.
+    The variance is that of two crossed random effects, (MS_seeds + MS_prompts - MS_rest) / cells. (Searle, Casella and
+    McCulloch, Variance Components, 1992, chapter 4.) It is never less than seeds alone make it.
     """
     seeds, prompts = table.shape
     assert seeds > 1, "a spread needs two seeds"

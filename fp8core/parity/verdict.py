@@ -2,22 +2,17 @@
 
 A variant without all of its numbers cannot pass: a run cut short is NOT ENOUGH DATA. One check beyond its bound is FAIL
 whatever else is missing.
-
-`ParityResult` is what a parity run leaves for the next one: its verdict, and the code, libraries and settings behind
-it.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from fp8core import durable
-from fp8core.config.layers import leaves
 from fp8core.config.parity import Limit, ParityConfig
 from fp8core.parity.measure import (
     BASELINE,
@@ -42,10 +37,7 @@ ParityOutcome = Literal["PASS", "FAIL", "NOT ENOUGH DATA", "not judged"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was judged: whose it is, what was found, what it had to be, and why that.
-
-    `number` is what was found where that is a number, for charts and comparisons.
-    """
+    """One thing that was judged. `number` is what was found, where that is a number."""
 
     variant: str
     name: str
@@ -249,7 +241,7 @@ RECORD = "verdict.json"
 
 
 class ParityResult(BaseModel):
-    """The content of verdict.json. `settings` are those of the configuration, of which no variant is made yet."""
+    """The content of verdict.json. `settings` are those of the configuration, before a variant changes them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -268,62 +260,5 @@ class ParityResult(BaseModel):
     checks: tuple[Check, ...]
 
 
-class Change(BaseModel):
-    """Something that differs from the last passing result."""
-
-    model_config = ConfigDict(frozen=True)
-
-    kind: str
-    what: str
-    before: str
-    now: str
-
-
 def write_result(result: ParityResult, folder: Path) -> None:
     durable.write_file(folder / RECORD, (result.model_dump_json(indent=2) + "\n").encode())
-
-
-def last_passing(folder: Path, config: str, before: str) -> ParityResult | None:
-    """The newest result of a configuration that passed, in the folders below `folder`, except the one named `before`.
-
-    A record that this version cannot read is passed over.
-    """
-    results = [result for result in _results(folder) if result.config == config and result.name != before]
-    passing = [result for result in results if result.outcome == PASS]
-    return max(passing, key=lambda result: result.ended, default=None)
-
-
-def changes(before: ParityResult, now: ParityResult) -> list[Change]:
-    found = [
-        *_differing("code", {"version": before.code_version}, {"version": now.code_version}),
-        *_differing("code", before.git, now.git),
-        *_differing("library", before.versions, now.versions),
-        *_differing("machine", before.hardware, now.hardware),
-        *_differing("setting", leaves(before.settings), leaves(now.settings)),
-    ]
-    old, new = ({f"{check.variant}: {check.name}": check for check in result.checks} for result in (before, now))
-    outcomes = [{name: check.outcome for name, check in checks.items()} for checks in (old, new)]
-    numbers = [
-        {name: f"{check.number:.6g}" for name, check in checks.items() if check.number is not None}
-        for checks in (old, new)
-    ]
-    return [*found, *_differing("outcome", *outcomes), *_differing("metric", *numbers)]
-
-
-def _differing(kind: str, before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[Change]:
-    for key in {**before, **now}:
-        old, new = (_text(values[key]) if key in values else "absent" for values in (before, now))
-        if old != new:
-            yield Change(kind=kind, what=key, before=old, now=new)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _results(folder: Path) -> Iterator[ParityResult]:
-    for path in sorted(folder.glob(f"*/{RECORD}")):
-        try:
-            yield ParityResult.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            continue

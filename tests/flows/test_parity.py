@@ -72,9 +72,7 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
     assert (night["outcome"], night["variants"]) == ("NOT ENOUGH DATA", ["bf16", "fp8-end-to-end"])
     assert len(list((shelf / "warm_starts").glob("*.json"))) == 1
     page = (folder / "report.html").read_text()
-    assert "No earlier run of this configuration passed." in page
     assert page.count("<figure") >= 4, "charts of one value are sentences"
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     _is_posted_and_logged(shelf, night["headline"])
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:
@@ -96,7 +94,7 @@ def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     assert run.info.status == "SCHEDULED"
     assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0
     names = {one.path for one in mlflow.list_artifacts(run.info.run_id)}
-    assert names == {"verdict.json", "report.html", "report.png", "report.md"}
+    assert names == {"verdict.json", "report.html", "report.md"}
 
 
 def test_a_bound_that_is_crossed_fails_the_flow_run(judge_small: Callable[..., Any]) -> None:

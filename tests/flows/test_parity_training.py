@@ -103,7 +103,7 @@ def test_one_that_dies_makes_the_night_red(
     (tmp_path / "how").write_text("dies")
     monkeypatch.setattr(
         "flows.parity.train_one",
-        lambda training: train_apart(training.shown_as, training.parameters),
+        lambda name, training: train_apart(name, training.parameters),
     )
     night = parity("tiny", name="dies", seeds=[0], steps=3, variants=["bf16"], overrides=settings, return_state=True)
     assert night.is_failed()

@@ -264,45 +264,6 @@ def test_a_start_is_left_after_the_part_that_runs_and_continues_after_it(
     assert all(again.tasks(START)[name] == entry for name, entry in found.tasks(START).items())
 
 
-def test_an_evaluation_keeps_the_precisions_that_are_whole(
-    command: Any, workplace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert command("run", "small.yaml", "--set", "run=answers", "--set", "steps=1")[0] == 0
-    evaluate = (
-        "evaluate",
-        "answers",
-        "--samples",
-        "16",
-        "--set",
-        "rollout.max_batch=4",
-        "--json",
-        "answers.json",
-        "--trust",
-    )
-    generate, begun = EmbeddedEngine.generate, list[object]()
-
-    def noted(engine: EmbeddedEngine, *arguments: Any) -> Iterator[Any]:
-        for batch in generate(engine, *arguments):
-            begun.append(engine)
-            yield batch
-
-    def stopped(name: str) -> str:
-        return f"{TOLD}stopped: {name} is not measured\nfp8-grpo: terminated\n"
-
-    monkeypatch.setattr(EmbeddedEngine, "generate", noted)
-    with signal_when(lambda: len({*begun}) == 2):
-        code, _, err = command(*evaluate, "--precision", "bf16", "--precision", "fp8")
-    assert code == 128 + signal.SIGTERM
-    assert err.endswith(stopped("fp8"))
-    assert [*json.loads((workplace / "answers.json").read_text())["precisions"]] == ["bf16"]
-    begun.clear()
-    with signal_when(lambda: bool(begun)):
-        code, out, err = command(*evaluate)
-    assert code == 128 + signal.SIGTERM
-    assert err.endswith(stopped("configured"))
-    assert "pass@1" not in out
-
-
 def test_a_second_signal_stops_within_the_step(command: Any, workplace: Path) -> None:
     (workplace / "signals").write_text("2")
     code, _, err = command("run", "small.yaml", "--set", "run=twice")

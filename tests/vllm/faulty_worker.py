@@ -2,10 +2,10 @@
 
 from faulty_policy import FaultyPolicy
 
-from fp8core.rollout.vllm.worker import CapturingPolicy, PolicyWorker
+from fp8core.rollout.vllm.worker import PolicyWorker, VllmPolicy
 
 
-class FaultyVllmPolicy(FaultyPolicy, CapturingPolicy):
+class FaultyVllmPolicy(FaultyPolicy, VllmPolicy):
     experts = "model.layers.0.mlp.experts.routed_experts"
 
 

@@ -16,17 +16,14 @@ from conftest import (
 )
 from generation_cases import build_groups, check_a_fault_shows, collect
 
-from fp8core.alignment.operations import compare, operations
 from fp8core.models.architecture import Architecture, Experts
-from fp8core.models.weights import load_policy, rollout_formats
+from fp8core.models.weights import rollout_formats
 from fp8core.numerics.e4m3 import row_codes
-from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.recipe import POW2
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling
-from fp8core.rollout.vllm.worker import captured_values
 from fp8core.run.policy import check_formats, check_report
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -97,24 +94,6 @@ def test_the_engine_runs_what_the_contract_says(engine, policies):
     assert described["kernels"]["routed_experts"] == ("TritonOrDeepGemmExperts" if ON_GPU else "InPlaceExperts")
     assert described["runner"] == f"vllm.v1.worker.{'gpu' if ON_GPU else 'cpu'}_model_runner", "the one that records"
     assert described["kernels"]["down_proj"] == described["kernels"]["qkv_proj"]
-
-
-@pytest.mark.skipif(ON_GPU, reason="a compiled forward calls no modules")
-def test_experts_on_the_same_inputs_are_the_references(engine, policies):
-    """Router, gate weights, experts and their sum; elsewhere than in these places the reference rounds as well."""
-    policy = policies[0]
-    (group,) = build_groups(1, 1, longest=100, shortest=100)
-    values, tokens = captured_values(engine, ARCH, group.prompt), torch.tensor(group.prompt)
-    formats, weights = rollout_formats(CONTRACT, 3), load_policy(ARCH, policy.trainer.export())
-
-    def differing(formats):
-        errors = compare(operations(ARCH, formats, weights, tokens, ()), values)
-        return {error.operation: error.local_differing for error in errors if error.operation.endswith(".mlp")}
-
-    assert differing(formats).keys() == {"model.layers.0.mlp", "model.layers.2.mlp"}
-    # Of equal BF16 logits torch on a CPU takes any: one or two of the hundred tokens.
-    assert max(differing(formats).values()) <= 0.02
-    assert min(differing(formats.with_points(STEPWISE)).values()) > 0.2
 
 
 def test_parameters_stay_where_they_are(engine, policies):

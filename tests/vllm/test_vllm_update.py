@@ -1,12 +1,9 @@
 """Weights in place: what vLLM holds is what was sent, generation and operations follow it, and every fault shows."""
 
 import pytest
-import torch
 from conftest import (
     CONTRACT,
-    HAS_TILES,
     ON_GPU,
-    TRUNCATES,
     check_parameters_stay_where_they_are,
     update_in_parts,
 )
@@ -20,13 +17,9 @@ from generation_cases import (
     sent_and_held_scales,
 )
 
-from fp8core.alignment.operations import compare, operations
-from fp8core.models.weights import load_policy, rollout_formats
-from fp8core.numerics.elementwise import STEPWISE
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.rollout.engine import PolicyScales, Sampling
 from fp8core.rollout.slots import EngineUpdateError
-from fp8core.rollout.vllm.worker import captured_values
 from fp8core.run.policy import SyncError, check_formats, check_report
 
 pytestmark = pytest.mark.vllm
@@ -123,43 +116,3 @@ def test_scales_of_both_sources_reach_the_engine(engine, policies):
     for sent, held in sent_and_held_scales(engine, policies, CONTRACT).values():
         # vLLM without an FP8 cache has no use for scales.
         assert held == ([vars(layer) for layer in sent] if ON_GPU else [])
-
-
-ELEMENTWISE = {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "rotary_emb", "attn", "act_fn"}
-
-
-@pytest.fixture
-def differing(engine, policies):
-    """Share of elements that each kind of operation makes differently, by the rounding points of the reference."""
-    trainer = policies[0].trainer
-    (group,) = build_groups(1, 1, longest=40, shortest=40)
-    values = captured_values(engine, trainer.arch, group.prompt)
-    weights, tokens = load_policy(trainer.arch, trainer.export()), torch.tensor(group.prompt)
-
-    def measure(points):
-        formats = rollout_formats(CONTRACT, trainer.arch.num_layers).with_points(points)
-        errors = compare(operations(trainer.arch, formats, weights, tokens, ()), values)
-        # Of layers the last: the first norm adds nothing.
-        return {error.operation.rpartition(".")[2]: error.local_differing for error in errors}
-
-    return measure
-
-
-@pytest.mark.skipif(ON_GPU, reason="a compiled forward calls no modules")
-def test_vllm_rounds_where_the_contract_says(differing):
-    shares = differing(rollout_formats(CONTRACT, 1).points)
-    assert shares.pop("logits") < 1, "FP32 sums in another order differ somewhere"
-    assert {kind for kind in shares if kind in ELEMENTWISE} == ELEMENTWISE
-    if TRUNCATES:
-        cut_off = [shares.pop(kind) for kind in ("rotary_emb", "attn")]
-        assert cut_off == pytest.approx([0.5, 0.5], abs=0.05), "half of the values lie nearer to the next one up"
-    elif HAS_TILES:
-        assert shares.pop("attn") > 0.05, "its probabilities are rounded"
-    assert max(shares.values()) < 0.01
-
-
-@pytest.mark.skipif(ON_GPU, reason="a compiled forward calls no modules")
-def test_it_does_not_round_where_the_contract_does_not_say(differing):
-    shares = differing(STEPWISE)
-    others = {"input_layernorm", "post_attention_layernorm", "norm", "rotary_emb"} | (set() if HAS_TILES else {"attn"})
-    assert {kind for kind, share in shares.items() if share > 0.05 and kind != "logits"} == others

@@ -1,24 +1,15 @@
-"""The part inside vLLM's worker process: the policy that it holds, and operations captured.
+"""The policy inside vLLM's worker process.
 
 vLLM mixes `PolicyWorker` into its worker (`worker_extension_cls`).
-
-`CapturingWorker` puts torch's forward hooks on the modules of the decoder, for `fp8core.alignment.operations`. An
-engine with it (`VllmEngine(..., worker=CAPTURING)`) must run eagerly, because a compiled forward calls no module.
-Several kernels write over their inputs, so every tensor is copied when a hook sees it.
 """
 
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8core.models.architecture import Architecture
 from fp8core.processes import end_with_parent
-from fp8core.rollout.engine import PromptGroup, Sampling
 from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.vllm import internals
 
@@ -97,118 +88,3 @@ class PolicyWorker:
         if self.policy_held is None:
             self.policy_held = self.policy_class(self)
         return self.policy_held.answer(method, *arguments)
-
-
-CAPTURING = "fp8core.rollout.vllm.worker.CapturingWorker"
-_LOGITS, _ROTATED = "logits", ".rotary_emb"
-_WRITES = {
-    "embed_tokens": ("delta",),
-    "input_layernorm": ("normed", "residual"),
-    "q_norm": ("q",),
-    "k_norm": ("k",),
-    "o_proj": ("delta",),
-    "post_attention_layernorm": ("normed", "residual"),
-    "gate_up_proj": ("gate_up",),
-    "act_fn": ("activated",),
-    "down_proj": ("delta",),
-    "mlp": ("delta",),
-    "norm": ("normed", "residual"),
-}
-
-
-class CapturingPolicy(VllmPolicy):
-    """A policy that can keep what the modules of its decoder make."""
-
-    def capture(self) -> None:
-        """Keep what is made from now on, of each module the first it makes."""
-        self._hooks, self._seen = list[Any](), dict[str, Tensor]()
-        for name, module in self._model.named_modules():
-            kind = name.rpartition(".")[2]
-            if kind in _WRITES or kind == "qkv_proj":
-                self._hooks.append(module.register_forward_hook(self._outputs(name)))
-            if kind == "attn":
-                self._hooks.append(module.register_forward_pre_hook(self._inputs(name)))
-                self._hooks.append(module.register_forward_hook(self._outputs(name)))
-
-    def captured(self, path: str) -> None:
-        """Save what was kept, with the logits of every position, as safetensors; keep nothing any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._seen[f"{_LOGITS}.0"] = self._model.compute_logits(self._seen["model.norm.0"])
-        save_file({name: tensor.cpu().contiguous() for name, tensor in self._seen.items()}, path)
-        self._hooks, self._seen = [], {}
-
-    def _outputs(self, name: str) -> Any:
-        def keep(module: nn.Module, arguments: Any, result: Any) -> None:
-            self._keep(name, result if isinstance(result, tuple) else (result,))
-
-        return keep
-
-    def _inputs(self, name: str) -> Any:
-        def keep(module: nn.Module, arguments: Any) -> None:
-            self._keep(name + _ROTATED, arguments)
-
-        return keep
-
-    def _keep(self, name: str, tensors: Sequence[Any]) -> None:
-        for i, tensor in enumerate(tensors):
-            if isinstance(tensor, Tensor):
-                self._seen.setdefault(f"{name}.{i}", tensor.detach().flatten(1).clone())
-
-
-class CapturingWorker(PolicyWorker):
-    policy_class = CapturingPolicy
-
-
-def captured_values(engine: Any, arch: Architecture, tokens: Sequence[int]) -> list[dict[str, Tensor]]:
-    """An engine's values after each operation of `fp8core.alignment.operations`, of a prefill of all the tokens.
-
-    Args:
-        engine: a `VllmEngine` with the capturing worker, eager, that holds a policy.
-        tokens: one sequence; the engine's prefix cache is dropped, so that all of it is computed.
-    """
-    assert engine.drop_prefixes(), "requests are still running"
-    group = PromptGroup(0, "captured", tuple(tokens), (0,), (0,))
-    with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
-        path = Path(folder) / "captured.safetensors"
-        engine.ask_policy("capture")
-        for _ in engine.generate([group], Sampling(1.0, 1, frozenset())):
-            pass
-        engine.ask_policy("captured", str(path))
-        # Rows beyond the tokens are padding of the batch.
-        seen = {name: tensor[: len(tokens)].float() for name, tensor in load_file(path).items()}
-    assert all(len(tensor) == len(tokens) for tensor in seen.values()), "the prompt was computed in parts"
-    return _in_order(seen, arch)
-
-
-def _in_order(seen: dict[str, Tensor], arch: Architecture) -> list[dict[str, Tensor]]:
-    """From tensors by module and place to all values after each operation."""
-    found: list[dict[str, Tensor]] = [{"delta": seen["model.embed_tokens.0"]}]
-    sizes = [heads * arch.head_dim for heads in (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)]
-
-    def add(**written: Tensor) -> None:
-        found.append(found[-1] | written)
-
-    def add_outputs(name: str) -> None:
-        writes = _WRITES[name.rpartition(".")[2]]
-        add(**{value: seen[f"{name}.{i}"] for i, value in enumerate(writes) if f"{name}.{i}" in seen})
-
-    for layer in range(arch.num_layers):
-        prefix = f"model.layers.{layer}"
-        attention = f"{prefix}.self_attn"
-        add_outputs(f"{prefix}.input_layernorm")
-        if layer == 0:
-            found[-1]["residual"] = found[0]["delta"]
-        add(**dict(zip("qkv", seen[f"{attention}.qkv_proj.0"].split(sizes, dim=-1), strict=True)))
-        if arch.qk_norm:
-            add_outputs(f"{attention}.q_norm")
-            add_outputs(f"{attention}.k_norm")
-        add(**{value: seen[f"{attention}.attn{_ROTATED}.{i}"] for i, value in enumerate("qk")})
-        add(attended=seen[f"{attention}.attn.0"])
-        add_outputs(f"{attention}.o_proj")
-        parts = ("mlp",) if layer in arch.sparse_layers else ("mlp.gate_up_proj", "mlp.act_fn", "mlp.down_proj")
-        for name in ("post_attention_layernorm", *parts):
-            add_outputs(f"{prefix}.{name}")
-    add_outputs("model.norm")
-    add(logits=seen[f"{_LOGITS}.0"])
-    return found

@@ -3,7 +3,7 @@
 They are asked first, in the order of this file.
 """
 
-from fp8core.alignment.bounds import EQUAL, contract_of, only_equal_bits, ratio_holds_age, unverifiable
+from fp8core.alignment.bounds import EQUAL, contract_of, ratio_holds_age, unverifiable
 from fp8core.config.capability import check_contract
 from fp8core.config.run import RunConfig
 from fp8core.config.shipped import FILTER, TEACHER, is_shipped
@@ -179,12 +179,7 @@ def _refuse_kept_cache(config: RunConfig) -> None:
 
 
 def _refuse_unverified(config: RunConfig, reason: str) -> None:
-    """Refuse bounds of equal bits where no pass gives them, and to learn from such tokens without a weight."""
-    if (setting := only_equal_bits(config)) is not None:
-        raise UserError(
-            f"{setting}: with pipeline.mode={config.pipeline.mode} the run is unverifiable ({reason}); loosen it, "
-            "or set it to none"
-        )
+    """Refuse to learn without a weight from tokens of which no pass gives equal bits."""
     if uncorrected_lag(config) is not None and not config.precision.accept_mismatch:
         raise UserError(
             f"correction.method={config.correction.method}: with pipeline.mode={config.pipeline.mode} the run is "

@@ -8,7 +8,6 @@ from fp8core.alignment.bounds import (
     BOUNDED,
     StopBounds,
     crossed,
-    only_equal_bits,
     stop_bounds,
     unverifiable,
 )
@@ -87,35 +86,6 @@ KEPT = {
     "replay.level": "tolerant",
 }
 BF16 = {"precision.training.linear": "bf16"}
-BYPASS = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "bounds", "found"),
-    [
-        (BF16, {"tokens_differing": 0}, "tokens_differing=0"),
-        (BF16, {"error": 1, "k3": 0.1}, "error=1"),
-        (BF16, {"k3": 0}, "k3=0"),
-        (BF16, {"effective_sample_size": 1}, "effective_sample_size=1"),
-        (BF16, {"probe_differing": 0}, "probe_differing=0"),
-        (BF16, {"probe_error": 1}, "probe_error=1"),
-        (BF16, {"effective_sample_size": 0.99, "error": 1.01, "k3": 1e-6, "tokens_differing": 3}, None),
-        (BF16, {"tokens_differing": 0, "action": "pause"}, "tokens_differing=0"),
-        (BF16, {"tokens_differing": 0, "action": "warn"}, None),
-        (BF16, {"tokens_differing": 0, "action": "none"}, None),
-        (BF16, {"ratio_bias": 0, "ratio_deviation": 0, "ratio_clipped": 0}, None),
-        (BF16 | BYPASS, {"ratio_bias": 0}, "ratio_bias=0"),
-        (BF16 | BYPASS, {"ratio_deviation": 0}, "ratio_deviation=0"),
-        (BF16 | BYPASS, {"ratio_clipped": 0}, None),
-        # A probe is scored by one version.
-        (KEPT, {"probe_differing": 0, "probe_error": 1}, None),
-        (KEPT, {"effective_sample_size": 1}, "effective_sample_size=1"),
-    ],
-)
-def test_bounds_that_only_equal_bits_keep_are_found_where_they_would_stop_a_run(settings, bounds, found) -> None:
-    stop = {f"alignment.stop.{name}": value for name, value in bounds.items()}
-    setting = only_equal_bits(load_config("tiny", settings | stop))
-    assert setting == (None if found is None else f"alignment.stop.{found}")
 
 
 def test_every_reason_why_a_run_is_unverifiable_is_told() -> None:

@@ -1,14 +1,13 @@
 """The verdict on numbers made up for it."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fp8core.config.parity import ParityConfig
 from fp8core.parity.measure import LearningCurve, Measured
-from fp8core.parity.verdict import Check, ParityResult, changes, judge, last_passing, write_result
+from fp8core.parity.verdict import judge
 
 SEEDS = (0, 1, 2)
 VARIANTS = ("bf16", "fp8-rollout", "fp8-end-to-end", "stress")
@@ -188,66 +187,3 @@ def test_speed_is_judged_on_a_gpu_only(trainings):
     speeds = [check for check in found.checks if "speed" in check.name]
     assert {check.outcome for check in speeds} == {"not judged"}
     assert {check.found for check in speeds} == {"1.5 on a CPU", "0.9 on a CPU"}
-
-
-def night(name: str, **changed) -> ParityResult:
-    made = {
-        "name": name,
-        "config": "tiny",
-        "ended": f"2026-08-{name}T04:00:00+00:00",
-        "outcome": "PASS",
-        "headline": "PASS",
-        "variants": ("bf16",),
-        "seeds": (0, 1),
-        "code_version": "c0de",
-        "git": {"commit": "abc", "dirty": False},
-        "versions": {"torch": "2.11"},
-        "hardware": {"cpu": "a"},
-        "settings": {"training": {"learning_rate": 1e-4}},
-        "checks": (Check("bf16", "speed", "PASS", "0.1", ">= 0.1", "FP8 is fast", 0.1),),
-    }
-    return ParityResult.model_validate({**made, **changed})
-
-
-@pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    for name, changed in {
-        "01": {},
-        "02": {},
-        "03": {"outcome": "FAIL"},
-        "04": {"outcome": "NOT ENOUGH DATA"},
-        "05": {"config": "llama"},
-        "06": {},
-    }.items():
-        (tmp_path / name).mkdir()
-        write_result(night(name, **changed), tmp_path / name)
-    return tmp_path
-
-
-def test_the_last_night_that_passed_is_found(shelf):
-    found = last_passing(shelf, "tiny", "06")
-    assert found == night("02")
-    assert last_passing(shelf, "qwen3", "06") is None
-    assert last_passing(shelf / "gone", "tiny", "06") is None
-
-
-def test_code_libraries_settings_outcomes_and_metrics_are_told_apart():
-    check = Check("bf16", "speed", "FAIL", "3", ">= 0.1", "FP8 is fast", 3.0)
-    now = night(
-        "02",
-        code_version="fee1",
-        git={"commit": "abc", "dirty": True},
-        versions={"torch": "2.12", "numpy": "2"},
-        settings={"training": {"learning_rate": 1e-3}},
-        checks=(check,),
-    )
-    found = [(one.kind, one.what, one.before, one.now) for one in changes(night("01"), now)]
-    assert found == [
-        ("code", "version", "c0de", "fee1"),
-        ("code", "dirty", "false", "true"),
-        ("library", "torch", "2.11", "2.12"),
-        ("library", "numpy", "absent", "2"),
-        ("setting", "training.learning_rate", "0.0001", "0.001"),
-        ("outcome", "bf16: speed", "PASS", "FAIL"),
-        ("metric", "bf16: speed", "0.1", "3"),
-    ]
