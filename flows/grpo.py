@@ -30,7 +30,7 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, made_name
-from fp8core.errors import ProcessLost, UserError, is_loss, printable
+from fp8core.errors import ProcessLost, UserError, lost_process, printable
 from fp8core.evaluation.measure import gap_unmeasured
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.progress import Part
@@ -120,7 +120,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
         try:
             loop.train(session.run, execution)
         except (StepError, UserError, ProcessLost) as error:
-            if is_loss(error):
+            if lost_process(error) is not None:
                 execution.lost(session.run, error)
             raise
         return finish(session, console)

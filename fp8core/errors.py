@@ -48,14 +48,6 @@ class InvalidReply(ValueError):
         return message if name == cls.__name__ else None
 
 
-class HeadLost(UserError):
-    """The head of a cluster does not answer any more; its processes cannot be used or replaced."""
-
-
-def is_loss(error: BaseException) -> bool:
-    return _behind(error, ProcessLost, HeadLost) is not None
-
-
 def lost_process(error: BaseException) -> ProcessLost | None:
     """The loss behind an error, if any: a task may run another again, whose error names that one too."""
     return _behind(error, ProcessLost)

@@ -6,7 +6,6 @@ Nothing restarts by itself. A process, GPU or node that is gone is one error, an
 import platform
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,39 +14,24 @@ from uuid import uuid4
 
 import ray
 import torch
-from ray.exceptions import (
-    ActorHandleNotFoundError,
-    ActorUnavailableError,
-    ActorUnschedulableError,
-    GetTimeoutError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ActorHandleNotFoundError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import DistBackendError, DistNetworkError
 
-from fp8core.cluster.connection import Head, await_size, checked_size, connect, last_line
+from fp8core.cluster.connection import checked_size, connect, last_line
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.cluster import ClusterConfig
-from fp8core.errors import EngineLost, HeadLost, MemberLost, UserError, first_line
+from fp8core.errors import EngineLost, MemberLost, UserError, first_line
 from fp8core.store.manifest import current_code
 
 # A member that failed leaves others in a collective, which they would not leave by themselves.
 _PATIENCE_SECONDS = 10.0
-# Of a wait, between two questions for the head.
-_SLICE_SECONDS = 5.0
 
 
 class MemberFailed(RuntimeError):
     """The code of a process raised; the message names the process and holds its traceback."""
-
-
-class LinkLost(MemberLost):
-    """NCCL failed in a process, most often because another one ended, which is then the better reason."""
 
 
 class Call(NamedTuple):
@@ -62,7 +46,6 @@ class Handle:
         self.actor, self.place, self.name = actor, place, ""
 
     def send(self, method: str, *arguments: Any) -> Call:
-        """Start a method of `Member`; calls of one member run in their order."""
         return Call(self, getattr(self.actor, method).remote(*arguments))
 
 
@@ -86,7 +69,7 @@ class Gang:
     ) -> None:
         """Connect to the cluster, or start one here, and place the members, engines with so many GPUs each.
 
-        Where this gang replaces a lost one, it takes the same resource, and waits for nodes to come back.
+        A gang that replaces a lost one takes the same resource.
 
         Raises:
             UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
@@ -101,14 +84,10 @@ class Gang:
         self._unstarted = UserError if lost is None else MemberLost
         self._order = threading.Lock()
         connect(settings, tensor_parallel)
-        self._head = Head(settings.address, ray.get_runtime_context().gcs_address)
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
-            if lost is None:
-                self.unit, _ = checked_size(settings, tensor_parallel, wants_gpus)
-            else:
-                self.unit = lost.unit
-                await_size(settings, tensor_parallel, self.unit)
+            # Nodes that were lost may come back while the members wait for their places.
+            self.unit = checked_size(settings, tensor_parallel, wants_gpus)[0] if lost is None else lost.unit
             self._place(settings, tensor_parallel, arguments)
         except BaseException:
             self.close()
@@ -135,9 +114,7 @@ class Gang:
         Raises:
             MemberLost: a process ended, or gave no answer in time; no member can be used any more.
             MemberFailed: the code of a member raised; likewise.
-            HeadLost: the head of the cluster is gone, and all members with it.
             Exception: an error for people, as the member raised it, when all calls have ended.
-            Of threads that call members at the same time, each gets the error that ended them.
         """
         found, errors = dict[Any, Any](), list[Exception]()
         pending = {call.ref: call.member for call in calls}
@@ -153,12 +130,12 @@ class Gang:
             try:
                 found[ref] = self.value(member, ref)
             except Exception as error:
-                if isinstance(error, MemberLost) and not isinstance(error, LinkLost):
+                if isinstance(error, MemberLost):
                     self._end_members(error)
                     raise
                 # Raised below, when the others have ended.
                 errors.append(error)
-        failed = next((error for error in errors if isinstance(error, MemberFailed | LinkLost)), None)
+        failed = next((error for error in errors if isinstance(error, MemberFailed)), None)
         if failed is not None or pending:
             self._end_members(failed or errors[0])
         if errors:
@@ -166,13 +143,10 @@ class Gang:
         return [found[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
-        """The first call to end, of some by their references; raises MemberLost: none does in time (or `HeadLost`)."""
-        deadline = time.monotonic() + self._answer_seconds
-        while (left := deadline - time.monotonic()) > 0:
-            self._refuse_lost_head()
-            done, _ = ray.wait(list(pending), num_returns=1, timeout=min(left, _SLICE_SECONDS))
-            if done:
-                return done[0]
+        """The first call to end, by its reference; raises MemberLost: none does in time."""
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
+        if done:
+            return done[0]
         silent = dict.fromkeys(f"{member.name}: {_where(member)}" for member in pending.values())
         lost = MemberLost(f"{', '.join(silent)} gave no answer within cluster.answer_seconds={self._answer_seconds:g}")
         self._end_members(lost)
@@ -193,11 +167,9 @@ class Gang:
             if isinstance(cause, torch.AcceleratorError):
                 raise MemberLost(f"{member.name}: {_where(member)}: the GPU failed: {first_line(cause)}") from None
             if isinstance(cause, DistBackendError | DistNetworkError):
-                raise LinkLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
+                raise MemberLost(f"{member.name}: {_where(member)}: NCCL failed: {first_line(cause)}") from None
             text = str(error).strip()
             raise MemberFailed(f"{member.name} failed: {last_line(text)}\n{text}") from None
-        except OutOfMemoryError as error:
-            raise MemberLost(f"{member.name}: {_where(member)} had no memory left: {first_line(error)}") from None
         except RayActorError as error:
             if self._ended_by is not None:
                 raise self._ended_by from None
@@ -220,13 +192,11 @@ class Gang:
 
     @property
     def alive(self) -> bool:
-        """True until members were ended or lost."""
         return bool(self._all)
 
     def close(self) -> None:
         """End all members, give their places back, and leave the cluster; a second call does nothing."""
-        # Without its head, requests would wait until Ray ends this process; all places have ended with it.
-        if ray.is_initialized() and self._head.silence() is None:
+        if ray.is_initialized():
             self._end_members()
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -234,12 +204,10 @@ class Gang:
         ray.shutdown()
 
     def _place(self, settings: ClusterConfig, tensor_parallel: int, arguments: tuple[Any, ...]) -> None:
-        """Place the members in a cluster that has enough of their resource."""
         unit, bundles = self.unit, settings.bundles(tensor_parallel)
         wanted = [{"CPU": float(size), **({"GPU": float(size)} if unit == "GPU" else {})} for size in bundles]
         self._group = placement_group(wanted, strategy="PACK")
         if not self._group.wait(settings.start_seconds):
-            # Now: a node that was lost is counted for some seconds.
             held = int(ray.cluster_resources().get(unit, 0))
             free = int(ray.available_resources().get(unit, 0))
             host = f", {tensor_parallel} of them on one host" if tensor_parallel > 1 else ""
@@ -281,27 +249,13 @@ class Gang:
         }
         try:
             places = ray.get([actor.place.remote() for actor in actors.values()], timeout=self._answer_seconds)
-        except OutOfMemoryError as error:
-            raise self._unstarted(f"cluster: a process did not start: no memory left: {first_line(error)}") from error
-        except (RayActorError, ActorUnschedulableError) as error:
-            raise self._unstarted(f"cluster: a process did not start: {_reason(error)}") from error
-        except GetTimeoutError as error:
-            limit = f"cluster.answer_seconds={self._answer_seconds:g}"
-            raise self._unstarted(f"cluster: a process did not start within {limit}") from error
         except RayTaskError as error:
             raise UserError(f"cluster: a node cannot run this program: {last_line(str(error.cause))}") from error
+        except RayError as error:
+            raise self._unstarted(f"cluster: a process did not start: {_reason(error)}") from error
         started = {bundle: Handle(actors[bundle], place) for bundle, place in zip(actors, places, strict=True)}
         self._all += started.values()
         return started
-
-    def _refuse_lost_head(self) -> None:
-        try:
-            self._head.check()
-        except HeadLost as error:
-            self._end_members(error)
-            # Only a head gives places back; Ray would wait for it until this process ends.
-            self._group = None
-            raise
 
     def _end_members(self, reason: Exception | None = None) -> None:
         # Other threads may wait for them, and see no more than their end.
@@ -315,38 +269,21 @@ class Gang:
 
 
 def check_places(members: Sequence[Handle]) -> None:
-    """Raises UserError: a member has other code or another Python than this process, or members differ.
-
-    Members differ in the kind of their GPUs, in a library that both have, or in how their processors round.
-    """
-    code, python, first = current_code(), platform.python_version(), members[0]
-    holders = dict[str, tuple[Handle, str]]()
+    """Raises UserError: a member has another Python, other code or another library than this process or a member."""
+    expected = {"code": current_code()[:12], "Python": platform.python_version()}
+    holders = {what: ("this process", has) for what, has in expected.items()}
     for member in members:
-        if member.place.code != code:
-            raise UserError(f"cluster: {_where(member)} has code {member.place.code[:12]}, this is {code[:12]}")
-        if member.place.python != python:
-            raise UserError(f"cluster: {_where(member)} has Python {member.place.python}, this is {python}")
-        kind = {} if member.place.kind is None else {"GPUs of kind": member.place.kind}
-        for what, has in {**member.place.versions, **kind}.items():
-            other, theirs = holders.setdefault(what, (member, has))
+        place = member.place
+        for what, has in {"code": place.code[:12], "Python": place.python, **place.versions}.items():
+            other, theirs = holders.setdefault(what, (_where(member), has))
             if has != theirs:
-                raise UserError(f"cluster: {_where(member)} has {what} {has}, {_where(other)} has {theirs}")
-        if member.place.processor != first.place.processor:
-            raise UserError(
-                f"cluster: the processors of {_where(first)} and {_where(member)} round cosines differently, so "
-                "rollout and training policy would differ; ATEN_CPU_CAPABILITY=default in the environment of "
-                "`ray start` on every node, and of this process, makes them equal, and slower"
-            )
+                raise UserError(f"cluster: {_where(member)} has {what} {has}, {other} has {theirs}")
 
 
-def _rank_of(place: HostProcess) -> tuple[str, bool, int, str, int]:
-    """Sorts members by address and GPU, so that ranks do not move between starts.
-
-    CUDA_VISIBLE_DEVICES may name a GPU by its UUID instead of its number.
-    """
-    gpu = place.gpu or "0"
-    numbered = gpu.isdecimal()
-    return place.address, not numbered, int(gpu) if numbered else 0, gpu, place.pid
+def _rank_of(place: HostProcess) -> tuple[str, int, str, int]:
+    """Sorts members by address and number (or UUID) of their GPU, so that ranks do not move between starts."""
+    gpu = place.gpu or ""
+    return place.address, len(gpu), gpu, place.pid
 
 
 def _where(member: Handle) -> str:
@@ -356,8 +293,6 @@ def _where(member: Handle) -> str:
 
 def _reason(error: Exception) -> str:
     """The line of Ray's message with the reason of an actor's end."""
-    if isinstance(error, ActorUnavailableError):
-        return "its node, or the connection to it, is gone"
     lines = [line.strip() for line in str(error).splitlines()]
     told = next((line for line in lines if "exit detail" in line or "dead because" in line), lines[0])
     return told.partition("Some common causes")[0].strip()

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +20,10 @@ from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tensor_source import FingerprintedTensors, TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import ShippedTensors
-from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.engine import (
     Completion,
     MemoryReader,
     PolicyScales,
-    Probe,
     PromptGroup,
     Sampling,
     Session,
@@ -34,10 +32,9 @@ from fp8core.rollout.engine import (
 )
 from fp8core.rollout.registry import engine_entry
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
-from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.ranks import KeptWeights
 from fp8core.training.registry import trainer_of
-from fp8core.training.trainer import ScoredBatch, ScoringTrainer, TrainReport
+from fp8core.training.trainer import ScoredBatch, ScoringTrainer, SftTrainer, TrainReport
 
 # A call to a session ends after as long: further requests wait behind it.
 _MOMENT_SECONDS = 0.02
@@ -61,22 +58,18 @@ class EnginePart:
             threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
 
     def reads_memory(self) -> bool:
-        """True if it reads weights where another process has them."""
         return isinstance(self._engine, MemoryReader)
 
     def expect(self, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> None:
-        """Refuse weights that do not fit, where the engine can tell before they come."""
         if isinstance(self._engine, MemoryReader):
             self._engine.expect(layouts, scales, version)
 
     def read(self, lent: SharedWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """As `RolloutEngine.update`, with the expected tensors that a rank of this host lends."""
         assert isinstance(self._engine, MemoryReader), "routes lead to memory for such engines alone"
         self._engine.write(lent)
         return self._engine.finish(scales, version)
 
     def receive(self, link: Link, layouts: Mapping[str, TensorSpec], scales: PolicyScales, version: int) -> SyncReport:
-        """As `RolloutEngine.update`, with the expected tensors of these layouts that rank 0 sends meanwhile."""
         if not isinstance(self._engine, MemoryReader):
             whole = {name: tensor for part in link.receive(layouts) for name, tensor in part.items()}
             return self._engine.update(whole, scales, version)
@@ -89,11 +82,10 @@ class EnginePart:
         torch.cuda.empty_cache()
         return self._engine.finish(scales, version)
 
-    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        return self._engine.generate(groups, sampling)
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._engine, method)(*arguments)
 
     def open_session(self, sampling: Sampling) -> None:
-        """As `StreamingEngine.open_session`; one at a time. Raises UserError: the engine has none."""
         if not isinstance(self._engine, StreamingEngine):
             raise UserError("rollout.engine: it has no open_session, which takes requests while others are in flight")
         self._session = self._engine.open_session(sampling)
@@ -103,7 +95,6 @@ class EnginePart:
         self._session.add(groups)
 
     def step(self) -> list[Completion]:
-        """As `Session.step`, until completions are finished or a moment is over."""
         assert self._session is not None, "open_session() comes before step()"
         found, until = list[Completion](), time.monotonic() + _MOMENT_SECONDS
         while self._session.busy and not found and time.monotonic() < until:
@@ -111,22 +102,9 @@ class EnginePart:
         return found
 
     def close_session(self) -> None:
-        """Drop what is in flight; without a session this does nothing."""
         if self._session is not None:
             self._session.close()
             self._session = None
-
-    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        return self._engine.score(probes, temperature)
-
-    def fingerprint(self) -> str:
-        return self._engine.fingerprint()
-
-    def describe(self) -> dict[str, object]:
-        return self._engine.describe()
-
-    def sleep(self) -> None:
-        self._engine.sleep()
 
     def close(self) -> None:
         self._engine.close()
@@ -138,35 +116,16 @@ class Exported(NamedTuple):
     on_gpu: bool
 
 
-class SftPart:
-    def __init__(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> None:
-        build = trainer_of(config.training).build_sft
-        assert build is not None, "this process is asked for trainers of warm starts alone"
-        self._trainer = build(config, arch, initial)
-
-    def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        return self._trainer.sft_step(batch, learning_rate)
-
-    def store_weights(self, store: ArtifactStore) -> Ref:
-        return self._trainer.store_weights(store)
-
-    def close(self) -> None:
-        self._trainer.close()
-        del self._trainer
-        # Engines that size themselves by the free memory of the GPU come next.
-        torch.cuda.empty_cache()
+def build_sft(config: RunConfig, arch: Architecture, initial: TensorSource) -> SftTrainer:
+    build = trainer_of(config.training).build_sft
+    assert build is not None, "this process is asked for trainers of warm starts alone"
+    return build(config, arch, initial)
 
 
 class TrainerPart:
     """A trainer's part on one rank; what it exports waits here until it is sent."""
 
-    def __init__(
-        self,
-        ranks: GroupRanks,
-        config: RunConfig,
-        arch: Architecture,
-        masters: TensorSource,
-    ) -> None:
+    def __init__(self, ranks: GroupRanks, config: RunConfig, arch: Architecture, masters: TensorSource) -> None:
         entry, self._ranks = trainer_of(config.training), ranks
         read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
         self._trainer = entry.build(config, arch, read, ranks)
@@ -180,23 +139,19 @@ class TrainerPart:
         return found if self._ranks.rank == 0 else None
 
     def step(self, *arguments: Any) -> TrainReport:
-        """As `Trainer.step`, whose report is the same in all ranks."""
         return self._trainer.step(*arguments)
 
     def scored_step(self, *arguments: Any) -> tuple[TrainReport, ScoredBatch | None]:
-        """As `ScoringTrainer.scored_step`; rank 0 alone has the scores."""
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
         report, scored = self._trainer.scored_step(*arguments)
         return report, scored if self._ranks.rank == 0 else None
 
     def kept(self) -> KeptWeights:
-        """This rank's share of the exported policy, in main memory."""
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
         kept: KeptWeights = self._trainer.keep(ShippedTensors(self._exported))
         return kept
 
     def logprobs_of(self, kept: KeptWeights, *arguments: Any) -> ScoredBatch | None:
-        """As `ScoringTrainer.logprobs_of`; rank 0 alone has the scores."""
         assert isinstance(self._trainer, ScoringTrainer), "the configuration was checked"
         scored = self._trainer.logprobs_of(kept, *arguments)
         return scored if self._ranks.rank == 0 else None
@@ -205,15 +160,12 @@ class TrainerPart:
         return self._trainer.version
 
     def read(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """`FingerprintedTensors.found` of the weights that the trainer was built from."""
         return self._read
 
     def digest(self) -> str:
-        """As `Trainer.digest`, which is the same in all ranks."""
         return self._trainer.digest()
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """As `Trainer.save_policy`: all ranks put the weights together, and rank 0 writes them."""
         masters = self._trainer.masters
         if self._ranks.rank == 0:
             save_checkpoint(folder, self._trainer.arch, masters, tokenizer)
@@ -233,12 +185,10 @@ class TrainerPart:
         return self._lent.enter_context(share_weights(self._exported))
 
     def send(self, link: Link) -> None:
-        """Send the exported weights to the engines at the other ends."""
         torch.cuda.empty_cache()
         link.send(self._exported)
 
     def release(self) -> None:
-        """Give the memory of the exported weights back; a second call does nothing."""
         self._exported = {}
         self._lent.close()
         torch.cuda.empty_cache()

@@ -50,9 +50,6 @@ class Meeting:
     def port(self) -> int:
         return int(self._store.port)
 
-    def close(self) -> None:
-        """The store ends with the process."""
-
 
 def _connect(host: str, port: int) -> TCPStore:
     store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
@@ -77,7 +74,6 @@ class Link:
             self._group = ProcessGroupGloo(store, process, count, _TIMEOUT)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send tensors in few large pieces."""
         for piece in _pieces(specs_of(tensors)):
             buffer = torch.empty(piece.bytes, dtype=torch.uint8, device=self._device)
             for name, start in piece.starts.items():
@@ -86,10 +82,6 @@ class Link:
             self._group.broadcast([buffer]).wait()
 
     def receive(self, layouts: Mapping[str, TensorSpec]) -> Iterator[dict[str, Tensor]]:
-        """The tensors that are sent, by name, some at a time, in a buffer on this end's device.
-
-        They must have these layouts. A receiver that stops on the way leaves the sender waiting.
-        """
         waiting = list[Piece]()
         for piece in _pieces(layouts):
             if waiting and sum(each.bytes for each in waiting) + piece.bytes > RECEIVED_BYTES:
@@ -110,9 +102,6 @@ class Link:
                 found[name] = part.view(getattr(torch, layout.dtype)).view(layout.shape)
         return found
 
-    def close(self) -> None:
-        """The group ends with the process."""
-
 
 class Piece(NamedTuple):
     """Tensors that travel together: the byte at which each begins, and how many bytes there are."""
@@ -122,7 +111,6 @@ class Piece(NamedTuple):
 
 
 def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
-    """Tensors in order, as many in a piece as it has room for, one at least."""
     starts, held = dict[str, int](), 0
     for name, layout in layouts.items():
         size = aligned(layout.bytes)
@@ -149,14 +137,11 @@ class GroupRanks:
         return range(parts)[shares(parts, self.count)[self.rank]]
 
     def joined(self, own: Sequence[Value]) -> list[Value]:
-        """The values of all processes, in the order of their ranks."""
         found: list[Sequence[Value]] = [()] * self.count
         distributed.all_gather_object(found, list(own))
         return list(chain.from_iterable(found))
 
     def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Maxima and sums of int64 tensors over all processes (`KvStatistics.combine`)."""
-
         combine(self.maximum, distributed.all_reduce)
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
@@ -176,7 +161,6 @@ class GroupRanks:
         return self._from_last(sums, like)
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all processes, in the order of their ranks."""
         most = max(sizes)
         padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own))])
         # Into a list, NCCL would need all of it a second time.

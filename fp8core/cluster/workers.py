@@ -3,7 +3,7 @@
 Weights go from rank 0 to all engines at once, and every engine's read-back is compared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -12,11 +12,11 @@ import ray
 
 from fp8core.cluster.gang import Call, Gang, Handle
 from fp8core.cluster.member import HostProcess
-from fp8core.cluster.parts import EnginePart, Exported, SftPart, TrainerPart
+from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, build_sft
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
-from fp8core.errors import HeadLost, MemberLost, StoredFileError, UserError
+from fp8core.errors import MemberLost, StoredFileError, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.tensor_source import OTHER_START, TensorSource
 from fp8core.models.tokenizer import Tokenizer
@@ -57,7 +57,6 @@ class RemoteWeights(dict[str, TensorSpec]):
     """
 
     def __init__(self, exported: Sequence[Exported | None], key: str) -> None:
-        """From what each rank exported, rank 0 first."""
         first = exported[0]
         assert first is not None, "rank 0 has the whole policy"
         super().__init__(first.layouts)
@@ -104,12 +103,10 @@ class Links:
     """Groups of rank 0 and the engines that it broadcasts to, each made when it is first needed."""
 
     def __init__(self, gang: Gang, host: str, port: int) -> None:
-        """The store at this address is where their processes meet."""
         self._gang, self._address = gang, (host, port)
         self._made = set[str]()
 
     def key(self, path: Broadcast, engines: Sequence[int]) -> str:
-        """The name of their `Link` in each of the processes."""
         key = f"{path} {' '.join(map(str, engines))}"
         if key not in self._made:
             members = [self._gang.ranks[0], *(self._gang.engines[index] for index in engines)]
@@ -124,7 +121,6 @@ class Cluster:
     """The members of a run, connected: they live as long as this does."""
 
     def __init__(self, config: RunConfig, wants_gpus: bool, environment: Environment) -> None:
-        """Place them (errors: `Gang`)."""
         shared = engine_entry(config).tensor_parallel(config)
         self._arguments = config.cluster, shared, wants_gpus, environment, config.threads
         self._keys = count()
@@ -145,25 +141,18 @@ class Cluster:
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
         """A trainer over all ranks, each of which makes the weights that it starts from.
 
-        Raises:
-            StoredFileError: they are other ones in another rank.
-            UserError: a rank finds no file of a loss of the user's own, or another one than this process.
+        Raises UserError: a rank has other weights, or another file of a loss of the user's own.
         """
         config = self._with_its_loss(self.gang.ranks, config)
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
         return RankedTrainer(self.gang, key, arch)
 
     def build_sft_trainer(self, config: RunConfig, arch: Architecture, initial: TensorSource) -> "RemoteSft":
-        """A trainer for the warm start on rank 0, which makes the weights that it starts from.
-
-        Raises UserError: as `build_trainer`.
-        """
         config = self._with_its_loss(self.gang.ranks[:1], config)
-        key = self._build(self.gang.ranks[:1], SftPart, (), config, arch, initial)
+        key = self._build(self.gang.ranks[:1], build_sft, (), config, arch, initial)
         return RemoteSft(self.gang, key)
 
     def close(self) -> None:
-        """End everything; a second call does nothing."""
         self.gang.close()
 
     def _open(self, lost: Gang | None = None) -> None:
@@ -181,7 +170,7 @@ class Cluster:
             self._links = Links(gang, host, port)
         except BaseException as error:
             gang.close()
-            if lost is None or not isinstance(error, UserError) or isinstance(error, HeadLost):
+            if lost is None or not isinstance(error, UserError):
                 raise
             # Rank 0 ended while others looked for it.
             raise MemberLost(str(error)) from error
@@ -193,7 +182,7 @@ class Cluster:
             self.gang.call_all(members, "build", "loss", refuse_other_loss, (), loss.policy, digest)
         return config.model_copy(update={"loss": loss})
 
-    def _build(self, members: Sequence[Handle], part: type, uses: Sequence[str], *arguments: Any) -> str:
+    def _build(self, members: Sequence[Handle], part: Callable[..., Any], uses: Sequence[str], *arguments: Any) -> str:
         key = f"{part.__name__} {next(self._keys)}"
         self.gang.call_all(members, "build", key, part, uses, *arguments)
         return key
@@ -249,18 +238,19 @@ class ReplicatedEngine:
         return found[len(sends) :]
 
     def fingerprint(self) -> str:
-        found: list[str] = self._gang.gather(self._calls("fingerprint"))
+        found: list[str] = self._gang.gather(self._ask("fingerprint"))
         return agreed(self._members, "other weights", found)
 
     def describe(self) -> dict[str, object]:
-        """As one engine describes itself, which must be the same of all."""
-        return agreed(self._members, "other formats", self._gang.gather(self._calls("describe")))
+        return agreed(self._members, "other formats", self._gang.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Completions, whole groups as they finish; each yield is of one engine."""
         shares = zip(self._members, shard_prompts(groups, len(self._members)), strict=True)
         working = {member: share for member, share in shares if share}
-        self._gang.gather([m.send("begin", self._key, "generate", share, sampling) for m, share in working.items()])
+        self._gang.gather(
+            [m.send("begin", self._key, "call", "generate", share, sampling) for m, share in working.items()]
+        )
         waiting = {call.ref: call.member for m in working for call in [m.send("advance") for _ in range(_AHEAD)]}
         try:
             while waiting:
@@ -277,20 +267,21 @@ class ReplicatedEngine:
                 self._gang.gather([member.send("end") for member in set(waiting.values())])
 
     def open_session(self, sampling: Sampling) -> "ReplicatedSession":
-        """As `StreamingEngine.open_session`, in all engines. Raises UserError: they have none."""
         self._gang.gather(self._calls("open_session", sampling))
         return ReplicatedSession(self._gang, self._key)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """As `RolloutEngine.score`, in all engines at the same time; a row for each."""
-        return [row for rows in self._gang.gather(self._calls("score", probes, temperature)) for row in rows]
+        return [row for rows in self._gang.gather(self._ask("score", probes, temperature)) for row in rows]
 
     def sleep(self) -> None:
-        """As `RolloutEngine.sleep`, in all engines."""
-        self._gang.gather(self._calls("sleep"))
+        self._gang.gather(self._ask("sleep"))
 
     def close(self) -> None:
         """The processes end with the cluster, and with them what they hold."""
+
+    def _ask(self, method: str, *arguments: Any) -> list[Call]:
+        """A method of the engines themselves."""
+        return self._calls("call", method, *arguments)
 
     def _calls(self, method: str, *arguments: Any) -> list[Call]:
         return [member.send("call", self._key, method, *arguments) for member in self._members]
@@ -303,7 +294,6 @@ class ReplicatedSession:
     """
 
     def __init__(self, gang: Gang, key: str) -> None:
-        """The engines have opened their sessions."""
         self._gang, self._key, self._members = gang, key, gang.engines
         self._waiting = dict[Any, Handle]()
         self._in_flight = [0] * len(gang.engines)
@@ -320,7 +310,6 @@ class ReplicatedSession:
                 self._send(member, "add", share)
 
     def step(self) -> list[Completion]:
-        """As `Session.step`, in all engines that have requests; what one of them has finished."""
         for member, requests in zip(self._members, self._in_flight, strict=True):
             calls = sum(other is member for other in self._waiting.values())
             for _ in range(calls, _AHEAD if requests else 0):
@@ -333,7 +322,6 @@ class ReplicatedSession:
         return completions
 
     def close(self) -> None:
-        """Drop what is in flight; of engines that are lost nothing is."""
         if self._gang.alive:
             self._gang.gather([member.send("call", self._key, "close_session") for member in self._members])
 
@@ -343,13 +331,10 @@ class ReplicatedSession:
 
 
 def shard_prompts(groups: Sequence[PromptGroup], engines: int) -> list[list[PromptGroup]]:
-    """The groups of each engine: whole, in turn, so that as many lie on one as on another."""
     return [list(groups[first::engines]) for first in range(engines)]
 
 
 class RemoteSft:
-    """The trainer of a warm start, on rank 0; satisfies `SftTrainer`."""
-
     def __init__(self, gang: Gang, key: str) -> None:
         self._gang, self._key = gang, key
 
@@ -358,7 +343,6 @@ class RemoteSft:
         return found
 
     def store_weights(self, store: ArtifactStore) -> Ref:
-        """As `SftTrainer.store_weights`, by rank 0: no weights come to this process."""
         found: Ref = self._call("store_weights", store)
         return found
 
@@ -372,14 +356,9 @@ class RemoteSft:
 
 
 class RankedTrainer:
-    """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's.
-
-    Attributes:
-        start_digest: `masters_digest` of what it started from, as the ranks have read it.
-    """
+    """One trainer in all ranks, which make the same calls; satisfies `Trainer`. Results are rank 0's."""
 
     def __init__(self, gang: Gang, key: str, arch: Architecture) -> None:
-        """The ranks have their parts. Raises StoredFileError: they have read other weights."""
         self._gang, self._key, self.arch = gang, key, arch
         self._numbers = count()
         self.version = 0
@@ -416,7 +395,6 @@ class RankedTrainer:
         return self._learnt([report for report, _ in found]), found[0][1]
 
     def keep(self, shipped: Shipped) -> str:
-        """As `ScoringTrainer.keep`: the key of a part of every rank, which has its share."""
         key = f"{self._key}, kept {next(self._numbers)}"
         self._gang.call_all(self._gang.ranks, "build", key, TrainerPart.kept, (self._key,))
         return key
@@ -432,7 +410,6 @@ class RankedTrainer:
         return found
 
     def _learnt(self, reports: Sequence[TrainReport]) -> TrainReport:
-        """The report of all ranks. Raises ReplicaError: they hold other weights."""
         report = reports[0]
         agreed(self._gang.ranks, f"other weights after update {report.version}", [each.digest for each in reports])
         self.version = report.version
@@ -443,8 +420,6 @@ class RankedTrainer:
         return found
 
     def export(self) -> RemoteWeights:
-        """Weights that wait in the ranks until an engine has taken them.
-        Raises ReplicaError: ranks hold other policies."""
         exported = self._each("export")
         weights = RemoteWeights(exported, self._key)
         digests = [weights.digest() if found is None else found.digest for found in exported]
@@ -452,7 +427,6 @@ class RankedTrainer:
         return weights
 
     def digest(self) -> str:
-        """As `Trainer.digest`. Raises ReplicaError: ranks hold other weights."""
         digests: list[str] = self._each("digest")
         return agreed(self._gang.ranks, "other weights", digests)
 
@@ -460,7 +434,6 @@ class RankedTrainer:
         self._call("save", folder)
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """As `Trainer.save_policy`, by rank 0: no weights come to this process."""
         self._by_all("save_policy", folder, tokenizer)
 
     def load(self, folder: Path) -> None:
@@ -471,7 +444,6 @@ class RankedTrainer:
         self._call("rest")
 
     def close(self) -> None:
-        """Drop the policy in every rank; a second call does nothing."""
         if self._gang.alive:
             self._gang.call_all(self._gang.ranks, "drop", self._key)
 
@@ -479,7 +451,6 @@ class RankedTrainer:
         return self._by_all("call", method, *arguments)[0]
 
     def _each(self, method: str) -> list[Any]:
-        """The answers of all ranks' parts to a call that `TrainerPart` itself has."""
         return self._gang.call_all(self._gang.ranks, "call", self._key, method)
 
     def _by_all(self, method: str, *arguments: Any) -> list[Any]:

@@ -6,7 +6,6 @@ about 2^-40 an element. Exponentials run in FP64 because torch's vector and scal
 the way to a result.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -196,15 +195,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rounding: Rounding) -> Tensor:
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
     """FP32 [d / 2], on the CPU: theta^(-2i / d). A GPU's power has other last bits."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim)
-
-
-def processor_digest() -> str:
-    """SHA-256 of rotary tables of one fixed shape: other vector units give some powers and cosines another last bit.
-
-    Each process makes the tables of its model by itself. Nothing that engines read back shows them.
-    """
-    angles = torch.arange(4096, device="cpu").float()[:, None] * inverse_frequencies(128, 1e6)
-    return hashlib.sha256(torch.stack((angles.cos(), angles.sin())).numpy().tobytes()).hexdigest()
 
 
 def scale_frequencies(frequencies: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:

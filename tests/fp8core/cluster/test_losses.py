@@ -5,7 +5,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -13,31 +12,21 @@ import torch
 from ray_nodes import start_cluster
 
 from fp8core.cluster import gang
-from fp8core.cluster.connection import connect
-from fp8core.cluster.gang import Gang, Handle
+from fp8core.cluster.gang import Gang
 from fp8core.cluster.member import HostProcess, Member
 from fp8core.config.capability import Environment
 from fp8core.config.load import load_config
 from fp8core.errors import MemberLost, UserError
 from fp8core.run.build import open_cluster
-from fp8core.run.machine import members_node
-
-
-@contextmanager
-def cluster_of(system: dict[str, Any]) -> Iterator[str]:
-    """The address of a cluster with places for two processes."""
-    cluster = start_cluster({"num_cpus": 2, "_system_config": system})
-    try:
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with cluster_of({}) as found:
-        yield found
+    """The address of a cluster with places for two processes."""
+    cluster = start_cluster({"num_cpus": 2})
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
 
 
 @contextmanager
@@ -56,19 +45,6 @@ def test_a_killed_process_is_not_called_out_of_memory(address):
     assert "\n" not in str(lost.value)
     assert "memory" not in str(lost.value)
     assert "OOM" not in str(lost.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
-def test_a_gang_closes_whose_session_another_one_has_closed(address, again):
-    with ranks(address, 1) as outer:
-        with ranks(address, 1):
-            pass
-        if again:
-            members_node(load_config("tiny", {"cluster": {"address": address, "ranks": 1}}))
-        outer.close()
-        assert not outer.alive
-        assert not ray.is_initialized()
 
 
 @pytest.mark.slow
@@ -96,28 +72,6 @@ def test_a_process_that_hangs_is_lost_by_its_name_after_the_time_for_an_answer(a
         where = f"rank 1: process {hung.pid} on {hung.address}"
         assert str(lost.value) == f"{where} gave no answer within cluster.answer_seconds=2"
         assert not gang.alive
-
-
-@pytest.mark.slow
-def test_a_process_that_ray_ends_for_want_of_memory_is_called_so():
-    """Ray ends every process of a node whose memory is beyond its bound: here, all of them."""
-    full = {"memory_usage_threshold": 0.0001, "memory_monitor_refresh_ms": 100}
-    ended = r"1 worker\(s\) were killed due to the node running low on memory\."
-    with cluster_of(full) as address:
-        config = load_config("tiny", {"cluster": {"address": address, "ranks": 2}})
-        with pytest.raises(UserError, match=rf"^cluster: \S+: {ended}") as asked:
-            members_node(config)
-        with pytest.raises(UserError, match=rf"^cluster: a process did not start: no memory left: {ended}") as started:
-            Gang(config.cluster, 1, False, Environment(), 1)
-        connect(config.cluster, 1)
-        gang = Gang.__new__(Gang)
-        member = Handle(
-            ray.remote(Member).options(max_restarts=0).remote({}, {}, 1, []), HostProcess("h", "3", 7, "", "", "")
-        )
-        member.name = "engine 0"
-        with pytest.raises(MemberLost, match=rf"^engine 0: process 7 on h, GPU 3 had no memory left: {ended}") as lost:
-            gang.value(*member.send("drop", "nothing"))
-    assert not any("\n" in str(each.value) for each in (asked, started, lost))
 
 
 class Ending(Member):
