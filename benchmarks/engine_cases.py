@@ -28,7 +28,7 @@ from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales, scales_from_statistics
 from fp8core.numerics.recipe import RecipeName
 from fp8core.processes.variables import set_variables
-from fp8core.resources.kernels import Product, layer_products, samples
+from fp8core.resources.kernels import Product, layer_products, shared_out
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
@@ -121,8 +121,8 @@ def compile_products(arch: Architecture, agreed: PrecisionContract, most: int) -
     if agreed.rollout.linear == "fp8_block":
         rows, gpu, folders = range(1, most + 1), torch.cuda.get_device_properties(0), kernel_folders()
         head = Product("bf16", padded_vocabulary(arch.vocab_size), arch.hidden_size, rows)
-        found = samples([*layer_products(arch, rows), head], gpu.multi_processor_count)
-        missing = missing_jobs([product_job(sample, folders) for sample in found], gpu.name)
+        found = shared_out([*layer_products(arch, rows), head])
+        missing = missing_jobs([product_job(product, folders) for product in found], gpu.name)
         if missing:
             run_jobs(missing, gpu.name, lambda done, jobs: None)
 

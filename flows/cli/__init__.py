@@ -1,7 +1,4 @@
-"""The `fp8-grpo` command: a module for each command, and all of them in `flows.cli.commands`.
-
-`dequantise` is in the module of `quantise`. Exit codes are those of `flows.termination.ExitCode`.
-"""
+"""The `fp8-grpo` command: a module for each command, and all of them in `flows.cli.commands`."""
 
 from collections.abc import Sequence
 

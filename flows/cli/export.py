@@ -81,11 +81,11 @@ def export_step(options: argparse.Namespace) -> int:
 
 def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "CheckpointConversion":
     """The conversion to block FP8, which leaves in BF16 the layers that the rollouts kept so."""
-    from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+    from fp8core.models.quantised_checkpoint import plan_quantisation
 
     precision = original.config(step).precision
-    kept = KeptInBf16(precision.bf16_first_layers, precision.bf16_last_layers)
-    return plan_quantisation(policy.folder, kept, precision.recipe.weights)
+    ends = precision.bf16_first_layers, precision.bf16_last_layers
+    return plan_quantisation(policy.folder, precision.recipe.weights, *ends)
 
 
 def _writer(

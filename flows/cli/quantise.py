@@ -1,4 +1,4 @@
-"""`fp8-grpo quantise` and `fp8-grpo dequantise`: a checkpoint to block FP8, and back to BF16."""
+"""`fp8-grpo quantise`: a checkpoint to block FP8."""
 
 import argparse
 import time
@@ -16,45 +16,26 @@ _SHOWN = 8
 
 
 def add_command(commands: Any) -> None:
-    quantise = _add(commands, "quantise", quantise_folder, "write a checkpoint's linears in block FP8")
+    quantise = commands.add_parser("quantise", help="write a checkpoint's linears in block FP8")
+    quantise.add_argument("source", type=Path, metavar="SOURCE", help="folder of the checkpoint")
+    add_target(quantise)
     quantise.add_argument("--first", type=at_least(0), default=0, metavar="N", help="keep the first N layers in BF16")
     quantise.add_argument("--last", type=at_least(0), default=0, metavar="N", help="keep the last N layers in BF16")
     quantise.add_argument(
-        "--keep", nargs="+", action="extend", default=[], metavar="NAME", help="keep in BF16, such as '*.down_proj'"
-    )
-    quantise.add_argument(
         "--scale-rule", choices=("pow2", "fp32"), default="pow2", help="powers of two (default) or FP32 scales"
     )
-    _add(commands, "dequantise", dequantise_folder, "write a block-FP8 checkpoint in BF16")
+    quantise.set_defaults(command=quantise_folder)
 
 
 def quantise_folder(options: argparse.Namespace) -> int:
-    from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation
+    from fp8core.models.quantised_checkpoint import plan_quantisation
     from fp8core.numerics.recipe import RECIPES
 
-    kept = KeptInBf16(options.first, options.last, tuple(options.keep))
-    plan = plan_quantisation(options.source, kept, RECIPES[options.scale_rule].weights)
+    plan = plan_quantisation(options.source, RECIPES[options.scale_rule].weights, options.first, options.last)
     seconds = write_planned(plan, options.target)
     say(f"{options.target}: {_summary(plan, seconds)}, {options.scale_rule} scales")
     print_remarks(plan)
     return ExitCode.DONE
-
-
-def dequantise_folder(options: argparse.Namespace) -> int:
-    from fp8core.models.quantised_checkpoint import plan_dequantisation
-
-    plan = plan_dequantisation(options.source)
-    say(f"{options.target}: {_summary(plan, write_planned(plan, options.target))}")
-    _print_names("not copied", [str(path) for path in plan.left_out])
-    return ExitCode.DONE
-
-
-def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the checkpoint")
-    add_target(parser)
-    parser.set_defaults(command=command)
-    return parser
 
 
 def print_remarks(plan: "CheckpointConversion") -> None:

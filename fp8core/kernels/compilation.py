@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8core.errors import UserError, described_error
 from fp8core.processes.end_with_parent import follow_parent
-from fp8core.resources.kernels import Sample
+from fp8core.resources.kernels import Product
 
 # A process holds some GB of the GPU while it works.
 _MOST_PROCESSES = 16
@@ -113,27 +113,28 @@ def _finish(job: Job, future: "Future[None]", versions: str) -> None:
         raise UserError(f"{mark.parent}: kernels cannot be kept there: {error.strerror}") from error
 
 
-def multiply(sample: Sample, device: str = "cuda") -> None:
-    """Compute one product of zeros, which compiles its kernel where the library does that."""
+def multiply(product: Product, device: str = "cuda") -> None:
+    """Compute products of zeros, which compiles their kernels where the library does that."""
     from fp8core.numerics.gemm import forward_gemm, weight_gradient_gemm
     from fp8core.numerics.packed import head_logits
     from fp8core.numerics.recipe import TILE
 
     def zeros(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        codes = torch.zeros(rows, columns, device=device).to(torch.float8_e4m3fn)
+        codes = torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
         # Column-major with a pitch for tensor maps, as our quantisers and vLLM's write them.
         scales = torch.ones(-(-columns // TILE), -(-rows // 4) * 4, device=device)
         return codes, scales.t()[:rows]
 
-    operands, outputs, contraction, rows, _ = sample
-    if operands == "bf16":
-        left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
-        head_logits(left, right)
-    elif operands == "fp8_gradient":
-        weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
-    else:
-        tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
-        forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))
+    outputs, contraction = product.outputs, product.contraction
+    for rows in product.rows:
+        if product.operands == "bf16":
+            left, right = (torch.zeros(n, contraction, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+            head_logits(left, right)
+        elif product.operands == "fp8_gradient":
+            weight_gradient_gemm(zeros(outputs, rows), zeros(contraction, rows))
+        else:
+            tiles = torch.ones(-(-outputs // TILE), -(-contraction // TILE), device=device)
+            forward_gemm(zeros(rows, contraction), (zeros(outputs, contraction)[0], tiles))
     release_memory()
 
 

@@ -1,10 +1,6 @@
 """The shape of a decoder, and Hugging Face's config.json of each family that we compute, read and written.
 
-Rotary parameters are read in the keys of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
-(`rope_parameters`), and both are written. Precedence is that of transformers 5 (`modeling_rope_utils.py`,
-`convert_rope_params_to_dict`). Anything that would make the decoder compute something else is refused by its key.
-Weights in block FP8 are read as what their codes stand for (`models.checkpoint`).
-"""
+Rotary parameters have the precedence of transformers 5 (`modeling_rope_utils.py`, `convert_rope_params_to_dict`)."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -91,10 +87,8 @@ class Architecture:
 def with_whole_tiles(arch: Architecture) -> Architecture:
     """The decoder as kernels for block FP8 compute it: parts of fused linears end where tiles of 128 do.
 
-    Heads of zeros follow its own, KV heads with as many query heads as the others have, and columns of zeros those of
-    SwiGLU. They change no amax and no sum, so every byte of the results is that of partial tiles. The hidden size
-    stays: norms take its mean.
-    """
+    Heads of zeros follow its own, and columns of zeros those of SwiGLU. They change no amax and no sum, so every byte
+    of the results is that of partial tiles. The hidden size stays: norms take its mean."""
     together = TILE // gcd(TILE, arch.head_dim)
     kv_heads = round_up(arch.num_kv_heads, together)
     heads = arch.num_heads // arch.num_kv_heads * kv_heads
@@ -103,7 +97,6 @@ def with_whole_tiles(arch: Architecture) -> Architecture:
 
 
 def padded_vocabulary(tokens: int) -> int:
-    """Rows of embedding and head in vLLM, and in SGLang."""
     return round_up(tokens, VOCABULARY_STEP)
 
 
@@ -175,8 +168,6 @@ _Flag = Annotated[bool, Field(strict=True)]
 
 
 class _Rope(BaseModel):
-    """`rope_scaling`, or `rope_parameters`, of a config.json."""
-
     rope_type: Literal["default", "llama3"] = Field("default", validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: _Positive | None = None
     partial_rotary_factor: _One | None = None
@@ -190,7 +181,7 @@ class _Llama3Rope(BaseModel):
 
 
 class _HfConfig(BaseModel):
-    """The keys of a config.json that the decoder depends on, with the values that transformers gives absent ones."""
+    """The keys that the decoder depends on, with the values that transformers gives absent ones."""
 
     architectures: list[Literal[tuple(_FAMILIES)]] = Field(min_length=1, max_length=1)  # type: ignore[valid-type]
     model_type: str | None = None
@@ -246,9 +237,7 @@ def _refused(where: str, key: str, found: object, supported: str) -> UserError:
 
 def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
     """The decoder that a config.json describes; `where` names the file in messages.
-
-    Raises UserError: naming the file and the key: another architecture, or a feature that the decoder lacks.
-    """
+    Raises UserError: another architecture, or a feature that the decoder lacks, by the file and the key."""
     hf = _read(_HfConfig, config, where)
     family, heads = _FAMILIES[hf.architectures[0]], hf.num_attention_heads
     kv_heads = heads if hf.num_key_value_heads is None else hf.num_key_value_heads
@@ -319,7 +308,6 @@ def _head_dim(hf: _HfConfig, family: Family, where: str) -> int:
 
 
 def _rope(config: Mapping[str, Any], hf: _HfConfig, where: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary positions."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     section, rope = config.get(key) or {}, getattr(hf, key) or _Rope()
     if any(isinstance(value, Mapping) for value in section.values()):
@@ -366,10 +354,7 @@ def _experts(config: Mapping[str, Any], hf: _HfConfig, where: str) -> Experts:
 def architecture_to_hf(
     arch: Architecture, *, bos_id: int | None, eos_ids: Collection[int], pad_id: int | None, dtype: str
 ) -> dict[str, Any]:
-    """A config.json that transformers and vLLM load.
-
-    Experts, the RMSNorm of Q and K, and the bias pick the class; Mistral without a window is Llama by another name.
-    """
+    """A config.json that transformers and vLLM load."""
     assert not (arch.qkv_bias and arch.qk_norm), "no family has both a bias and norms of Q and K"
     assert arch.qk_norm or arch.experts is None, "no family has experts and no norm of Q and K"
     # An absent key means a window of 4096 tokens to Mistral's class.
@@ -429,6 +414,5 @@ def architecture_to_hf(
 
 
 def one_or_list(ids: Collection[int]) -> int | list[int]:
-    """End-of-sequence ids as Hugging Face writes them: one number, or a list of several."""
     ordered = sorted(ids)
     return ordered[0] if len(ordered) == 1 else ordered

@@ -1,7 +1,4 @@
-"""One tensor of a checkpoint on its way to block FP8, back to BF16, or kept as it is.
-
-`X.weight` becomes E4M3 codes with `X.weight_scale_inv`, the FP32 scales of its 128x128 tiles that multiply them back.
-"""
+"""One tensor of a checkpoint on its way to block FP8, read back from it in BF16, or kept as it is."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,9 +57,6 @@ class Dequantised:
     def absolute(self) -> "Dequantised":
         return Dequantised(self.stored.absolute(), self.scales.absolute())
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {self.stored.spec.name: self.whole()}
-
     def whole(self) -> Tensor:
         """The matrix. Raises UserError: the file cannot be read, or holds codes without a value."""
         scales = self.scales.whole().float()
@@ -83,8 +77,6 @@ class Dequantised:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that is not quantised, in its own type or narrowed to BF16."""
-
     stored: StoredTensor
     dtype: str
 
@@ -97,9 +89,6 @@ class Kept:
         return {self.stored.spec.name: values}
 
 
-Conversion = Quantised | Dequantised | Kept
-
-
 def _is_finite(values: Tensor) -> bool:
     # The maximum of anything with NaN is NaN; `isfinite` of every element takes many times as long in BF16.
     return bool(values.abs().amax().isfinite())
@@ -110,5 +99,4 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _row_blocks(matrix: Tensor) -> Iterator[Tensor]:
-    """Rows of whole tiles, few enough for a processor's cache."""
     yield from matrix.split(max(1, _CHUNK_ELEMENTS // (matrix.shape[1] * TILE)) * TILE)

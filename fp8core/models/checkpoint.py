@@ -1,8 +1,4 @@
-"""Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all.
-
-A folder in block FP8 is read as BF16, `code * scale` rounded once. `InitialWeights` are those of a decoder from
-scratch.
-"""
+"""Checkpoint folders in the Hugging Face layout: read with every tensor checked, written whole or not at all."""
 
 import json
 import shutil
@@ -69,7 +65,6 @@ class StoredCheckpoint:
     tokenizer: Tokenizer
 
     def load(self) -> Checkpoint:
-        """Read the weights. Raises UserError naming the file, and the tensor that is not what it should be."""
         return Checkpoint(self.architecture, dict(self.source()), self.tokenizer, frozenset(self.codes))
 
     def source(self) -> FileTensors:
@@ -89,14 +84,13 @@ class StoredCheckpoint:
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read config.json, the weights (one safetensors file or an index of several) and the tokenizer.
+    """Read config.json, the weights and the tokenizer.
     Raises UserError: naming the file, and the key or tensor with what was expected and found."""
     return find_checkpoint(folder).load()
 
 
 def find_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Read config.json, the names and shapes of the weights, and the tokenizer.
-    Raises UserError: as `load_checkpoint`."""
+    """Read config.json, the names and shapes of the weights, and the tokenizer. Raises UserError."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     config_path = folder / "config.json"
@@ -122,12 +116,8 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a folder that `load_checkpoint`, transformers and vLLM read.
-
-    Everything is written and synced in `.<name>.partial` beside it, which is then renamed; a leftover of an interrupted
-    call is replaced. Equal input gives equal bytes. `folder`: must not exist, or be empty. `tensors`: exactly the names
-    and shapes of `parameter_shapes(architecture)`. Raises UserError: the folder is in the way or cannot be written.
-    """
+    """Write a folder that `load_checkpoint`, transformers and vLLM read; equal input gives equal bytes.
+    Raises UserError: the folder is in the way or cannot be written."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == parameter_shapes(architecture), "tensors do not fit the architecture"
     with whole_folder(folder) as partial:
@@ -144,7 +134,6 @@ def check_vocabulary(where: str, architecture: Architecture, tokenizer: Tokenize
 
 
 def check_unoccupied(target: Path) -> None:
-    """Raises UserError: there is something in the way of a checkpoint."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: already exists; a checkpoint is never overwritten")
 
@@ -193,7 +182,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _take_codes(stored: dict[str, StoredTensor]) -> dict[str, Dequantised]:
-    """Matrices of codes with the scales of their tiles; the scales are taken out of `stored`."""
+    """Matrices of codes with their scales, which are taken out of `stored`."""
     names = [
         name for name, tensor in stored.items() if tensor.spec.dtype == "F8_E4M3" and name + SCALE_SUFFIX in stored
     ]
@@ -256,11 +245,9 @@ def _experts(config: ArchitectureConfig) -> Experts | None:
 class InitialWeights(TensorSource):
     """FP32 weights of a decoder from scratch: norms 1, biases 0, embedding N(0, 1), linears N(0, 1 / in).
 
-    Outputs of a block are scaled by 1 / sqrt(2 layers). An embedding that is also the head is drawn as a head, so that
-    a fresh policy is nearly uniform. Processors with other vector units draw other values.
-
-    The scaling of block outputs is that of GPT-2 (Radford et al., 2019, section 2.3).
-    """
+    Outputs of a block are scaled by 1 / sqrt(2 layers) (GPT-2, Radford et al., 2019, section 2.3). An embedding that is
+    also the head is drawn as a head, so that a fresh policy is nearly uniform. Processors with other vector units draw
+    other values."""
 
     def __init__(self, arch: Architecture, seed: int) -> None:
         self._arch, self._seed = arch, seed

@@ -1,15 +1,7 @@
 """The decoder shared by the embedded engine and the torch trainer: every family of `architecture`, in any format.
 
-    decoder = Decoder(architecture, reference_formats(architecture.num_layers))
-    names, recipe = decoder.formats.stored_names(), decoder.formats.recipe
-    weights = load_policy(architecture, stored_weights(masters, names, recipe.weights))
-    context = FullContext.of(valid)                       # bool [B, T], False on padding
-    hidden  = decoder.hidden(weights, tokens, positions, context, scales=())     # FP32 [B, T, hidden]
-    logits  = decoder.formats.head.logits(hidden.flatten(0, 1), weights.head)    # FP32 [B * T, vocabulary]
-
 Engine and trainer run this code on the same bytes, and no operation depends on the batch around a token. So their
-log-probs are equal bit for bit.
-"""
+log-probs are equal bit for bit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,8 +69,6 @@ class FullContext:
 
 
 class Decoder:
-    """Stateless but for its rotary tables."""
-
     def __init__(self, arch: Architecture, formats: Formats) -> None:
         self.arch, self.formats = arch, formats
         self._sparse = {layer: index for index, layer in enumerate(arch.sparse_layers)}
@@ -94,19 +84,13 @@ class Decoder:
         observe: Observer | None = None,
         routing: Routing = TOP_K,
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, FP32 [B, T, hidden].
 
         Args:
             tokens: int64 [B, T].
             positions: int64 [B, T], below `max_positions`.
-            context: what may be attended to.
             scales: scales of Q, K and V per layer; required by FP8 attention.
-            observe: called per layer with q, k, v [B, heads, T, d] as they are cached.
-            routing: chooses the experts of each token, in layers that have any.
-
-        Returns:
-            FP32 [B, T, hidden].
-        """
+            observe: called per layer with q, k, v [B, heads, T, d] as they are cached."""
         cos, sin = self.rotary_tables(positions)
         x, added = torch.nn.functional.embedding(tokens, weights.embedding), None
         for i, layer in enumerate(weights.layers):
@@ -128,12 +112,7 @@ class Decoder:
         scales: Sequence[LayerScales] = (),
         observe: Observer | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats).
-
-        Args:
-            batch: sequences, with the experts to replay and the truncation of the distributions, where it has them.
-            scales, observe: as of `hidden`.
-        """
+        """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats)."""
         routing = TOP_K if batch.experts is None else ReplayedRouting(batch.experts)
         context = FullContext.of(batch.valid)
         hidden = self.hidden(weights, batch.tokens, batch.positions, context, scales, observe, routing)
@@ -146,22 +125,17 @@ class Decoder:
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
     def _add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with a block's output, and its norm, both like x; `added` is [tokens, hidden]."""
         rounding, points = self.formats.rounding, self.formats.points
         total = x if added is None else x + added.view_as(x)
         normed = rms_norm(points.sums(total), weight, self.arch.rms_norm_eps, rounding, points.normalised)
         return rounding(total), normed
 
     def fused_qkv(self, i: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        """Heads of Q, K and V side by side, of a layer's normed [tokens, hidden].
-
-        A bias is added to the product as it is rounded, and the sum is rounded again: to BF16, or in FP32 not at all.
-        """
         product = self.formats.layers[i].qkv(x, layer.qkv)
         return product if layer.qkv_bias is None else self.formats.rounding(product + layer.qkv_bias)
 
     def _qkv(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V as [B, heads, T, d], normed and rotated."""
+        """[B, heads, T, d] of each, normed and rotated."""
         batch, length, _ = x.shape
         arch, rounding, inner = self.arch, self.formats.rounding, self.formats.points.normalised
         heads = self.fused_qkv(i, layer, x.flatten(0, 1)).view(batch, length, -1, arch.head_dim)
@@ -180,7 +154,7 @@ def _attend(
     context: Context,
     scales: LayerScales | None,
 ) -> Tensor:
-    """Attention output as [tokens, heads * d]."""
+    """[tokens, heads * d]."""
     q, k, v = qkv
     keys, values = context.extend(layer, *attention.store(k, v, scales))
     out = attention.attend(q, keys, values, context.mask, scales)

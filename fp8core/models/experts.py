@@ -57,8 +57,6 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class MlpFormats:
-    """Formats of a SwiGLU block's two linears and of the values between them."""
-
     gate_up: LinearFormat
     down: LinearFormat
     rounding: Rounding
@@ -66,8 +64,6 @@ class MlpFormats:
 
 
 class Routing(Protocol):
-    """The choice of the experts that a token goes to."""
-
     def choose(self, layer: int, logits: Tensor, k: int) -> Tensor:
         """Experts of each token, ascending: int64 [tokens, k]; `logits` are FP32 [tokens, experts], `layer` counts
         sparse ones."""

@@ -21,10 +21,7 @@ class Converted(NamedTuple):
 
 def convert_gguf(source: Path, target: Path) -> Converted:
     """Write the weights of a GGUF file of any quantisation in BF16, with its tokenizer and chat template.
-
-    `target` must not exist, or be empty. Raises UserError: not such a file, another architecture, or the
-    target is in the way.
-    """
+    Raises UserError: not such a file, another architecture, or something is in the way of the target."""
     try:
         with source.open("rb") as file:
             magic = file.read(len(_MAGIC))

@@ -27,20 +27,10 @@ class ResolvedModel:
 def resolve_model(
     model: str, revision: str | None, cache: Path | None = None, files: Sequence[str] = _FILES, key: str = "model"
 ) -> ResolvedModel:
-    """Find a checkpoint, downloading it when it is a hub id.
+    """Find a checkpoint, downloading it when it is a hub id; without an answer, an earlier download is used.
 
-    The token, the endpoint and offline mode are huggingface_hub's own settings. When the hub does not answer, what
-    an earlier download left in the cache is used.
-
-    Args:
-        model: A folder, or a hub id such as `Qwen/Qwen3-0.6B`.
-        revision: Branch, tag or commit of a hub id; None for its main branch.
-        cache: The hub's cache folder; None for huggingface_hub's own.
-
-    Raises:
-        UserError: no such folder, or none of a checkpoint; no such model or revision; or neither network nor a cached
-            copy.
-    """
+    `model`: a folder, or a hub id such as `Qwen/Qwen3-0.6B`. `revision`: branch, tag or commit; None for the main
+    branch. Raises UserError: no such folder, model or revision, or neither network nor a cached copy."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -63,13 +53,12 @@ def resolve_model(
 
 
 def _near_checkpoint(folder: Path) -> Path | None:
-    """A checkpoint beside a folder that does not exist, with a similar name."""
     name = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
     return None if name is None else folder.with_name(name)
 
 
 def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str], key: str) -> Path:
-    """The cache's folder of one commit, which is named by the commit."""
+    """The cache's folder of one commit, by whose name it goes."""
     # Not above: a run whose model is in a folder does without.
     from huggingface_hub import HfApi, errors, snapshot_download
 

@@ -1,8 +1,7 @@
 """safetensors files of a checkpoint: their headers, single tensors, and rows that many processes write into one file.
 
-The library reads and checks the files. It cannot write a part of a file, so `create_file` lays one out alike. Wide
-types come first, then names decide, after a JSON header (https://github.com/huggingface/safetensors, README).
-"""
+The library cannot write a part of a file, so `create_file` lays one out alike
+(https://github.com/huggingface/safetensors, README)."""
 
 import json
 import math
@@ -61,13 +60,13 @@ class StoredTensor:
         return replace(self, file=self.file.absolute())
 
     def whole(self) -> Tensor:
-        """The tensor, in its stored type. Raises UserError: the file cannot be read."""
+        """Raises UserError: the file cannot be read."""
         with _reading(self.file) as handle:
             tensor: Tensor = handle.get_tensor(self.spec.name)
         return tensor
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Consecutive rows, in the stored type. Raises UserError: the file cannot be read."""
+        """Raises UserError: the file cannot be read."""
         with _reading(self.file) as handle:
             part: Tensor = handle.get_slice(self.spec.name)[first : first + count]
         return part
@@ -82,7 +81,6 @@ class FileTensors(TensorSource):
         self._stored = {name: place.absolute() for name, place in stored.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises UserError: the file cannot be read, or holds codes without a value."""
         tensor: Tensor = self._stored[name].whole()
         return tensor
 
@@ -111,8 +109,7 @@ def _reading(file: Path) -> Iterator[Any]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, whose bytes are all accounted for.
-    Raises UserError: naming the file."""
+    """The tensors of one file, whose bytes are all accounted for. Raises UserError: naming the file."""
     with _reading(file) as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - it is no mapping
         specs = [StoredSpec(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
@@ -161,9 +158,7 @@ def create_file(path: Path, specs: Sequence[StoredSpec]) -> None:
 
 def write_rows(path: Path, rows: Iterable[tuple[str, int, Tensor]]) -> None:
     """Write rows of tensors, each with the row at which it begins, into a file that `create_file` made, durably.
-
-    Others may write other rows of it. Raises OSError.
-    """
+    Raises OSError."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))

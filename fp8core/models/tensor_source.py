@@ -18,21 +18,13 @@ OTHER_START = (
 
 
 class TensorSource(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for, one at a time and anew each time.
-
-    Its pickle is small, and gives the same tensors in another process.
-    """
+    """Tensors that are made when they are asked for. Its pickle is small, and gives the same tensors elsewhere."""
 
 
 class FingerprintedTensors(Mapping[str, Tensor]):
-    """Tensors of a mapping, of which it is noted what was read.
-
-    Attributes:
-        found: `digest_of` has from it the `masters_digest` of the mapping, once all of it was read.
-    """
+    """Notes what was read: `digest_of` has from `found` the `masters_digest`, once all of it was read."""
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Fingerprints are computed on `device`, from one tensor in FP32 at a time."""
         self._tensors, self._device = tensors, device
         self.found: dict[str, tuple[str, tuple[int, ...], str]] = {}
 

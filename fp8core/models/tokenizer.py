@@ -1,8 +1,6 @@
 """Text to token ids and back: the tokenizer of a Hugging Face folder, with its chat template.
 
-transformers reads the folder and renders the template, in a sandbox. Prompts must not depend on the day that a run is
-replayed, so `strftime_now` gives templates a fixed date.
-"""
+Prompts must not depend on the day that a run is replayed, so `strftime_now` gives templates a fixed date."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -37,10 +35,8 @@ class Tokenizer:
         eos_ids: Tokens that end a completion.
         end_id: The one of them that a demonstration ends with.
         pad_id: Token that fills a batch; the smallest end-of-sequence id when the checkpoint names none.
-        vocab_size: One more than the largest id.
         sampling: What generation_config.json says besides token ids, such as temperature and top_p.
-        where: Where it and its chat template come from, for messages.
-    """
+        where: Where it and its chat template come from, for messages."""
 
     def __init__(
         self,
@@ -49,8 +45,7 @@ class Tokenizer:
         where: str,
         sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`eos_ids`: tokens that end a completion, besides the `eos_token` of `fast`.
-        Raises UserError: no token ends a sequence."""
+        """Raises UserError: no token ends a sequence."""
         self._fast, self._backend = fast, fast.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -74,11 +69,7 @@ class Tokenizer:
         """Read a checkpoint folder.
 
         A completion ends at `eos_token` and, as in transformers and vLLM, at the ids of generation_config.json or,
-        without one, of config.json.
-
-        Raises:
-            UserError: naming the file that is missing, malformed or incomplete.
-        """
+        without one, of config.json. Raises UserError: naming the file that is missing, malformed or incomplete."""
         path = folder / _TOKENIZER
         if not path.is_file():
             raise UserError(
@@ -111,13 +102,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written out in the text are recognised.
 
-        Args:
-            add_special_tokens: Also add what tokenizer.json's post-processor adds, such as a first token. Leave it
-                off for text from `render`: the template has written them.
-
-        Raises:
-            UserError: a character that the tokenizer has no token for.
-        """
+        `add_special_tokens`: also what the post-processor adds; leave it off for text from `render`.
+        Raises UserError: a character that the tokenizer has no token for."""
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         unknown = getattr(self._backend.model, "unk_token", None)
         if unknown is not None and unknown in encoding.tokens:
@@ -126,7 +112,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def encode_pieces(self, pieces: Sequence[str], first: bool = False) -> list[int]:
-        """Token ids of texts side by side; `first`: also what the post-processor adds before the first of them.
+        """Token ids of texts side by side; `first`: also what the post-processor adds.
         Raises ValueError: a character that the tokenizer has no token for."""
         begin, *others = [piece for piece in pieces if piece] or [""]
         try:
@@ -149,12 +135,7 @@ class Tokenizer:
 
     def plain_pieces(self, text: str) -> list[str]:
         """The text cut inside whatever `encode` would take for a control token: each piece encodes as plain text.
-
-        Control tokens are those that were added to the vocabulary, special or not, but for mere whitespace.
-
-        Raises:
-            ValueError: a control token of one character, which cannot be cut, or text that has no bytes.
-        """
+        Raises ValueError: a control token of one character, which cannot be cut, or text that has no bytes."""
         return self._cut(text, self._control)
 
     def assistant_pieces(self, text: str) -> list[str]:
@@ -189,7 +170,6 @@ class Tokenizer:
 
     @cached_property
     def template(self) -> str:
-        """The chat template (jinja); empty without one."""
         return self._fast.get_chat_template() if self.has_template else ""
 
     def render(
@@ -201,9 +181,8 @@ class Tokenizer:
     ) -> str:
         """The chat template around messages, each with `role` and `content`.
 
-        `tools`: that the assistant may call, as JSON schemas of functions. `add_generation_prompt`: end where the
-        assistant speaks. Raises UserError: the template refuses the messages or fails.
-        """
+        `tools`: JSON schemas of functions. `add_generation_prompt`: end where the assistant speaks.
+        Raises UserError: the template refuses the messages or fails."""
         assert self.has_template, "without a chat template nothing is rendered"
         try:
             rendered = self._fast.apply_chat_template(
@@ -229,11 +208,7 @@ class Tokenizer:
 
 
 def character_tokenizer(alphabet: str, vocab_size: int, eos: str) -> Tokenizer:
-    """One token a character: `<pad>` 0, `eos` 1, `<unk>` 2, then the alphabet in order, then `<unused0>`...
-
-    Args:
-        alphabet: The characters, each once; `eos` may be among them.
-    """
+    """One token a character: `<pad>` 0, `eos` 1, `<unk>` 2, then the alphabet in order, then `<unused0>`..."""
     from transformers import PreTrainedTokenizerFast
 
     names = ["<pad>", eos, "<unk>", *(character for character in alphabet if character != eos)]
@@ -264,6 +239,5 @@ def _configured_eos(folder: Path) -> frozenset[int]:
 
 
 def _sampling_defaults(path: Path) -> dict[str, Any]:
-    """The content of a generation_config.json without the token ids, which the tokenizer names."""
     content = read_json_object(path) if path.is_file() else {}
     return {key: value for key, value in content.items() if key not in ("bos_token_id", "eos_token_id", "pad_token_id")}

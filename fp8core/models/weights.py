@@ -1,9 +1,6 @@
 """From FP32 master weights to the shipped ones, from these to the multiplied ones, and the formats that multiply them.
 
-`stored_weights` quantises once per update: BF16 first, then block FP8 of the BF16 values. So a BF16 checkpoint of the
-policy quantises to the same bytes. `load_policy` makes stored weights ready; engine and trainer both use it. `Formats`
-are the formats of one side of the contract, as objects that the decoder calls.
-"""
+`stored_weights` quantises BF16 values, so a BF16 checkpoint of the policy quantises to the same bytes."""
 
 from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field, replace
@@ -68,8 +65,6 @@ _FUSED = {
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Format that the weights of each linear of a layer are stored in."""
-
     qkv: LinearName
     output: LinearName
     gate_up: LinearName
@@ -78,10 +73,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class StoredNames:
-    """Format that every parameter of a decoder is stored in.
-
-    `values`: of everything that is no linear of a layer; bf16 or fp32. `layers`: of the linears.
-    """
+    """`values`: the format of everything that is no linear of a layer; bf16 or fp32. `layers`: of the linears."""
 
     values: LinearName
     layers: tuple[LayerNames, ...]
@@ -120,15 +112,9 @@ class PolicyWeights:
 
 
 def stored_weights(masters: Mapping[str, Tensor], formats: StoredNames, tiles: Grouping) -> dict[str, Tensor]:
-    """Weights as they are shipped to an engine and saved for it.
+    """Weights as they are shipped to an engine and saved for it, from FP32 masters by Hugging Face name.
 
-    Args:
-        masters: FP32 weights by Hugging Face name.
-        tiles: of block-FP8 weights.
-
-    Returns:
-        By name: E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else.
-    """
+    E4M3 codes with `<name>_scale_inv` for block-FP8 linears, BF16 or FP32 for everything else."""
     stored: dict[str, Tensor] = {}
     for name, master in masters.items():
         form = formats.of(name)
@@ -153,8 +139,6 @@ class Shipped(Protocol):
 
 
 class ShippedTensors(dict[str, Tensor]):
-    """Weights that lie in this process."""
-
     def digest(self) -> str:
         return policy_digest(self)
 
@@ -171,7 +155,6 @@ def in_one_buffer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def layer_of(name: str) -> int | None:
-    """Index of the decoder layer a parameter belongs to, or None outside the layers."""
     parts = name.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
@@ -181,7 +164,7 @@ def is_linear(name: str) -> bool:
 
 
 def fused_linear(name: str) -> str:
-    """The fused linear (a field of `LayerWeights`) that the weight or bias of one of the seven linears is part of."""
+    """The fused linear (a field of `LayerWeights`) that one of the seven linears is part of."""
     return _FUSED[name.split(".")[-2]]
 
 
@@ -198,7 +181,6 @@ class PreparedWeights:
     _heads: dict[str, HeadWeight] = field(default_factory=dict)
 
     def linear(self, names: tuple[str, ...]) -> LinearWeight:
-        """The weights that share an input, stacked."""
         if names not in self._linears:
             tile = self.tiles.rows, self.tiles.columns
             parts = [StoredWeight(self.stored[name], self.stored.get(name + SCALE_SUFFIX), tile) for name in names]
@@ -289,8 +271,6 @@ _POINTS: dict[PointsName, RoundingPoints] = {
 
 @dataclass(frozen=True)
 class LayerFormats:
-    """Formats of one layer: its four linears, and cache and attention."""
-
     qkv: LinearFormat
     output: LinearFormat
     gate_up: LinearFormat
@@ -299,7 +279,6 @@ class LayerFormats:
 
     @property
     def linears(self) -> tuple[LinearFormat, LinearFormat, LinearFormat, LinearFormat]:
-        """The four linears in the order they are computed."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -307,11 +286,7 @@ class LayerFormats:
 class Formats:
     """Everything that sets the precision of a decoder.
 
-    Attributes:
-        rounding: format of values between operations.
-        points: what is rounded inside operations; `with_points` changes it.
-        recipe: groups and scales of every quantiser, and the products of attention.
-    """
+    `rounding`: of values between operations. `points`: what is rounded inside operations."""
 
     layers: tuple[LayerFormats, ...]
     head: HeadFormat
@@ -336,7 +311,6 @@ class Formats:
         }
 
     def mlp(self, layer: int) -> MlpFormats:
-        """Of a layer's SwiGLU block, or of its experts."""
         form = self.layers[layer]
         return MlpFormats(form.gate_up, form.down, self.rounding, self.points)
 
@@ -351,12 +325,10 @@ class Formats:
 
 
 def _names(forms: Iterable[LinearFormat | AttentionFormat]) -> str:
-    """The name that all share, or every name that occurs."""
     return "+".join(dict.fromkeys(form.name for form in forms))
 
 
 def rollout_formats(contract: PrecisionContract, num_layers: int) -> Formats:
-    """Formats of the rollout side; it never runs a backward."""
     return _formats(contract, contract.rollout, contract.rollout.linear, num_layers)
 
 

@@ -1,8 +1,6 @@
 """The seconds of a step, where a measured step had the same model shape, GPU and settings.
 
-`measured_steps.json` has the measured steps; `docs/generate_reference.py` writes it from rows of `benchmarks/results`.
-A training unlike all rows has no estimate.
-"""
+`docs/generate_reference.py` writes `measured_steps.json` from rows of `benchmarks/results`."""
 
 import json
 from dataclasses import dataclass
@@ -36,10 +34,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a measured step by part, without evaluation and checkpoint.
-
-    Its `completions` had `length` tokens each, after prompts of `prompt` tokens. `row`: a file in `benchmarks/results`.
-    """
+    """Seconds of a measured step by part, without evaluation and checkpoint. `row`: a file in `benchmarks/results`."""
 
     seconds: dict[str, float]
     completions: int

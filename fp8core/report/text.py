@@ -14,7 +14,7 @@ from fp8core.alignment.bisect import Bisection, LogprobDistance
 from fp8core.config.step_graph import PlannedStep, StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
-from fp8core.plan.run_plan import AheadSpace, CheckpointSpace, RunPlan
+from fp8core.plan.run_plan import CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
 from fp8core.report.chart import short
 from fp8core.report.summary import MISSING
@@ -106,10 +106,6 @@ def plan_text(plan: RunPlan) -> str:
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
     lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
-    if plan.ahead is not None:
-        lines.append(f"ahead  {_ahead(plan.ahead)}")
-    if plan.precision_gap:
-        lines.append(f"gap    step 0 also answers {plan.precision_gap} held-out prompts in BF16")
     if plan.step is not None:
         lines.append(f"step   {_step(plan.step)}")
     return "\n".join(lines)
@@ -157,12 +153,6 @@ def _cache(room: CacheRoom) -> str:
 def _disk(space: CheckpointSpace) -> str:
     steps = "step" if space.every == 1 else f"{space.every} steps"
     return f"{with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
-
-
-def _ahead(space: AheadSpace) -> str:
-    kept = with_unit(space.policies * space.policy)
-    versions = "1 version" if space.staleness == 1 else f"{space.staleness} versions"
-    return f"{space.mode}: tokens at most {versions} old; {space.policies} policies in main memory, {kept}"
 
 
 def _step(step: StepTime) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fp8core.config.capability import Node, this_node
+from fp8core.config.capability import Node
 from fp8core.config.precision import CacheFormat, LinearFormat, PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError
@@ -36,26 +36,17 @@ GPUS = {
 class Machine:
     """The machine that a run is to fit.
 
-    Attributes:
-        gpu: each of its GPUs; None for a machine without.
-        host: its own memory; None where that is not known, and nothing is refused by it.
-        hosts: how many machines like it there are, with equal shares of the GPUs.
+    `gpu`: each of its GPUs. `host`: its own memory; None where that is not known, and nothing is refused by it.
     """
 
     gpu: Device | None
     host: Device | None
-    hosts: int = 1
 
 
 def named_gpu(name: str) -> Device:
-    """A GPU of the table; raises UserError with the names there are."""
     if name not in GPUS:
         raise UserError(f"--gpu {name}: unknown; known: {', '.join(GPUS)}")
     return GPUS[name]
-
-
-def this_machine() -> Machine:
-    return machine_of(this_node())
 
 
 def machine_of(node: Node) -> Machine:
@@ -79,11 +70,7 @@ class Need:
 class Phase:
     """The needs that lie on a device at the same time.
 
-    Attributes:
-        name: generating, training, syncing.
-        needs: all that is there.
-        limit: bytes that it may take; None where it is unknown.
-        advice: what to change where it takes more.
+    `limit`: bytes that it may take; None where it is unknown. `advice`: what to change where it takes more.
     """
 
     name: str
@@ -155,8 +142,6 @@ EMULATED = "FP64 beside codes or FP32, ready for exact products"
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes of weights as they are shipped: E4M3 codes, their tile scales, and everything that is not block FP8."""
-
     codes: int
     scales: int
     kept: int
@@ -181,8 +166,7 @@ def stored_bytes(shapes: Shapes, formats: StoredNames) -> StoredBytes:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a decoder: all, those of its layers' linears, of the head (its own or the embedding's), and
-    `active` ones. Those multiply one token: fewer than all where there are experts."""
+    """All parameters, those of linears of layers and of the head, and those that multiply one token (`active`)."""
 
     total: int
     linear: int
@@ -216,10 +200,7 @@ def is_expert(name: str) -> bool:
 
 
 def stages(arch: Architecture, count: int) -> list[dict[str, tuple[int, ...]]]:
-    """Parameters of each pipeline stage: layers in equal runs, the embedding first, norm and head last.
-
-    A head that shares the embedding's weight has a copy of it in the last stage.
-    """
+    """Parameters of each pipeline stage. A tied head has a copy of the embedding in the last one."""
     shapes, run = parameter_shapes(arch), math.ceil(arch.num_layers / count)
     parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(math.ceil(arch.num_layers / run))]
     for name, shape in shapes.items():
@@ -238,9 +219,7 @@ _CACHE_WIDTH: dict[CacheFormat, int] = {"fp8": 1, "bf16": 2, "fp32": 4}
 class CacheRoom:
     """The KV cache of an engine; `engines` have one each, and one would decode `wanted` sequences together.
 
-    `bytes_per_token` are of all layers. `sequence` is the tokens of the longest prompt and completion that the
-    configuration allows, and `sequences` how many of these it holds.
-    """
+    `sequence`: tokens of the longest prompt and completion; `sequences`: how many of these it holds."""
 
     bytes: int
     bytes_per_token: int
@@ -258,10 +237,9 @@ class CacheRoom:
 def cache_room(
     config: RunConfig, arch: Architecture, sequence: int, gib: float | None, free: int, shared: int = 1
 ) -> CacheRoom:
-    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together, for sequences this long.
+    """The KV cache of an engine on one of the `shared` GPUs that hold its layers together.
 
-    Its size is `gib`, or the bytes that are free where that is None.
-    """
+    Its size is `gib`, or the bytes that are free where that is None."""
     rollout = config.rollout
     size = max(0, free) if gib is None else int(gib * GIB)
     per_token = cache_bytes_per_token(arch, config.precision.rollout.kv_cache) // shared
@@ -281,8 +259,7 @@ def cache_room(
 def cache_refusal(room: CacheRoom, length: str, wanted: int, size: str) -> str | None:
     """Words on a cache without room for one sequence of the engine's longest, None where there is.
 
-    `length` and `size` are the settings of the longest sequence, which has `wanted` tokens, and of the cache's size.
-    """
+    `length` and `size` are the settings of the longest sequence, which has `wanted` tokens, and of the cache's size."""
     if room.tokens >= wanted:
         return None
     return (
@@ -322,11 +299,9 @@ def gpu_engine_memory(
     size: str,
     share: float | None,
 ) -> EngineMemory:
-    """The memory of an engine on a GPU, all but its cache being `fixed`, which its settings do not change.
+    """The memory of an engine on a GPU, all but its cache being `fixed`.
 
-    `size` is the setting of the cache's size, or of the engine's `share` of the GPU. That is None where the cache has
-    a size.
-    """
+    `size`: the setting of the cache's size, or of the engine's `share` of the GPU (None where the cache has a size)."""
     needs = (*fixed, room.need)
     # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
     full = share is not None and sum(need.bytes for need in needs) > limit
@@ -340,7 +315,6 @@ def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredByte
 
 
 def cache_bytes_per_token(arch: Architecture, form: CacheFormat) -> int:
-    """K and V of one token in all layers."""
     return 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * _CACHE_WIDTH[form]
 
 

@@ -36,7 +36,7 @@ from fp8core.numerics.fused import (
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.packed import packed_length
 from fp8core.numerics.recipe import Grouping
-from fp8core.resources.kernels import Product, Sample, samples
+from fp8core.resources.kernels import Product, shared_out
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.run.build import build_sft_trainer, build_trainer
@@ -89,7 +89,7 @@ def compile_kernels(
     if platform != HOPPER:
         raise UserError(f"{config.name} compiles for Hopper ({HOPPER}), and this GPU is {platform}")
     gpu = torch.cuda.get_device_properties(0)
-    jobs, before = planned_jobs(config, arch, gpu.multi_processor_count, folders), folders.count()
+    jobs, before = planned_jobs(config, arch, folders), folders.count()
     versions = "\n".join(
         [gpu.name, str(torch.version.cuda), *(f"{name} {installed_version(name)}" for name in _COMPILERS)]
     )
@@ -104,33 +104,18 @@ def needs_kernels(config: RunConfig, arch: Architecture) -> bool:
     return bool([*entry.products(config, arch), *trainer.products(config, arch)] or trainer.packs(config, arch))
 
 
-def planned_jobs(config: RunConfig, arch: Architecture, processors: int, folders: KernelFolders) -> list[Job]:
-    """All jobs of a training on a GPU with so many multiprocessors, in the order in which they begin.
-
-    Passes of the trainer come after the products that they compute, and before the rest, which is shared out better.
-    """
+def planned_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> list[Job]:
+    """All jobs of a training: passes of the trainer come after the products that they compute."""
     entry, trainer = engine_entry(config), trainer_of(config.training)
-    learned = list(trainer.products(config, arch))
-    found = samples([*entry.products(config, arch), *learned], processors) if has_deep_gemm() else []
-    ends = {(*sample[:3], sample.tiling) for sample in samples(map(_ends, learned), processors)}
-    jobs = {True: list[Job](), False: list[Job]()}
-    for sample in found:
-        jobs[(*sample[:3], sample.tiling) in ends].append(product_job(sample, folders))
-    return [*_operation_jobs(config, arch, folders), *jobs[True], *_trainer_jobs(config, arch, folders), *jobs[False]]
+    products = [*trainer.products(config, arch), *entry.products(config, arch)] if has_deep_gemm() else []
+    multiplied = [product_job(product, folders) for product in shared_out(products)]
+    return [*_operation_jobs(config, arch, folders), *multiplied, *_trainer_jobs(config, arch, folders)]
 
 
-def _ends(product: Product) -> Product:
-    """The shortest and the longest pack of a product."""
-    rows = product.rows
-    return replace(product, rows=range(rows[0], rows[-1] + 1, max(1, rows[-1] - rows[0])))
-
-
-def product_job(sample: Sample, folders: KernelFolders) -> Job:
-    operands, outputs, contraction, rows, _ = sample
-    name = f"a product of {rows} x {contraction} with {outputs} x {contraction} in {operands}"
-    if operands == "fp8_gradient":
-        name = f"a gradient of {outputs} x {contraction} from {rows} tokens in fp8_block"
-    return Job(name, "", folders.deep_gemm, multiply, (sample,))
+def product_job(product: Product, folders: KernelFolders) -> Job:
+    rows = f"{product.rows[0]} to {product.rows[-1]} rows"
+    name = f"products of {rows} with {product.outputs} x {product.contraction} in {product.operands}"
+    return Job(name, str(product.rows), folders.deep_gemm, multiply, (product,))
 
 
 def _operation_jobs(config: RunConfig, arch: Architecture, folders: KernelFolders) -> Iterator[Job]:

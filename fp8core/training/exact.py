@@ -51,11 +51,7 @@ Observe = Callable[[int, tuple[Tensor, Tensor, Tensor]], None]
 
 
 class AdamW:
-    """`torch.optim.AdamW` to the bit, by its function: the class imports torch's compiler, which takes seconds.
-
-    Attributes:
-        state: by `exp_avg/<name>`, `exp_avg_sq/<name>` and `step/<name>`, of tensors that were updated.
-    """
+    """`torch.optim.AdamW` to the bit, by its function: the class imports torch's compiler, which takes seconds."""
 
     def __init__(self, learnt: Mapping[str, Tensor], betas: tuple[float, float], weight_decay: float) -> None:
         self._learnt, self._betas, self._weight_decay = learnt, betas, weight_decay
@@ -67,7 +63,6 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update of every tensor that has a gradient."""
         found = {name: (tensor, tensor.grad) for name, tensor in self._learnt.items() if tensor.grad is not None}
         for name, (tensor, _) in found.items():
             if f"step/{name}" not in self.state:
@@ -111,7 +106,6 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        """`seed` draws the adapters of `training.lora`."""
         super().__init__(training, objective, ranks)
         self.arch = arch
         self._parts: list[list[Tensor | None]] = []
@@ -198,7 +192,6 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         return FlatScores(*self._decoder.completion_logprobs(weights, batch, temperature, scales, observe))
 
     def _prepare(self, formats: Formats) -> PreparedWeights:
-        """The policy quantised, once in each version."""
         names, grouping = formats.stored_names(), formats.recipe.weights
         if names not in self._prepared:
             stored = stored_weights(self._policy.weights(), names, grouping)

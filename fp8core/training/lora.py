@@ -1,11 +1,8 @@
 """LoRA: a policy of frozen weights and of adapters of its linears, which alone learn.
 
-The policy is the merged weights (`numerics.lora`), rounded and quantised as any masters are. So engines, log-probs and
-records see an ordinary policy. Frozen weights are in BF16, whatever the policy is multiplied in. On the grid of block
-FP8 a product below half a step would round back. B begins as 0, so policy 0 is the frozen weights.
-
-`weights_digest` of such a policy covers its weights in BF16 and the FP32 adapters: what a checkpoint holds.
-"""
+The policy is the merged weights (`numerics.lora`), so engines, log-probs and records see an ordinary one. Frozen
+weights are in BF16: on the grid of block FP8 a product below half a step would round back. B begins as 0.
+`weights_digest` covers the merged weights in BF16 and the FP32 adapters: what a checkpoint holds."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -59,7 +56,6 @@ def adapter_refusals(arch: Architecture, lora: LoraConfig | None) -> Iterator[st
 
 
 def frozen_line(arch: Architecture, lora: LoraConfig) -> str:
-    """The adapters and the frozen weights, for people."""
     shapes = parameter_shapes(arch)
     adapters = len(adapter_shapes(shapes, lora)) // 2
     return f"training.lora: {adapters} adapters learn; all {len(shapes)} weights are frozen, in BF16"
@@ -96,10 +92,7 @@ class Adapters:
 
 
 class LearntWeights(Protocol):
-    """Tensors that learn, and the policy that they make.
-
-    `learnt`: FP32 tensors that receive gradients, by name. `base`: digest of what is frozen; None where nothing is.
-    """
+    """`learnt`: FP32 tensors that receive gradients. `base`: digest of what is frozen; None where nothing is."""
 
     learnt: dict[str, Tensor]
     base: str | None
@@ -108,15 +101,11 @@ class LearntWeights(Protocol):
         """The policy, FP32 by Hugging Face name; its gradients reach `learnt`."""
         ...
 
-    def changed(self) -> None:
-        """The values of `learnt` were changed."""
-        ...
+    def changed(self) -> None: ...
 
     def digest(self) -> str: ...
 
-    def describe(self) -> dict[str, object]:
-        """For the record of a step."""
-        ...
+    def describe(self) -> dict[str, object]: ...
 
 
 class FullWeights:
@@ -139,7 +128,7 @@ class FullWeights:
 
 
 class AdaptedWeights:
-    """Adapters learn. Merged weights are kept until the adapters change: on a CPU memory is not what they save."""
+    """Merged weights are kept until the adapters change: on a CPU memory is not what adapters save."""
 
     def __init__(self, masters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
         self._frozen = {name: tensor.detach().bfloat16() for name, tensor in masters.items()}

@@ -1,15 +1,10 @@
-"""Memory of a trainer: what those on GPUs have in common, and that of one that computes on the host.
-
-Masters and AdamW moments are FP32 and shared out among all GPUs (a distributed optimiser, ZeRO stage 1). The
-`requirements` of a trainer on GPUs have the rest of its memory.
-"""
+"""Memory of a trainer: what those on GPUs have in common, and that of one that computes on the host."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, parameter_shapes
 from fp8core.models.weights import fused_linear, is_linear, layer_of, training_formats
 from fp8core.resources.memory import (
@@ -47,23 +42,17 @@ class TrainerMemory:
         state: stays between steps.
         step: what a step adds.
         exported: what an update of the engine adds.
+        scoring: stays of a trainer that never learns.
         at_rest: bytes that stay beside the state while the trainer does not compute.
-        made_ready: what a pass makes of the masters.
-        scoring: stays of a trainer that never learns; None: as much as of one that does.
-        saved: what a checkpoint adds, while the weights of a pass are not there.
+        advice: settings whose change lowers the memory of an update.
     """
 
     state: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     step: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     exported: Callable[[RunConfig, Architecture, "Parallel", StoredBytes], tuple[Need, ...]]
+    scoring: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]]
     at_rest: int
-    made_ready: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
-    saved: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] = lambda *_: ()
-    scoring: Callable[[RunConfig, Architecture, "Parallel"], tuple[Need, ...]] | None = None
-
-    def held_to_score(self, config: RunConfig, arch: Architecture, parallel: "Parallel") -> tuple[Need, ...]:
-        """The memory between steps of a trainer that never learns."""
-        return (self.scoring or self.state)(config, arch, parallel)
+    advice: str
 
 
 @dataclass(frozen=True)
@@ -76,29 +65,15 @@ class Parallel:
     pipeline: int = 1
     expert: int = 1
 
-    def check(self, arch: Architecture) -> None:
-        """Raises UserError for a grid that does not come out even, or that the model cannot be cut into."""
-        for name, group in (("tensor", self.tensor), ("expert", self.expert)):
-            if self.gpus % (group * self.pipeline):
-                raise UserError(f"{self.gpus} GPUs are no multiple of {name} {group} x pipeline {self.pipeline}")
-        if arch.num_kv_heads % self.tensor:
-            raise UserError(f"tensor {self.tensor} does not divide the model's {arch.num_kv_heads} KV heads")
-        if self.pipeline > arch.num_layers:
-            raise UserError(f"pipeline {self.pipeline} exceeds the model's {arch.num_layers} layers")
-        if arch.num_layers % self.pipeline:
-            raise UserError(f"pipeline {self.pipeline} does not divide the model's {arch.num_layers} layers")
-        experts = 1 if arch.experts is None else arch.experts.count
-        if experts % self.expert:
-            raise UserError(f"expert {self.expert} does not divide the model's {experts} experts")
-
 
 def gpu_state(arch: Architecture, parallel: Parallel) -> tuple[Need, Need]:
-    """Masters and optimiser states of one GPU, shared out: what stays between steps."""
+    """Masters and optimiser states of one GPU, shared out (a distributed optimiser, ZeRO stage 1)."""
     stage = sum(count(shapes) for shapes, _ in heaviest(arch, parallel))
     return state_of(math.ceil(stage * parallel.pipeline / parallel.gpus))
 
 
 def state_of(owned: int) -> tuple[Need, Need]:
+    """Masters in FP32 and the moments of AdamW, of so many parameters."""
     return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), Need(MOMENTS, 2 * owned * FP32_BYTES, "AdamW, FP32")
 
 
@@ -135,7 +110,6 @@ def exported(config: RunConfig, sync: StoredBytes, made_from: Need) -> tuple[Nee
 
 
 def exported_in_one_piece(config: RunConfig, _: Architecture, __: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
-    """As `exported`, where the stored tensors are copied into one buffer."""
     return exported(config, sync, Need("what they are made from", sync.total, "the same, not yet in one piece"))
 
 
@@ -163,11 +137,7 @@ def host_state(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
 
 
 def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
-    """The memory that `training.exact` holds on a CPU for certain: activations come on top.
-
-    The exact emulation multiplies FP64 values and keeps codes or FP32 beside them (`numerics.linear.LinearWeight`).
-    Of several ranks each holds all of it, but for the initial policy, which it reads tensor by tensor.
-    """
+    """The memory that `training.exact` holds on a CPU for certain: activations come on top."""
     counts = count_parameters(arch)
     total, linear, ready = counts.total, counts.linear, training_formats(config.precision, arch.num_layers)
     state = host_state(config, arch)
@@ -183,10 +153,8 @@ def host_needs(config: RunConfig, arch: Architecture) -> tuple[Need, ...]:
 
 
 def host_scorer(config: RunConfig, arch: Architecture) -> int:
-    """The bytes that `training.exact` keeps where it scores and never learns: it makes moments at its first update."""
+    """The bytes that `training.exact` keeps where it scores and never learns."""
     masters = count_parameters(arch).total * FP32_BYTES
-    if config.training.lora is not None:
-        masters += sum(need.bytes for need in adapted_state(config, arch, 1, FP32_BYTES) if need.item != MOMENTS)
     formats = training_formats(config.precision, arch.num_layers)
     # The stored policy stays beside the operands that are made of it.
     stored = stored_bytes(parameter_shapes(arch), formats.stored_names()).total

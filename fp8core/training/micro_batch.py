@@ -1,7 +1,4 @@
-"""Trainers that compute in this process, or in several that share it out: forward passes over parts of a batch.
-
-Such a trainer brings its forward pass over parts that fit its memory, and its weights made ready (`MicroBatchTrainer`).
-"""
+"""Trainers that compute in this process, or in several that share it out: forward passes over parts of a batch."""
 
 import math
 from abc import abstractmethod
@@ -36,15 +33,13 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True)
 class FlatScores:
-    """Flat log-probs and entropies of the completion tokens of some rows, in row order, FP32 on the CPU."""
+    """Of the completion tokens of some rows, in row order: FP32 on the CPU."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
 class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
-    """Computes a batch part by part, in the order of the rows; several processes share the parts out."""
-
     def __init__(self, training: TrainingConfig, objective: Objective, ranks: Ranks) -> None:
         super().__init__(training, objective)
         self._ranks = ranks
@@ -52,7 +47,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
-        """As every trainer. Raises LogprobError: the batch's truncation leaves out one of its tokens."""
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
     def export(self) -> ShippedTensors:
@@ -96,15 +90,12 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     ) -> tuple[TrainReport, ScoredBatch]:
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
 
-        A forward goes over all rows of its update, also over those that no loss reads, under the policy that this
-        update begins with. With one update and no stored old log-probs, the forward's log-probs are the old ones.
-        A pass before the first update scores the audited rows of later ones, and those with stale tokens. With these,
-        the correction's metrics are of the forwards. Where no row is left for an update, a pass scores all.
+        A forward goes over all rows of its update, under the policy that this update begins with. With one update and
+        no stored old log-probs, the forward's log-probs are the old ones. A pass before the first update scores the
+        audited rows of later ones, and those with stale tokens.
 
-        Raises:
-            NotFiniteError: as `step`.
-            LogprobError: the first audited token that differs, or as `logprobs`; no update is applied.
-        """
+        Raises: NotFiniteError: as `step`. LogprobError: the first audited token that differs, or one that truncation
+        leaves out; no update is applied."""
         corrected, correction = self._objective.corrected(batch)
         updates = minibatches(corrected.mask, corrected.keep, self._config.minibatches)
         assert batch.old_logprobs is not None or len(updates) <= 1, "the configuration was checked"
@@ -129,10 +120,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         temperature: float,
         scales: Sequence[LayerScales],
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
-        """Make the updates; their statistics, and scores of all rows by their forwards.
-
-        `passed`: log-probs that `_pass_scores` gave. Errors: `scored_step`.
-        """
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
             part = self._selected(corrected.rows(rows), update, temperature, scales)
@@ -152,12 +139,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _pass_scores(
         self, batch: RolloutBatch, first: int, temperature: float, scales: Sequence[LayerScales]
     ) -> dict[int, Tensor]:
-        """Log-probs under this policy of audited rows beyond the `first`, or with stale tokens: row -> FP32 [C].
-
-        `first`: rows of the first update.
-
-        Raises LogprobError: one of a token of this policy has not the bits of the rollout.
-        """
+        """Log-probs of audited rows beyond the `first` of the first update, or with stale tokens: row -> FP32 [C].
+        Raises LogprobError: one of a token of this policy has not the bits of the rollout."""
         stale = [row for row in batch.audited if batch.stale is not None and batch.stale[row].any()]
         rows = sorted({*stale, *(row for row in batch.audited if row >= first)})
         if not rows:
@@ -173,7 +156,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         scales: Sequence[LayerScales],
         statistics: KvStatistics,
     ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
-        """As `_accumulate_parts`, with log-probs and entropies of its forward as FP32 [B, C], NaN on padding."""
+        """As `_accumulate_parts`, with log-probs and entropies as FP32 [B, C], NaN on padding."""
         own = list[FlatScores]()
 
         def score(weights: Weights, part: TokenBatch) -> FlatScores:
@@ -187,10 +170,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _refuse_differing(
         self, batch: RolloutBatch, audited: Mapping[int, Tensor], passed: Mapping[int, Tensor]
     ) -> None:
-        """Compare log-probs of audited rows with the rollout's, and of stale tokens with those that a pass gave.
-
-        Raises LogprobError: the first token whose bits differ.
-        """
+        """Raises LogprobError: the first token whose bits differ from the rollout, or where stale from a pass."""
         for row in sorted(audited):
             ours = audited[row]
             longest = len(ours)
@@ -205,13 +185,8 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
                 raise LogprobError(self._not_applied(f"{batch.audited[row]}, {found}"))
 
     def sft_step(self, batch: TokenBatch, learning_rate: float) -> float:
-        """One update on the mean cross-entropy of the completion tokens, at temperature 1; returns it (nats a token).
-
-        For warm starts, whose formats need no scales; `version` stays.
-
-        Raises:
-            NotFiniteError: as for `step`.
-        """
+        """One update on the mean cross-entropy of the completion tokens (nats a token), which it returns.
+        Raises NotFiniteError: as `step`."""
         with self._guarded():
             tokens, weights, slices = int(batch.completion.sum()), self._training_weights(), list(self._slices(batch))
 
@@ -246,8 +221,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _shipped_weights(self, shipped: Mapping[str, Tensor]) -> Weights:
         """Those of a policy that was kept, for a pass without gradients, until `_drop_shipped`."""
 
-    def _drop_shipped(self) -> None:
-        """The policy that was kept is not needed any more."""
+    def _drop_shipped(self) -> None: ...
 
     @abstractmethod
     def _training_weights(self) -> Weights:
@@ -295,7 +269,6 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _accumulate_parts(
         self, batch: RolloutBatch, score: Callable[[Weights, TokenBatch], FlatScores]
     ) -> dict[str, float]:
-        """Add up the gradients of all parts; returns the batch's statistics."""
         denominator, weights = Denominator.of(batch.mask), self._training_weights()
         slices = list(self._slices(batch.sequences))
 
@@ -335,7 +308,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
 def _padded(
     batch: TokenBatch, slices: Sequence[tuple[slice, TokenBatch]], scores: Sequence[FlatScores]
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of parts as FP32 [B, C], NaN on padding."""
+    """FP32 [B, C] of each, NaN on padding."""
     shape = (len(batch), int(batch.completion.sum(-1).max()))
     logprobs, entropy = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     for (rows, part), scored in zip(slices, scores, strict=True):
@@ -346,6 +319,5 @@ def _padded(
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts [rows, columns], of as many columns as the widest has; others have NaN there."""
     columns = max(part.shape[1] for part in parts)
     return torch.cat([F.pad(part, (0, columns - part.shape[1]), value=torch.nan) for part in parts])

@@ -25,10 +25,7 @@ def row_groups(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[slic
 
 
 def even_groups(lengths: Sequence[int], micro_batch_tokens: int, ranks: int) -> list[slice]:
-    """`row_groups` for several ranks: of no more groups a rank than fit, each as small as it can be.
-
-    Else, of 21 groups of equal size, one of four ranks would compute six and the others wait for it.
-    """
+    """`row_groups` for several ranks: of no more groups a rank than fit, each as small as it can be."""
     groups = list(row_groups(lengths, micro_batch_tokens))
     if len(groups) % ranks == 0:
         return groups
@@ -87,7 +84,6 @@ class Pack:
 
 
 def packs(batch: TokenBatch, micro_batch_tokens: int, multiple: int) -> Iterator[Pack]:
-    """The batch in packs without padding between rows, each padded to a multiple of tokens."""
     lengths = batch.valid.sum(-1).tolist()
     for rows in row_groups(lengths, micro_batch_tokens):
         yield Pack.of(batch, rows, end_to_end(lengths[rows], multiple))

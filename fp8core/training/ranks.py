@@ -51,8 +51,6 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """One process: it computes every part."""
-
     rank, count = 0, 1
 
     def own(self, parts: int) -> range:
@@ -89,9 +87,8 @@ def shared_out(
 ) -> list[Result]:
     """`compute` of every part, in order, each by one process; an error of one part is raised by all processes.
 
-    `parts`: the same in all of them. `end`: called with the number of all parts when the own ones are computed, or one
-    of them has failed. Raises ValueError, GroupNotFinite, UserError: of the first part whose computation raised it.
-    """
+    `end`: called with the number of all parts when the own ones are computed, or one of them has failed.
+    Raises ValueError, GroupNotFinite, UserError: of the first part whose computation raised it."""
     own: list[Result | ValueError | GroupNotFinite | UserError] = []
     for index in ranks.own(len(parts)):
         tell_progress(index, len(parts))
@@ -140,7 +137,6 @@ class KeptWeights:
     """Weights that the ranks keep together for a while: each has a share of the tensors in its main memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """`tensors` are the same in all ranks, on one device, and may be gone afterwards."""
         self._ranks = ranks
         self._layouts = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         self._device = next(iter(tensors.values())).device
@@ -169,7 +165,7 @@ class KeptWeights:
             start, flat = start + size, flat[size:]
 
     def whole(self) -> dict[str, Tensor]:
-        """All of them, on the device that they came from: the ranks hand each other their shares."""
+        """All of them, on the device that they came from."""
         own = torch.empty(self._sizes[self._ranks.rank], dtype=torch.uint8, device=self._device)
         # An empty share has no piece, and splits into one part.
         for piece, part in zip(self._own, own.split(_PIECE_BYTES), strict=False):

@@ -1,13 +1,11 @@
 """The trainers: each is registered once, with all that code outside its folder may ask of it.
 
-Code outside takes the entry of a configuration (`trainer_of`) and calls what it holds. Only `fp8core.config`, which is
-imported without torch, compares names. An entry is imported when it is first needed. Its `build` imports the trainer:
-Megatron is optional, and Transformer Engine reads its environment when it is imported.
-"""
+Its `build` imports the trainer: Megatron is optional, and Transformer Engine reads its environment when it is
+imported."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fp8core.rollout.registry import Arithmetic, engine_entry, no_products, no_refusals
 from fp8core.user_code import import_attribute
@@ -62,7 +60,6 @@ class TrainerEntry:
         alone: its settings for a whole policy in one process, whatever grid shared it.
         saves_shards: whether each process of a grid saves its part (`saved_state.SHARDS`); else one process saves all.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
-        smaller: what to change of `training` where the memory of a GPU does not fit, by what to say.
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
     """
@@ -83,21 +80,18 @@ class TrainerEntry:
     saves_shards: bool = False
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
-    smaller: Callable[["RunConfig"], dict[str, dict[str, Any]]] = lambda _: {}
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     packs: Callable[["RunConfig", "Architecture"], range] = lambda *_: range(0)
     packages: tuple[str, ...] = ()
 
 
 def find_trainer(name: str) -> TrainerEntry:
-    """The entry of a registered trainer. Raises UserError where it cannot be imported."""
     entry = import_attribute(TRAINERS[name], f"trainer {name}")
     assert isinstance(entry, TrainerEntry), TRAINERS[name]
     return entry
 
 
 def trainers() -> tuple[TrainerEntry, ...]:
-    """All entries, in the order of the table."""
     return tuple(map(find_trainer, TRAINERS))
 
 
@@ -106,7 +100,6 @@ def trainer_of(training: "TrainingConfig") -> TrainerEntry:
 
 
 def packages_of(config: "RunConfig") -> tuple[str, ...]:
-    """Distributions whose versions the chosen engine and trainer ask a machine for (`config.capability.this_node`)."""
     return (*engine_entry(config).packages, *trainer_of(config.training).packages)
 
 

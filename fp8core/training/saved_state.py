@@ -1,9 +1,5 @@
 """The content of a checkpoint's folder, and reading it so that damage is one line with the file and the field.
 
-The chain of records names the digest of the FP32 masters. `check_weights` computes it from the stored masters, and
-compares the stored policy with the masters in BF16. With adapters the digest is of these and of the stored policy. So a
-policy that was exchanged is found even where the ledger has the digest of the changed folder.
-
 | file                  | content                                                  |
 | --------------------- | -------------------------------------------------------- |
 | trainer.json          | version, updates and digest; with Megatron its grid too, |
@@ -11,8 +7,7 @@ policy that was exchanged is found even where the ledger has the digest of the c
 | masters.safetensors   | FP32 masters, or adapters                                |
 | optimiser.safetensors | moments                                                  |
 | megatron/             | both, sharded, instead of the two files above            |
-| policy/               | the BF16 policy in the Hugging Face layout               |
-"""
+| policy/               | the BF16 policy in the Hugging Face layout               |"""
 
 import json
 from collections.abc import Mapping
@@ -35,8 +30,6 @@ STATE, MASTERS, OPTIMISER, SHARDS = "trainer.json", "masters.safetensors", "opti
 
 
 class SavedState(BaseModel):
-    """trainer.json."""
-
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     version: StepNumber
@@ -47,10 +40,7 @@ class SavedState(BaseModel):
 
 
 def save_training(folder: Path, masters: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-    """Write FP32 masters, or adapters, and optimiser moments of a trainer in one process; the folder exists.
-
-    Raises OSError.
-    """
+    """Write FP32 masters, or adapters, and optimiser moments of a trainer in one process. Raises OSError."""
     try:
         save_file({name: tensor.detach().cpu().clone() for name, tensor in masters.items()}, folder / MASTERS)
         save_file({name: tensor.cpu().contiguous() for name, tensor in moments.items()}, folder / OPTIMISER)
@@ -59,18 +49,17 @@ def save_training(folder: Path, masters: Mapping[str, Tensor], moments: Mapping[
 
 
 def write_state(folder: Path, version: int, updates: int, digest: str, base: str | None = None) -> None:
-    """Write the counters of a checkpoint, and the digest of what is frozen under adapters."""
     frozen = {} if base is None else {"base": base}
     (folder / STATE).write_text(json.dumps({"version": version, "updates": updates, "digest": digest, **frozen}))
 
 
 def read_state(folder: Path) -> SavedState:
-    """The counters of a checkpoint. Raises StoredFileError."""
+    """Raises StoredFileError."""
     return parse_model(_bytes(folder / STATE), SavedState, folder / STATE)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint. Raises StoredFileError."""
+    """Raises StoredFileError."""
     tensor_header(path)
     try:
         tensors: dict[str, Tensor] = load_file(path)
@@ -80,7 +69,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def refuse_other_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises StoredFileError: the tensors of a file are not those of this model, by name and shape."""
     _compare(path, *({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (found, wanted)))
 
 
@@ -106,12 +94,7 @@ def refuse_other_base(folder: Path, base: str | None, state: SavedState) -> None
 
 
 def check_checkpoint(folder: Path, step: int, weights_digest: str) -> None:
-    """Check the counters of a checkpoint. Raises StoredFileError: file, field, problem.
-
-    Args:
-        step: the checkpoint is of the policy after it.
-        weights_digest: that of this policy's masters.
-    """
+    """Check the counters of a checkpoint of the policy after `step`. Raises StoredFileError: file, field, problem."""
     state = read_state(folder)
     if state.version != step:
         raise StoredFileError(f"{folder / STATE}: version: {state.version}, but the checkpoint is of step {step}")
@@ -123,8 +106,7 @@ def check_weights(folder: Path, weights_digest: str) -> None:
     """Read the values that `check_checkpoint` leaves out, one tensor at a time. Raises StoredFileError.
 
     The masters have the digest, and the policy is the masters in BF16. Adapters have it together with the policy. The
-    digest of a model in Megatron's shards depends on their grid: only its trainer computes it, when it loads them.
-    """
+    digest of a model in Megatron's shards depends on their grid: only its trainer computes it."""
     state = read_state(folder)
     if state.grid is not None:
         return

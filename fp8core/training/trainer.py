@@ -1,7 +1,4 @@
-"""The interface of trainers, and what they share: updates from the GRPO objective, scoring and supervised steps.
-
-A trainer brings how gradients are added up and applied (`PolicyTrainer`).
-"""
+"""The interface of trainers, and what they share: updates from the GRPO objective and their reports."""
 
 import math
 from abc import ABC, abstractmethod
@@ -54,7 +51,7 @@ REPORTED = (
 
 
 class UpdateError(ValueError):
-    """An update was not applied; the message has the reason."""
+    """An update was not applied."""
 
 
 class NotFiniteError(UpdateError):
@@ -67,13 +64,7 @@ class LogprobError(UpdateError):
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Log-probs of a batch's completion tokens under the trainer's policy.
-
-    Attributes:
-        logprobs: FP32 [B, C], NaN on padding (C the longest completion).
-        entropy: FP32 [B, C], likewise.
-        statistics: of Q, K and V per layer over all valid tokens, and their saturation by the scales in force.
-    """
+    """Log-probs and entropy of completion tokens, FP32 [B, C], NaN on padding; `statistics` of Q, K and V by layer."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -85,11 +76,8 @@ class TrainReport:
     """One call of `Trainer.step`: means over its optimiser updates, or 0 where no row was left for one.
 
     Fields that begin with `first` are of the first update alone, made by the policy whose old log-probs the batch
-    holds. The importance ratio of every token is 1 there, but for rounding and stale tokens. `mask_differing` counts
-    tokens that are in the loss and not written by the policy, and the other way round. `first_reward_slope` is
-    `rl.objective.reward_slope`, None where rewards are not known. `update_gain` is of the policy after the step
-    (`training.update_gain`).
-    """
+    holds. `mask_differing` counts tokens that are in the loss and not written by the policy, and the other way round.
+    `first_reward_slope` is `rl.objective.reward_slope`, None where rewards are not known."""
 
     version: int
     digest: str
@@ -117,9 +105,7 @@ class Trainer(Protocol):
     """A resident policy that learns."""
 
     @property
-    def version(self) -> int:
-        """Updates of the policy."""
-        ...
+    def version(self) -> int: ...
 
     @property
     def arch(self) -> Architecture: ...
@@ -140,9 +126,7 @@ class Trainer(Protocol):
         """Report what really runs: formats by layer."""
         ...
 
-    def export(self) -> Shipped:
-        """Weights for the rollout engine, in its stored formats."""
-        ...
+    def export(self) -> Shipped: ...
 
     def digest(self) -> str:
         """Digest of the FP32 master weights, or of a policy with adapters (`training.lora`)."""
@@ -152,13 +136,9 @@ class Trainer(Protocol):
         """Write masters or adapters, optimiser states and counters (`saved_state`); the folder exists. No policy."""
         ...
 
-    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Write the policy in BF16 with `save_checkpoint`."""
-        ...
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None: ...
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        ...
+    def load(self, folder: Path) -> None: ...
 
     def rest(self) -> None:
         """Free prepared weights where they are cheap to rebuild; the next pass rebuilds them."""
@@ -174,10 +154,7 @@ class LocalTrainer(Trainer, Protocol):
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The weights that learn, by Hugging Face name, at least as exact as the BF16 that is saved of them.
-
-        Only to be read: what a trainer has quantised of them stays as it is until its next update.
-        """
+        """The weights that learn, by Hugging Face name, at least as exact as BF16. Only to be read."""
         ...
 
 
@@ -250,7 +227,6 @@ class PolicyTrainer(ABC):
         correction: dict[str, float],
         reports: Sequence[Mapping[str, float]],
     ) -> TrainReport:
-        """The updates of a step were applied: the policy is the next version."""
         written = left_aligned(batch.sequences.completion, batch.mask.shape[1])
         if batch.observed is not None:
             written = written & ~batch.observed
@@ -275,50 +251,39 @@ class PolicyTrainer(ABC):
         )
 
     @abstractmethod
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
-        """Score completion tokens and collect the statistics of Q, K and V in the same pass."""
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch: ...
 
     @property
     @abstractmethod
-    def masters(self) -> Mapping[str, Tensor]:
-        """As `LocalTrainer.masters`."""
+    def masters(self) -> Mapping[str, Tensor]: ...
 
     def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
         save_checkpoint(folder, self.arch, self.masters, tokenizer)
 
     def rest(self) -> None:  # noqa: B027 - on a CPU it takes longer to make than memory is worth
-        """As `Trainer.rest`."""
+        ...
 
     def close(self) -> None:  # noqa: B027 - most trainers hold nothing to release
-        """Releases memory and processes; most trainers hold none."""
+        ...
 
     @abstractmethod
-    def digest(self) -> str:
-        """Digest of the FP32 master weights."""
+    def digest(self) -> str: ...
 
     @abstractmethod
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
-        """Add up the gradients of a batch; returns its statistics.
-
-        Raises:
-            NotFiniteError: the loss is NaN or infinite.
-        """
+        """Add up the gradients of a batch; returns its statistics. Raises NotFiniteError."""
 
     @abstractmethod
     def _step(self, learning_rate: float) -> float:
         """Clip the accumulated gradient and apply it if its norm is finite; returns the norm before clipping."""
 
     @abstractmethod
-    def _drop_gradients(self) -> None:
-        """Leave nothing for the next update."""
+    def _drop_gradients(self) -> None: ...
 
     def _learning_rate(self, update: int, of_step: int) -> float:
         """Of an update, from 1 in all and in its step: a function of its place and the configuration alone.
 
-        It rises to its peak at the last update of the warm-up, or is there at the first, and falls from there. After
-        `over_steps` steps it has fallen to the final share, and stays there. A step with fewer updates than
-        `minibatches` passes over the places of the others.
-        """
+        A step with fewer updates than `minibatches` passes over the places of the others."""
         config, schedule = self._config, self._config.learning_rate_schedule
         peak = max(1, config.warmup_steps)
         if schedule.kind == "constant" or update <= peak:
@@ -332,7 +297,6 @@ class PolicyTrainer(ABC):
     def _update(
         self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales]
     ) -> dict[str, float]:
-        """One optimiser update, by its number in the step from 0; returns its statistics."""
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
@@ -343,9 +307,8 @@ class PolicyTrainer(ABC):
     ) -> RolloutBatch:
         """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
 
-        The first update of a step starts from the policy that `old_logprobs` are of, where no token is stale; others
-        cost one more scoring pass.
-        """
+        The first update of a step starts from the policy that `old_logprobs` are of; others cost one more scoring
+        pass."""
         if not self._objective.selects:
             return batch
         if update == 0 and batch.stale is None:
@@ -364,7 +327,6 @@ class PolicyTrainer(ABC):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave no gradient for the next update, whatever happens inside."""
         try:
             yield
         except GroupNotFinite as error:
@@ -380,10 +342,7 @@ class PolicyTrainer(ABC):
 
 
 def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "the rollout") -> str | None:
-    """The first token of a completion, of those in the mask, for which a forward has other bits; None: there is none.
-
-    `theirs`, `ours`: log-probs from `origin` and of the forward, FP32 [C]. `origin`: of `theirs`, in words.
-    """
+    """The first token in the mask for which a forward has other bits, in words; log-probs are FP32 [C]."""
     differing = (mask & (ours.view(torch.int32) != theirs.view(torch.int32))).nonzero()
     if not len(differing):
         return None
@@ -393,17 +352,14 @@ def first_differing(theirs: Tensor, ours: Tensor, mask: Tensor, origin: str = "t
 
 
 def shares(rows: int, count: int) -> list[slice]:
-    """`count` shares of the rows, in order, that differ by one row at most."""
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
 def minibatches(mask: Tensor, keep: Tensor, count: int) -> list[slice]:
     """The consecutive rows of each update of a step: all rows, cut so that each has as many kept ones, but for one.
 
-    A kept row has a token in the corrected `mask`, bool [B, C], and is in `keep`, bool [B]. Others go with the kept row
-    before them, or with the first one. Fewer kept rows than `count` make fewer updates. One without a token would have
-    no gradient: the optimiser would move the policy by its moments alone.
-    """
+    A kept row has a token in the corrected `mask`, bool [B, C], and is in `keep`, bool [B]. Fewer kept rows than
+    `count` make fewer updates: one without a token would move the policy by its moments alone."""
     kept = (mask.any(dim=1) & keep).nonzero()[:, 0].tolist()
     firsts = [kept[share.start] for share in shares(len(kept), min(count, len(kept)))]
     return [slice(*pair) for pair in pairwise([0, *firsts[1:], len(mask)])] if kept else []

@@ -1,13 +1,8 @@
 """The share of an optimiser's intention that reaches the policy which an engine multiplies: `train/update_gain`.
 
-M are the FP32 weights of the linears that learn (with adapters, the merged ones). Q is what is shipped of them: BF16
-values, or codes times scales. Since policy 0 they have changed by dM and dQ. The gain is sum(dQ dM) / sum(dM dM),
-the projection of one change on the other: at 1 all has arrived.
-
-Of a large model the sums are over `MOST_TILES` tiles at most, evenly spread over all: 64 MB of FP32. A trainer is built
-from policy 0 and loads a checkpoint afterwards, so a resumed run has the same reference. Sums of tiles are added
-exactly, so neither ranks nor threads show.
-"""
+M are the FP32 weights of the linears that learn (with adapters, the merged ones), Q is what is shipped of them. Since
+policy 0 they have changed by dM and dQ. The gain is sum(dQ dM) / sum(dM dM): at 1 all has arrived. Of a large model the
+sums are over `MOST_TILES` tiles. Sums of tiles are added exactly, so neither ranks nor threads show."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +24,7 @@ _CHUNK = 64
 
 
 class Tile(NamedTuple):
-    """128 x 128 elements of a weight, or fewer at its edge, by the first row and column."""
+    """Elements of a weight, or fewer at its edge, by the first row and column."""
 
     name: str
     row: int
@@ -53,8 +48,6 @@ def sampled_tiles(shapes: Mapping[str, tuple[int, ...]]) -> list[Tile]:
 
 
 class UpdateGain:
-    """Some tiles of policy 0, and their gain since."""
-
     def __init__(
         self,
         tiles: Sequence[Tile],
@@ -65,12 +58,8 @@ class UpdateGain:
     ) -> None:
         """Take the tiles of the policy as it is.
 
-        Args:
-            read: tiles, FP32, of the policy at the time of the call.
-            form: what a weight is shipped in.
-            grouping: tiles of codes, whose sides divide 128.
-            joined: the sums of all processes, from those of this one.
-        """
+        `read`: tiles, FP32, of the policy at the time of the call. `form`: what a weight is shipped in. `joined`: the
+        sums of all processes, from those of this one."""
         self._read, self._grouping, self._joined = read, grouping, joined
         # Those of one format behind one another.
         self._tiles = sorted(tiles, key=lambda tile: form(tile.name))
@@ -98,7 +87,7 @@ class UpdateGain:
         return torch.stack(whole) if whole else torch.empty(0, TILE, TILE)
 
     def _shipped(self, tiles: Tensor, forms: Sequence[LinearFormat]) -> Tensor:
-        """FP64 of what is shipped of FP32 tiles."""
+        """In FP64."""
         found = tiles.double()
         for form in dict.fromkeys(forms):
             part = slice(forms.index(form), forms.index(form) + forms.count(form))

@@ -54,7 +54,7 @@ def test_json_has_bytes(plan, tmp_path):
 
 def test_what_does_not_fit_is_printed_and_refused_in_one_line(plan, tmp_path):
     file = tmp_path / "plan.json"
-    code, lines, err = plan("qwen3-aligned", "--gpu", "h100", "--gpus", "1", "--json", str(file))
+    code, lines, err = plan("qwen3-aligned", "--gpu", "h100", "--json", str(file))
     assert code == 2
     assert any("does not fit:" in line for line in lines)
     (line,) = err

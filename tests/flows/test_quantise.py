@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flows.cli.quantise import add_command
-from fp8core.models.quantised_checkpoint import KeptInBf16, plan_quantisation, write_checkpoint
+from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
 from fp8core.numerics.recipe import RECIPES
 
 
@@ -25,11 +25,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ([], {}, "pow2"),
         (["--first", 1, "--scale-rule", "fp32"], {"first_layers": 1}, "fp32"),
-        (
-            ["--last", 1, "--keep", "*.down_proj", "*.o_proj"],
-            {"last_layers": 1, "names": ("*.down_proj", "*.o_proj")},
-            "pow2",
-        ),
+        (["--last", 1], {"last_layers": 1}, "pow2"),
     ],
 )
 def test_quantise_writes_what_the_library_writes(
@@ -37,7 +33,7 @@ def test_quantise_writes_what_the_library_writes(
 ) -> None:
     assert run("quantise", small_checkpoint, tmp_path / "fp8", *options) == 0
     write_checkpoint(
-        plan_quantisation(small_checkpoint, KeptInBf16(**kept), RECIPES[rule].weights),
+        plan_quantisation(small_checkpoint, RECIPES[rule].weights, **kept),
         tmp_path / "same",
         lambda *_: None,
     )

@@ -23,28 +23,7 @@ _SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "qk_norm": True},
     "llama": {"family": "llama", "qk_norm": False},
     "qwen3-moe": {"family": "qwen3_moe", "qk_norm": True, "experts": _EXPERTS},
-    # Widths of SmolLM2-135M, and one that is no multiple of 64: the linears are padded.
-    "smollm2": {
-        "family": "llama",
-        "qk_norm": False,
-        "hidden_size": 576,
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1500,
-        "tie_embeddings": True,
-    },
-    # Biases beside padding.
-    "qwen2": {
-        "family": "qwen2",
-        "qk_norm": False,
-        "qkv_bias": True,
-        "hidden_size": 192,
-        "num_heads": 3,
-        "num_kv_heads": 1,
-        "head_dim": 64,
-        "intermediate_size": 384,
-    },
+    "qwen2": {"family": "qwen2", "qk_norm": False, "qkv_bias": True, "hidden_size": 512, "head_dim": 64},
 }
 PARITY = tuple(_SMALL)
 

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
@@ -12,8 +11,8 @@ from fp8core.kernels.compilation import Job, KernelFolders, missing_jobs, multip
 from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
 from fp8core.models.hub import model_shape
-from fp8core.resources.kernels import Product, samples
-from fp8core.run.compilation import learn, planned_jobs, score
+from fp8core.resources.kernels import Product, shared_out
+from fp8core.run.compilation import learn, planned_jobs, product_job, score
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -29,14 +28,6 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFolders:
     return KernelFolders(tmp_path / "deep_gemm", tmp_path / "triton", tmp_path / ".cache" / "fp8-grpo" / "kernels")
 
 
-def every(product: Product) -> None:
-    """Multiply with each number of rows."""
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    (sample, *_) = samples([product], processors)
-    for rows in product.rows:
-        multiply(sample._replace(rows=rows))
-
-
 @pytest.mark.parametrize(
     "product",
     [
@@ -47,12 +38,10 @@ def every(product: Product) -> None:
     ids=["codes", "gradient", "head"],
 )
 def test_no_number_of_rows_needs_a_kernel_that_was_not_planned(folders: KernelFolders, product: Product) -> None:
-    planned = samples([product], torch.cuda.get_device_properties(0).multi_processor_count)
-    jobs = [Job(str(sample), "", folders.deep_gemm, multiply, (sample,)) for sample in planned]
+    jobs = [product_job(part, folders) for part in shared_out([product])]
     run_jobs(jobs, "", lambda *_: None)
     compiled = set(os.listdir(folders.deep_gemm / "cache"))
-    assert len(compiled) == len(planned)
-    run_jobs([Job("every", "", folders.deep_gemm, every, (product,))], "", lambda *_: None)
+    run_jobs([Job("every", "", folders.deep_gemm, multiply, (product,))], "", lambda *_: None)
     assert set(os.listdir(folders.deep_gemm / "cache")) == compiled
 
 
@@ -65,7 +54,7 @@ def passes(config: RunConfig, arch: Architecture, packs: range) -> None:
 def test_packs_of_other_lengths_compile_nothing(folders: KernelFolders) -> None:
     config = load_config("h200-small", {"training.tokens_per_pass": 2048, "rollout.vllm.batched_tokens": 256})
     arch = model_shape(config)
-    jobs = planned_jobs(config, arch, torch.cuda.get_device_properties(0).multi_processor_count, folders)
+    jobs = planned_jobs(config, arch, folders)
     run_jobs(jobs, "", lambda *_: None)
     assert missing_jobs(jobs, "") == []
     kept = [set(os.listdir(folder)) for folder in (folders.triton, folders.own, folders.deep_gemm / "cache")]

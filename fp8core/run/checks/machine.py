@@ -10,7 +10,7 @@ from fp8core.resources.memory import machine_of
 from fp8core.rollout.registry import continuation_of, engine_entry, longest_row
 from fp8core.run.machine import wants_gpus
 from fp8core.store.ledger import START, LedgerView
-from fp8core.training.registry import trainer_grid, trainer_of
+from fp8core.training.registry import trainer_of
 
 
 def check_engine(config: RunConfig, node: Node) -> None:
@@ -74,7 +74,7 @@ def check_memory(config: RunConfig, node: Node, ledger: LedgerView | None) -> No
     if ledger is not None and "warm_start" in ledger.tasks(START):
         config = config.model_copy(update={"warm_start": None})
     machine = engine_entry(config).usable(machine_of(node), node)
-    check_fit(plan_run(config, model_shape(config), machine, trainer_grid(config, machine)))
+    check_fit(plan_run(config, model_shape(config), machine))
 
 
 def check_cluster(config: RunConfig, node: Node) -> None:

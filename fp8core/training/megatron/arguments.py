@@ -1,7 +1,4 @@
-"""From an architecture and a contract to the arguments of Megatron Core's `TransformerConfig` and `GPTModel`.
-
-Megatron is not imported here, so that the mapping can be tested where it is not installed.
-"""
+"""From an architecture and a contract to the arguments of Megatron Core's `TransformerConfig` and `GPTModel`."""
 
 from typing import Any, Literal
 
@@ -21,14 +18,7 @@ Kind = Literal["cpu", "cuda"]
 def transformer_arguments(
     arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, device: Kind, deterministic: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of `megatron.core.transformer.TransformerConfig`.
-
-    Args:
-        contract: its training side; FP32 is a mode of the CPU, block FP8 and BF16 of a GPU.
-        device: Transformer Engine's layers and fused kernels on `cuda`, Megatron's local layers on `cpu`.
-        deterministic: only kernels that give the same result every time; Megatron refuses to start without the
-            environment of `requirements.required_environment`.
-    """
+    """Of `megatron.core.transformer.TransformerConfig`; `device`: Megatron's local layers compute on `cpu`."""
     on_gpu, piped = device == "cuda", megatron.pipeline_parallel > 1
     dtype = torch.float32 if contract.training.linear == "fp32" else torch.bfloat16
     return {
@@ -140,7 +130,6 @@ def model_arguments(arch: Architecture, megatron: MegatronConfig) -> dict[str, A
 
 
 def scale_rule_in_force() -> ScaleRule:
-    """Read from the scales of a tensor that was quantised by the recipe Megatron builds."""
     from transformer_engine.common.recipe import Float8BlockScaling
     from transformer_engine.pytorch.quantization import get_fp8_te_dtype
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer

@@ -11,9 +11,6 @@
 
 Transformer Engine's layers hold the norm before a linear in that linear, and all experts of a GPU in one module. Those
 of Megatron itself hold them apart (`Style`). Experts are cut over expert parallel alone, layers over pipeline parallel.
-
-Padded linears end in rows and columns of zeros, so that both sides of a GPU's share are multiples of 128. They stay
-zeros: what is multiplied with them is zero, and so are their gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +23,7 @@ from torch import Tensor
 from torch.distributed import all_gather_object, broadcast, get_rank, get_world_size
 
 from fp8core.config.training import MegatronConfig
-from fp8core.models.architecture import Architecture, parameter_shapes
-from fp8core.numerics.e4m3 import round_up
-from fp8core.numerics.recipe import TILE
+from fp8core.models.architecture import Architecture
 from fp8core.training.megatron.requirements import padded_vocabulary
 
 Join = Literal["copy", "rows_padded", "by_kv_group", "one_after_another"]
@@ -41,13 +36,10 @@ class Style:
 
     norms_in_linears: bool
     experts_together: bool
-    padded: bool
 
 
-TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True, padded=False)
-# A norm must not see the zeros.
-PADDED_TRANSFORMER_ENGINE = Style(norms_in_linears=False, experts_together=True, padded=True)
-LOCAL = Style(norms_in_linears=False, experts_together=False, padded=False)
+TRANSFORMER_ENGINE = Style(norms_in_linears=True, experts_together=True)
+LOCAL = Style(norms_in_linears=False, experts_together=False)
 
 
 @dataclass(frozen=True)
@@ -58,11 +50,6 @@ class Parameter:
     sources: tuple[str, ...]
     join: Join = "copy"
     cut: Cut = "no"
-
-    @property
-    def of_linear(self) -> bool:
-        """True for weight and bias of a decoder layer's linear."""
-        return ".linear_" in self.name and not self.name.endswith(".layer_norm_weight")
 
 
 @dataclass(frozen=True, order=True)
@@ -159,49 +146,23 @@ def share(
     arch: Architecture, megatron: MegatronConfig, style: Style, rank: ParallelRank, policy: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """One GPU's parameters by Megatron's names; `policy`: tensors by Hugging Face name, of any type and device."""
-    found = {}
-    for parameter in parameters(arch, megatron, style, rank):
-        own = _cut(_joined(arch, megatron, parameter, policy), parameter, megatron.tensor_parallel, rank)
-        if style.padded and parameter.of_linear:
-            whole = own.new_zeros([round_up(size, TILE) for size in own.shape])
-            whole[tuple(map(slice, own.shape))] = own
-            own = whole
-        found[parameter.name] = own
-    return found
+    return {
+        each.name: _cut(_joined(arch, megatron, each, policy), each, megatron.tensor_parallel, rank)
+        for each in parameters(arch, megatron, style, rank)
+    }
 
 
 def policy_of(
     arch: Architecture, megatron: MegatronConfig, style: Style, shares: Mapping[ParallelRank, Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """The whole policy by Hugging Face name.
-
-    Args:
-        arch, megatron, style: as for `share`.
-        shares: of ranks that together hold everything; in a small grid not every combination exists.
-    """
+    """The whole policy by Hugging Face name, from the shares of ranks that together hold everything."""
     policy: dict[str, Tensor] = {}
     for pipeline, expert in sorted({(rank.pipeline, rank.expert) for rank in shares}):
         for parameter in parameters(arch, megatron, style, ParallelRank(0, pipeline, expert)):
             if not policy.keys() >= set(parameter.sources):
                 held = [shares[rank][parameter.name] for rank in _holders(parameter, shares, pipeline, expert)]
-                if style.padded and parameter.of_linear:
-                    own = _share_shape(arch, parameter, megatron.tensor_parallel)
-                    held = [tensor[tuple(map(slice, own))] for tensor in held]
                 policy |= zip(parameter.sources, _parted(arch, parameter, _uncut(held, parameter)), strict=True)
     return policy
-
-
-def _share_shape(arch: Architecture, parameter: Parameter, count: int) -> tuple[int, ...]:
-    """Of a linear, without padding."""
-    shapes = parameter_shapes(arch)
-    rows, *columns = sum(shapes[name][0] for name in parameter.sources), *shapes[parameter.sources[0]][1:]
-    match parameter.cut:
-        case "no":
-            return rows, *columns
-        case "columns":
-            return rows, columns[0] // count
-        case "rows" | "rows_of_each":
-            return rows // count, *columns
 
 
 def _holders(parameter: Parameter, ranks: Iterable[ParallelRank], pipeline: int, expert: int) -> list[ParallelRank]:
@@ -274,14 +235,10 @@ Spec = tuple[torch.dtype, tuple[int, ...]]
 def gathered(
     rank: ParallelRank, held: Mapping[str, Tensor], device: torch.device
 ) -> dict[ParallelRank, dict[str, Tensor]]:
-    """The tensors of every rank, as `conversion.policy_of` takes them; every process calls it at the same time.
+    """The tensors of every rank, by Megatron's names; every process calls it at the same time.
 
-    Args:
-        held: its tensors by Megatron's names.
-        device: that processes exchange tensors on.
-
-    Returns:
-        on the first process tensors on the CPU, each of the first rank that holds it; on the others nothing.
+    The first process has tensors on the CPU, each of the first rank that holds it; the others have nothing. `device`:
+    that processes exchange tensors on.
     """
     own = (rank, {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()})
     found: list[tuple[ParallelRank, dict[str, Spec]]] = [own] * get_world_size()

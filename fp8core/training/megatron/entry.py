@@ -17,7 +17,6 @@ from fp8core.training.megatron.requirements import (
     machine_refusals,
     package_refusals,
     required_environment,
-    smaller,
     suggested_environment,
 )
 from fp8core.training.memory import Parallel
@@ -73,5 +72,4 @@ TRAINER = TrainerEntry(
     saves_shards=True,
     needs_gpu=lambda config: config.cluster.ranks > 1,
     memory=lambda _: MEMORY,
-    smaller=smaller,
 )

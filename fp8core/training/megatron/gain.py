@@ -21,7 +21,6 @@ from fp8core.training.update_gain import Sums, Tile, UpdateGain, sampled_tiles
 
 
 def update_gain(policy: MegatronPolicy, optimiser: Optimiser, formats: Formats, ranks: Ranks) -> UpdateGain:
-    """Of the policy as it is now; `formats` are those of the rollout."""
     shapes = {n: tuple(p.shape) for n, p in policy.parameters().items() if "linear_" in n and p.dim() == 2}
     layers, stored = layers_of(policy.arch, policy.megatron, policy.rank.pipeline), formats.stored_names().layers
 
@@ -74,6 +73,5 @@ class _Masters:
 
 
 def _group(experts: bool) -> ProcessGroup:
-    """The processes that share out the masters of experts, or of everything else."""
     group: ProcessGroup = parallel_state.get_expert_data_parallel_group() if experts else data_group()
     return group

@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,13 +21,10 @@ from fp8core.config.precision import HeadFormat
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.experts import UNRECORDED, top_k
-from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
 from fp8core.numerics.packed import copied
-from fp8core.numerics.recipe import TILE
 from fp8core.training.megatron.arguments import model_arguments
-from fp8core.training.megatron.conversion import Style
 from fp8core.training.packing import Pack
 
 
@@ -42,12 +37,11 @@ class PolicyModel(GPTModel):
         megatron: MegatronConfig,
         config: TransformerConfig,
         device: torch.device,
-        style: Style,
         first: bool,
         last: bool,
     ) -> None:
         arguments = model_arguments(arch, megatron)
-        super().__init__(config, layers(config, style), pre_process=first, post_process=last, **arguments)
+        super().__init__(config, layers(config), pre_process=first, post_process=last, **arguments)
         self.rotary_pos_emb = RotaryAngles(arch, device)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -59,14 +53,12 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """This GPU's rows of the output head."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def packed_call(pack: Pack) -> dict[str, Any]:
-    """Arguments of the model's forward for packed sequences."""
     device, longest = pack.tokens.device, pack.sequences.longest
     bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), device)
     packed = PackedSeqParams(
@@ -84,7 +76,7 @@ def packed_call(pack: Pack) -> dict[str, Any]:
     }
 
 
-def layers(config: TransformerConfig, style: Style) -> TransformerBlockSubmodules:
+def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     fused = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=fused, normalization="RMSNorm")
     for layer in block.layer_specs:
@@ -92,8 +84,6 @@ def layers(config: TransformerConfig, style: Style) -> TransformerBlockSubmodule
             layer.submodules.mlp.submodules.router = PolicyRouter
     if not fused:
         _for_cpu(block, config.qk_layernorm)
-    if style.padded:
-        _pad(block, TESpecProvider() if fused else LocalSpecProvider(), config.tensor_model_parallel_size)
     return block
 
 
@@ -107,41 +97,8 @@ def _for_cpu(block: TransformerBlockSubmodules, qk_norm: bool) -> None:
             attention.q_layernorm = attention.k_layernorm = LocalNorm
 
 
-def _pad(block: TransformerBlockSubmodules, own: BackendSpecProvider, ranks: int) -> None:
-    """Padded linears in all layers, behind norms of their own."""
-    column, row = padded(own.column_parallel_linear(), 1, ranks), padded(own.row_parallel_linear(), ranks, 1)
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = block.layer_norm
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-        attention.linear_qkv, attention.linear_proj = column, row
-        mlp.linear_fc1, mlp.linear_fc2 = column, row
-
-
-def padded(linear: Any, inputs: int, outputs: int) -> type:
-    """A linear of Megatron both of whose sides are multiples of 128 on each GPU.
-
-    It takes and gives tensors without padding. Transformer Engine quantises whole tiles alone; zeros change no amax and
-    no sum. `linear`: its class. `inputs`, `outputs`: numbers of GPUs that share its columns and its rows.
-    """
-
-    class Padded(linear):
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any) -> None:
-            self._own = input_size // inputs, output_size // outputs
-            columns, rows = (round_up(size, TILE) for size in self._own)
-            super().__init__(inputs * columns, outputs * rows, config=config, **others)
-            self._missing = columns - self._own[0]
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            """[T, 1, in] to [T, 1, out]."""
-            product, bias = super().forward(torch.nn.functional.pad(x, (0, self._missing)))
-            assert bias is None, "Megatron adds no bias after these linears"
-            return product[..., : self._own[1]], None
-
-    return Padded
-
-
 class LocalAttention(torch.nn.Module):
-    """Takes the constructor and the call of Megatron's core attention (`transformer.attention.CoreAttention`)."""
+    """The constructor and the call of `megatron.core.transformer.attention.CoreAttention`."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -164,8 +121,6 @@ class LocalAttention(torch.nn.Module):
 
 
 class LocalNorm(torch.nn.RMSNorm):
-    """Takes the constructor of Megatron's norms."""
-
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
         # Each GPU of the group normalises other tokens, so that Megatron adds up the gradients.
@@ -185,7 +140,6 @@ class RotaryAngles(torch.nn.Module):
         self._frequencies = frequencies.to(device)
 
     def get_rotary_seq_len(self, context: Any, decoder: Any, hidden: Any, config: Any, packed: Any) -> int:
-        """Positions that a call of Megatron's model needs: those of the longest sequence in the pack."""
         return int(packed.max_seqlen_q)
 
     def forward(self, positions: int, **_: Any) -> Tensor:
@@ -198,12 +152,8 @@ class RotaryAngles(torch.nn.Module):
 class Replay:
     """Replaces Megatron's `RouterReplay`, which cannot leave a position to the router.
 
-    The router's own choice is the reference's: of equal scores the lower index, where torch's topk takes any. Scores in
-    BF16 are often equal.
-
-    `chosen` is int16 [T, k], `UNRECORDED` where the router chooses, or None without a replay. It stays for
-    the recomputation of a backward pass.
-    """
+    The router's own choice is the reference's: of equal scores the lower index, where torch's topk takes any. `chosen`
+    is int16 [T, k], `UNRECORDED` where the router chooses, or None without a replay."""
 
     def __init__(self) -> None:
         self.chosen: Tensor | None = None
@@ -219,11 +169,7 @@ class Replay:
 
 
 class PolicyRouter(TopKRouter):
-    """A router that runs anywhere: Megatron's moves its weight to a GPU and needs Transformer Engine to multiply.
-
-    `rounding` is the contract's point `routed`, which `MegatronPolicy` sets: Megatron builds this class from its
-    own arguments.
-    """
+    """Megatron's router moves its weight to a GPU and needs Transformer Engine. `rounding`: the point `routed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -237,14 +183,7 @@ class PolicyRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """This GPU's rows of the head.
-
-    Attributes:
-        first: token of the first row.
-        size: tokens of the whole vocabulary; rows beyond it are padding.
-        group: GPUs that hold the other rows.
-        form: output of the product, FP32 or BF16.
-    """
+    """This GPU's rows of the head, from token `first`; tokens from `size` on are padding."""
 
     first: int
     size: int
@@ -332,15 +271,7 @@ def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
 def written_logprobs(
     hidden: Tensor, weight: Tensor, share: VocabularyShare, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution.
+    """Log-probability of each target and entropy of each distribution, FP32 [tokens], in nats, both differentiable.
 
-    Args:
-        hidden: BF16 or FP32 [tokens, hidden], equal on every GPU of the group.
-        weight: this GPU's rows of the head.
-        targets: int64 [tokens].
-        temperature: positive.
-
-    Returns:
-        log-probs and entropies FP32 [tokens], in nats, both differentiable.
-    """
+    `hidden`: BF16 or FP32 [tokens, hidden], equal on every GPU of the group. `weight`: this GPU's rows of the head."""
     return chunked_logprobs(hidden, weight, _ShardedHead(weight, share, temperature), targets)

@@ -1,9 +1,7 @@
 """Optimisers of one process, Megatron's own and one for a CPU, and checkpoints in Megatron's format.
 
 An optimiser owns the FP32 masters of this process and its gradients, by Megatron's names. `finish` completes gradients
-over all processes and returns their global norm; `step` clips by that norm and updates; `clear` drops the gradients.
-`save` and `load` take the shard that each parameter is (`model`), and the number of updates.
-"""
+over all processes and returns their global norm; `step` clips by that norm and updates; `clear` drops the gradients."""
 
 import warnings
 from collections import defaultdict
@@ -34,8 +32,6 @@ _QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 
 
 class LocalOptimiser:
-    """Parameters are masters. Gradients are summed over data-parallel processes, clipped by their global norm."""
-
     def __init__(self, model: PolicyModel, training: TrainingConfig) -> None:
         self._named: dict[str, Tensor] = dict(model.named_parameters())
         self._adam = torch.optim.AdamW(
@@ -76,11 +72,9 @@ class LocalOptimiser:
         self._adam.step()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of this process, by Megatron's names, after `finish`."""
         return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
 
     def masters(self) -> dict[str, Tensor]:
-        """FP32 weights of this process by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
     def updated(self) -> dict[str, Tensor]:
@@ -119,8 +113,6 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 class MegatronOptimiser:
-    """Gradients are summed over data-parallel processes, clipped by their global norm; weight decay as in torch."""
-
     def __init__(self, model: PolicyModel, training: TrainingConfig) -> None:
         shared = training.megatron.distributed_optimizer
         buffers = DistributedDataParallelConfig(
@@ -163,7 +155,6 @@ class MegatronOptimiser:
         assert float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
 
     def gradients(self) -> dict[str, Tensor]:
-        """FP32, of this process, by Megatron's names, after `finish`."""
         return {name: getattr(parameter, "main_grad") for name, parameter in self._named.items()}  # noqa: B009
 
     def masters(self) -> dict[str, Tensor]:
@@ -200,18 +191,12 @@ _THREADS = 2
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the parts of all processes; what several hold is written by one of them.
-
-    Args:
-        folder: may exist, and is the same for all processes.
-        state: `ShardedTensor` and factories of several, by name, nested; whatever else is in it, all processes share.
-    """
+    """Write the parts of all processes; what several hold is written by one of them."""
     folder.mkdir(exist_ok=True)
     dist_checkpointing.save(state, str(folder), sharded_strategy=ThreadedWriter())
 
 
 def load_state(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """This process's tensors of what `save_state` wrote, by the names in `wanted`."""
     with warnings.catch_warnings():
         # Megatron calls torch's loader by its old name.
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
@@ -220,18 +205,13 @@ def load_state(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 class ThreadedWriter(SaveShardedStrategy):
-    """Megatron's format, written by threads of this process.
-
-    Its own writer forks a process for each file and leaves one behind for their results. That one outlives a training
-    that is killed and holds its standard output open.
-    """
+    """Megatron's own writer forks a process for each file; one outlives a training that is killed."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Objects are written beside tensors."""
         return True
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str) -> None:

@@ -68,7 +68,6 @@ def stages() -> int:
 
 
 def tensor_group() -> ProcessGroup:
-    """Processes that share every linear layer with this one."""
     group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     return group
 

@@ -20,9 +20,7 @@ from fp8core.numerics.kv_scales import KvStatistics, LayerScales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import (
     LOCAL,
-    PADDED_TRANSFORMER_ENGINE,
     TRANSFORMER_ENGINE,
-    Style,
     gathered,
     layers_of,
     parallel_ranks,
@@ -37,16 +35,13 @@ from fp8core.training.megatron.model import (
     written_logprobs,
 )
 from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
-from fp8core.training.megatron.requirements import needs_padding, padded_vocabulary
+from fp8core.training.megatron.requirements import padded_vocabulary
 from fp8core.training.packing import Pack
 
 
 @dataclass(frozen=True)
 class CountedPack:
-    """A pack as one process of a grid computes it.
-
-    Where it does not `count`, another process counts it: this one takes part for the collectives.
-    """
+    """Where a pack does not `count`, another process counts it: this one takes part for the collectives."""
 
     pack: Pack
     counts: bool
@@ -74,10 +69,10 @@ class MegatronPolicy:
         kind: Kind = "cuda" if device.type == "cuda" else "cpu"
         config = TransformerConfig(**transformer_arguments(arch, contract, megatron, kind, deterministic))
         self.arch, self.device = arch, device
-        self.style, self.rank = _style(arch, contract, megatron, kind), own_rank()
+        self.style, self.rank = TRANSFORMER_ENGINE if kind == "cuda" else LOCAL, own_rank()
         self.megatron = megatron
         first, last = self.rank.pipeline == 0, self.rank.pipeline == megatron.pipeline_parallel - 1
-        self.model = PolicyModel(arch, megatron, config, device, self.style, first, last).to(device)
+        self.model = PolicyModel(arch, megatron, config, device, first, last).to(device)
         self.routers = [module for module in self.model.modules() if isinstance(module, PolicyRouter)]
         routed = training_formats(contract, arch.num_layers).points.routed
         for router in self.routers:
@@ -103,7 +98,7 @@ class MegatronPolicy:
         }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this rank's share of a whole policy in the Hugging Face layout; the share of every parameter."""
+        """Take this rank's share of a whole policy in the Hugging Face layout."""
         held = dict(self.model.named_parameters())
         found = share(self.arch, self.megatron, self.style, self.rank, weights)
         assert held.keys() == found.keys(), f"Megatron names other parameters: {sorted(held.keys() ^ found.keys())}"
@@ -112,31 +107,24 @@ class MegatronPolicy:
             parameter.data.copy_(found[name])
 
     def parameters(self) -> dict[str, Tensor]:
-        """The tensors that this process multiplies with, by Megatron's names."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def whole(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every process's tensors by Megatron's names, put together in the Hugging Face layout.
+        """The whole policy in the Hugging Face layout from every process's tensors.
 
-        Where each process holds all of them, every one has the result on its device. Else the first one has it on the
-        CPU, and the others nothing.
-        """
+        Where processes share it, the first one has it on the CPU, and the others have nothing."""
         if len(parallel_ranks(self.megatron)) == 1:
             return policy_of(self.arch, self.megatron, self.style, {self.rank: shares})
         found = gathered(self.rank, shares, self.device)
         return policy_of(self.arch, self.megatron, self.style, found) if found else {}
 
     def sharded(self) -> ShardedStateDict:
-        """Parameters as Megatron's checkpoints describe them, by this process's names."""
         metadata = {"dp_cp_group": data_group(), "non_homogeneous_layers": True, "singleton_local_shards": True}
         found = self.model.sharded_state_dict(metadata=metadata)
         return {name: found[name] for name, _ in self.model.named_parameters()}
 
     def hidden(self, micro_batch: CountedPack) -> Tensor:
-        """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes.
-
-        `micro_batch` is on this device; states of an earlier stage are the model's input already (`set_input_tensor`).
-        """
+        """[T, 1, hidden] (differentiable) that this stage hands on; of the last stage what the head takes."""
         if self._observing:
             self._valid = micro_batch.valid
         self._replay(micro_batch.pack.experts)
@@ -147,7 +135,7 @@ class MegatronPolicy:
         return states
 
     def head(self, micro_batch: CountedPack, states: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of each written token, FP32 [written], differentiable, of the last stage's states."""
+        """Log-prob and entropy of each written token, FP32 [written], differentiable."""
         pack = micro_batch.pack
         chosen = states[:, 0][pack.written - 1]
         targets = pack.tokens[pack.written]
@@ -168,10 +156,7 @@ class MegatronPolicy:
 
     @contextmanager
     def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales]) -> Iterator[None]:
-        """While it lasts, Q, K and V of this stage's attention are added to the statistics as they would be cached.
-
-        For passes without gradients: a pass with recomputation would count twice.
-        """
+        """While it lasts, Q, K and V of this stage are added to the statistics; for passes without gradients."""
         self._observing = True
 
         def observe(layer: int, _: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -189,13 +174,6 @@ class MegatronPolicy:
             self._observing = False
             for handle in handles:
                 handle.remove()
-
-
-def _style(arch: Architecture, contract: PrecisionContract, megatron: MegatronConfig, kind: Kind) -> Style:
-    """Whose layers compute: Transformer Engine's do on a GPU, padded where block FP8 needs it."""
-    if kind == "cpu":
-        return LOCAL
-    return PADDED_TRANSFORMER_ENGINE if needs_padding(arch, contract, megatron.tensor_parallel) else TRANSFORMER_ENGINE
 
 
 TakeScores = Callable[[CountedPack, Tensor, Tensor], None]
@@ -232,12 +210,9 @@ def _run(
     finish: Callable[[CountedPack, Tensor], Tensor],
     forward_only: bool,
 ) -> None:
-    """One micro-batch after another, or through the stages of a pipeline.
+    """One micro-batch after another, or through Megatron's own pipeline schedule without virtual stages (1F1B).
 
-    The pipeline is Megatron's own schedule without virtual stages (1F1B). All stages hold the whole batch, so that they
-    agree on the packs, their number and their order. A stage sends the length of a pack to the next one
-    (`variable_seq_lengths`). The head and the loss are the last stage's.
-    """
+    All stages hold the whole batch, so that they agree on the packs. The head and the loss are the last stage's."""
     on_device = (micro_batch.to(policy.device) for micro_batch in micro_batches)
     if stages() == 1:
         for micro_batch in on_device:

@@ -1,12 +1,7 @@
-"""The requirements of the Megatron trainer on a machine, a contract and a model, and its memory.
-
-All is decided before anything is loaded. Megatron is not imported here, nor is Transformer Engine, which reads its
-environment when it is imported.
-"""
+"""The conditions of the Megatron trainer on a machine, a contract and a model, and its memory; nothing is imported."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from fp8core.config.capability import Node
 from fp8core.config.precision import PrecisionContract
@@ -28,10 +23,7 @@ def package_refusals(node: Node) -> Iterator[str]:
 
 
 def machine_refusals(config: RunConfig, node: Node) -> Iterator[str]:
-    """A message for all that is not installed, formats that Megatron does not compute there, and GPUs that are missing.
-
-    `config`: of a run with `training.trainer: megatron`. `node`: where its ranks compute; they share a `cpu`.
-    """
+    """A message for all that is missing or not computed on `node`, where ranks compute."""
     yield from package_refusals(node)
     contract, on_cpu = config.precision.training, node.platform == "cpu"
     if on_cpu and contract.linear != "fp32":
@@ -80,7 +72,7 @@ def required_environment(config: RunConfig) -> dict[str, str]:
 
 
 def suggested_environment(config: RunConfig) -> dict[str, str]:
-    """Variables that make it faster: one queue keeps communication behind the GEMM that it shall overlap with."""
+    """One queue keeps communication behind the GEMM that it shall overlap with."""
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if config.training.megatron.tensor_parallel > 1 else {}
 
 
@@ -97,10 +89,8 @@ def token_multiple(megatron: MegatronConfig) -> int:
 def grid_refusals(
     arch: Architecture, megatron: MegatronConfig, contract: PrecisionContract, longest: int
 ) -> Iterator[str]:
-    """A message for all that Megatron Core or Transformer Engine would refuse later, or in their own words.
-
-    `contract`: formats; block FP8 needs experts of whole tiles. `longest`: tokens of the longest sequence.
-    """
+    """A message for all that Megatron Core or Transformer Engine would refuse later. `longest`: tokens of a
+    sequence."""
     tensor, pipeline, expert = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.expert_parallel
     yield from _remainder("tensor_parallel", tensor, arch.num_kv_heads, "KV heads")
     yield from _remainder("tensor_parallel", tensor, arch.intermediate_size, "columns of the MLP")
@@ -116,24 +106,22 @@ def grid_refusals(
         yield _refusal("micro_batch_tokens", megatron.micro_batch_tokens, f"is no multiple of {multiple}")
     if longest > megatron.micro_batch_tokens:
         yield _refusal("micro_batch_tokens", megatron.micro_batch_tokens, f"the longest sequence has {longest} tokens")
-    if arch.experts is not None and needs_padding(arch, contract, tensor):
+    if contract.training.linear == "fp8_block" and (partial := _partial_sides(arch, tensor)):
         yield (
-            "precision.training.linear=fp8_block: the model has experts, whose linears Megatron does not pad, and on "
-            f"each GPU sides of linears that are no multiples of {TILE}; set it to bf16"
+            f"precision.training.linear=fp8_block: on each GPU a linear of the model has a side of {partial[0]}, and "
+            f"Transformer Engine quantises multiples of {TILE}; set it to bf16"
         )
 
 
-def needs_padding(arch: Architecture, contract: PrecisionContract, tensor: int) -> bool:
-    """Transformer Engine quantises a linear in blocks only where both sides of a GPU's share are multiples of 128."""
-    if contract.training.linear != "fp8_block":
-        return False
+def _partial_sides(arch: Architecture, tensor: int) -> list[int]:
+    """Sides of a GPU's share of linears that are no multiples of 128."""
     query, keys = arch.num_heads * arch.head_dim // tensor, arch.num_kv_heads * arch.head_dim // tensor
     sides = [arch.hidden_size, query, query + 2 * keys]
     if len(arch.sparse_layers) < arch.num_layers:
         sides.append(arch.intermediate_size // tensor)
     if arch.experts is not None:
         sides.append(arch.experts.intermediate_size)
-    return any(side % TILE for side in sides)
+    return [side for side in sides if side % TILE]
 
 
 def _remainder(name: str, group: int, count: int, what: str) -> Iterator[str]:
@@ -154,7 +142,6 @@ _REPEATABLE = "repeatable backward; none with training.deterministic=false"
 
 
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """Masters and moments, and Megatron's buffers from the start to the end."""
     part = heaviest(arch, parallel)
     parameters = held(part)
     shared = config.training.megatron.distributed_optimizer
@@ -163,7 +150,6 @@ def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[N
 
 
 def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """The memory that a step adds to that."""
     tensor, pipeline = parallel.tensor, parallel.pipeline
     linear = held(
         [
@@ -186,8 +172,7 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
 
 
 def _exported(config: RunConfig, arch: Architecture, parallel: Parallel, sync: StoredBytes) -> tuple[Need, ...]:
-    """Where GPUs share the weights, the policy is put together in main memory, and the engine reads it tensor by
-    tensor. Else it is made on every GPU."""
+    """Where GPUs share the weights, the policy is put together in main memory; else it is made on every GPU."""
     if (parallel.tensor, parallel.pipeline, parallel.expert) != (1, 1, 1):
         return ()
     return exported(config, sync, Need("what they are made from", count_parameters(arch).total * BF16_BYTES, "BF16"))
@@ -202,16 +187,14 @@ def _scores(config: RunConfig, arch: Architecture, tensor: int) -> int:
 
 
 def _head(config: RunConfig, arch: Architecture, tensor: int) -> int:
-    """Of the last stage, in the backward pass of its logits."""
     rows = padded_vocabulary(arch, tensor) // tensor
     logits = min(_LOGITS, config.training.megatron.micro_batch_tokens * rows)
     return FP32_BYTES * (_LOGIT_TENSORS * logits + _HEAD_GRADIENTS * rows * arch.hidden_size)
 
 
 def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: int) -> int:
-    """Of all layers, or their inputs and one layer that is recomputed. A group of tensor parallelism shares a layer's
-    inside, and with sequence parallelism its inputs too. Stages share no activations: the first one has as many packs
-    in flight as there are stages."""
+    """Of all layers, or their inputs and one layer that is recomputed. The first pipeline stage has as many packs in
+    flight as there are stages."""
     spread = config.training.megatron
     hidden, heads = arch.hidden_size, (arch.num_heads + arch.num_kv_heads) * arch.head_dim
     width = arch.intermediate_size
@@ -224,14 +207,14 @@ def _activations(config: RunConfig, arch: Architecture, tensor: int, pipeline: i
     return spread.micro_batch_tokens * BF16_BYTES * kept
 
 
-MEMORY = TrainerMemory(_state, _step, _exported, AT_REST)
+MEMORY = TrainerMemory(
+    state=_state,
+    step=_step,
+    exported=_exported,
+    scoring=_state,
+    at_rest=AT_REST,
+    # Nothing else gives as much back as the scores that repeatable attention holds.
+    advice="set training.deterministic=false, lower training.megatron.micro_batch_tokens",
+)
 """On each GPU of the grid: weights in BF16 and, for FP8 linears, Transformer Engine's codes of them; FP32 gradients;
 activations of the packs that a stage has in flight; what the head makes of a part of their tokens."""
-
-
-def smaller(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Changes of `training` that lower the memory of an update, the last as far as it goes."""
-    # Nothing else gives as much back as the scores that repeatable attention holds.
-    first = {"set training.deterministic=false": {"deterministic": False}} if config.training.deterministic else {}
-    least = config.training.megatron.model_copy(update={"micro_batch_tokens": 128})
-    return {**first, "lower training.megatron.micro_batch_tokens": {"megatron": least}}

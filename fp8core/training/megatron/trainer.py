@@ -1,8 +1,6 @@
 """The trainer in Megatron Core: its layers, parallelism and optimiser; batches, loss and scales are ours.
 
-Every process of the grid holds one and makes the same calls with the same batches. Data-parallel
-processes take packs in turn. Results are whole on every process, but for weights (`MegatronPolicy.whole`).
-"""
+Every process of the grid makes the same calls with the same batches; data-parallel ones take packs in turn."""
 
 import json
 import math
@@ -18,7 +16,6 @@ from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
 from fp8core.numerics.kv_scales import KvStatistics, LayerScales
@@ -42,8 +39,6 @@ _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 
 
 class MegatronTrainer(PolicyTrainer):
-    """Holds this process's share of one policy; `version` counts its updates."""
-
     def __init__(
         self,
         arch: Architecture,
@@ -55,10 +50,7 @@ class MegatronTrainer(PolicyTrainer):
         optimise: OptimiserFactory,
         ranks: Ranks,
     ) -> None:
-        """Take this process's part; `masters` by Hugging Face name, `ranks` all processes of the grid.
-
-        Raises UserError: Transformer Engine follows another scale rule than the contract's.
-        """
+        """Raises UserError: Transformer Engine follows another scale rule than the contract's."""
         super().__init__(training, objective)
         self.arch, self._contract, self._ranks = arch, contract, ranks
         parallel.join(training.megatron, ranks.count, device)
@@ -75,17 +67,13 @@ class MegatronTrainer(PolicyTrainer):
         return self._policy.whole(self._policy.parameters())
 
     def describe(self) -> dict[str, object]:
-        """Report what really runs; block FP8 was refused at the start if its scales followed another rule."""
         versions = {name: installed_version(name) for name in ("megatron-core", "transformer-engine")}
         rule = self._contract.scale_rule
         found = {"trainer": "megatron", "versions": versions, "scale_rule": rule, "ranks": get_world_size()}
         return found | self._policy.describe()
 
     def export(self) -> ShippedTensors:
-        """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout.
-
-        They lie where the whole policy does (`MegatronPolicy.whole`), and are quantised where this process computes.
-        """
+        """Weights for the rollout engine, quantised here and nowhere else, in the Hugging Face layout."""
         formats = rollout_formats(self._contract, self.arch.num_layers)
         names, tiles = formats.stored_names(), formats.recipe.weights
         stored: dict[str, Tensor] = {}
@@ -139,7 +127,6 @@ class MegatronTrainer(PolicyTrainer):
         scales: Sequence[LayerScales],
         scored: TakeScores,
     ) -> None:
-        """Score this process's packs, and complete the statistics over all processes at the end."""
         assert batch.truncation is None, "the configuration was checked"
         with self._policy.observed(statistics, scales):
             score(self._policy, self._own_packs(batch), temperature, scored)
@@ -155,7 +142,6 @@ class MegatronTrainer(PolicyTrainer):
         self._optimiser.clear()
 
     def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
-        """Of this process's packs; the statistics are those of the whole batch. Attention needs no scales."""
         denominator = Denominator.of(batch.mask)
         totals: dict[str, float] = {}
 
@@ -176,7 +162,6 @@ class MegatronTrainer(PolicyTrainer):
         return totals
 
     def _merged_over_processes(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Statistics of the whole batch; stages before the last one have none of their own."""
         values = torch.tensor([own.get(name, 0.0) for name in _STATISTICS], dtype=torch.float64)
         # A copy: the sum below is of the values as they are.
         largest = values.to(self._policy.device, copy=True)
@@ -192,35 +177,21 @@ class MegatronTrainer(PolicyTrainer):
         return [CountedPack(found[min(index, len(found) - 1)], index < len(found)) for index in own]
 
     def _summed(self, values: Tensor) -> Tensor:
-        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU.
-
-        Stages before the last one have zeros to add.
-        """
+        """Over all processes, of which one in a tensor-parallel group speaks for the others; on the CPU."""
         moved = values.to(self._policy.device) * (self._policy.rank.tensor == 0)
         all_reduce(moved)
         return moved.cpu()
 
     def save(self, folder: Path) -> None:
-        """Write masters, moments and counters; the folder exists, and all processes see it."""
         self._optimiser.save(folder / SHARDS, self._policy.sharded())
         state = {"version": self.version, "updates": self._updates, "digest": self.digest(), "grid": self._grid()}
         if get_rank() == 0:
             (folder / STATE).write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; the masters must be this model's, the grid may be another one.
-
-        Raises:
-            StoredFileError: the counters are damaged, or of other weights.
-            UserError: another grid has padded its linears otherwise.
-        """
+        """Restore what `save` wrote; the grid may be another one. Raises StoredFileError."""
         # Before the first collective: a process that cannot read it would leave the others waiting.
         state = together(self._ranks, partial(read_state, folder))[0]
-        shares, earlier = self._config.megatron.tensor_parallel, (state.grid or {}).get("tensor_parallel")
-        if self._policy.style.padded and earlier != shares:
-            raise UserError(
-                f"training.megatron.tensor_parallel={shares}: the linears of {folder} are padded for {earlier}; keep it"
-            )
         self._optimiser.load(folder / SHARDS, self._policy.sharded(), state.updates)
         self.version, self._updates = state.version, state.updates
         # The digest is that of every process's part: on another grid there are other parts.
@@ -228,7 +199,6 @@ class MegatronTrainer(PolicyTrainer):
             refuse_other_digest(folder, self.digest(), state)
 
     def _grid(self) -> dict[str, int | bool]:
-        """The settings that the parts of the masters depend on."""
         names = {"tensor_parallel", "pipeline_parallel", "expert_parallel", "distributed_optimizer"}
         return {"ranks": get_world_size(), **self._config.megatron.model_dump(include=names)}
 

@@ -7,9 +7,7 @@
 | weights of a pass | all: codes and scales, BF16 | as of `masters.Masters`, of merged rows               |
 | gradients         | all, of adapters            | once an update: each rank adds those of all, in order |
 
-Merged rows are made as they are asked for. The gradient of a linear's weight goes on to its adapters with each pack. So
-FP32 of a whole model is nowhere.
-"""
+FP32 of a whole model is nowhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -28,7 +26,6 @@ from fp8core.training.update_gain import Tile
 
 
 def _narrow(rows: Tensor, device: torch.device) -> Tensor:
-    """A copy in BF16, which shares no memory with whole tensors."""
     return rows.to(device, torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -58,7 +55,6 @@ class AdaptedMasters(PackedMasters):
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        """From whole tensors of any type; `seed` draws the adapters."""
         super().__init__(arch, ranks)
         assert self.shapes.keys() == weights.keys(), "weights of another model"
         self._lora = lora
@@ -87,7 +83,6 @@ class AdaptedMasters(PackedMasters):
         return self._frozen[part]
 
     def digest(self) -> str:
-        """As `training.lora` has it, whatever the ranks."""
         learnt = self._adapters.learnt
         digits = zip(learnt, fingerprints(list(learnt.values())), strict=True)
         adapters = {name: ("float32", self.learnt_shapes[name], found) for name, found in digits}

@@ -71,13 +71,7 @@ class Normed(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """The zeros of a stack whose parts are filled up (`architecture.with_whole_tiles`).
-
-    Attributes:
-        parts: rows of each part.
-        rooms: rows of each with zeros after them.
-        columns, width: columns without zeros after them, and with them.
-    """
+    """The zeros of a stack whose parts (of so many rows) are filled up to `rooms`, and columns to `width`."""
 
     parts: tuple[int, ...]
     rooms: tuple[int, ...]
@@ -101,13 +95,7 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight as its block multiplies with it, made once an update.
-
-    Attributes:
-        values: BF16 [out, in], or codes with tile scales.
-        transposed: codes and scales of the transpose, of codes.
-        filling: of codes with zeros between them.
-    """
+    """A weight as its block multiplies with it; `transposed`: of codes. `filling`: of codes with zeros between them."""
 
     values: Operand
     transposed: Codes | None
@@ -121,13 +109,9 @@ class Blocks(Protocol):
         """Operands of these blocks, from rows of an FP32 master: so many of each part, which begins with a tile."""
         ...
 
-    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight:
-        """A weight of these blocks, from the operands of all its rows."""
-        ...
+    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight: ...
 
-    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]:
-        """The residual stream x + added, and its norm."""
-        ...
+    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]: ...
 
     def operand(self, x: Tensor) -> Operand: ...
 
@@ -135,17 +119,13 @@ class Blocks(Protocol):
         """SwiGLU of gate and up, [tokens, 2 * width]."""
         ...
 
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
-        """As `normed`, for a pass with gradients."""
-        ...
+    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed: ...
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
         """The operand of a product, and what is kept of it."""
         ...
 
-    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
-        """As `activated`, and what is kept of it."""
-        ...
+    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]: ...
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
         """Operand times weight, BF16 [tokens, out]."""
@@ -154,10 +134,7 @@ class Blocks(Protocol):
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Of a product's input, BF16, and of its weight, FP32; `grad` is that of its output.
-
-        The weight's is added to `total`, in place, if there is one.
-        """
+        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place if there is one."""
         ...
 
     def inner_gradients(
@@ -237,8 +214,6 @@ class Fp8Blocks:
 
 
 class Bf16Blocks:
-    """BF16 operands, FP32 sums, BF16 results."""
-
     name = "bf16"
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:

@@ -1,9 +1,7 @@
 """The dense decoder as modules over packed sequences.
 
-One module a layer, whose parameters are what a GEMM reads: q, k and v stacked, gate and up stacked. Nothing is
-concatenated in a step. Parameters only collect gradients. Their values are in `masters.Masters`, of which each rank has
-some rows; passes multiply with what was made of all rows (`cache_weights`).
-"""
+Parameters are what a GEMM reads: q, k and v stacked, gate and up stacked. They only collect gradients; their values are
+in `masters.Masters`, and passes multiply with what was made of all rows (`cache_weights`)."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,13 +30,9 @@ _VECTORS = ("input_norm", "qkv_bias", "post_norm", *_HEAD_NORMS)
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The values that all layers of one pass share.
+    """The values that all layers of one pass share; `cos`, `sin`: FP32 [positions, head_dim / 2] of BF16 values.
 
-    Attributes:
-        cos, sin: FP32 [positions, head_dim / 2] of BF16 values.
-        scales: of Q, K and V by layer, where attention is FP8.
-        observe: called per layer with q, k and v as they are cached, not again where a layer is computed again.
-    """
+    `observe`: called per layer with q, k and v as they are cached, not again where a layer is computed again."""
 
     pack: DevicePack
     attention: PackedAttention
@@ -48,7 +42,6 @@ class LayerContext:
     observe: Observer | None
 
     def scales_of(self, layer: int) -> LayerScales | None:
-        """Those of one layer, where attention has any."""
         return self.scales[layer] if self.scales else None
 
 
@@ -91,11 +84,9 @@ class PackedLayer(nn.Module):
     def forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept | None" = None
     ) -> tuple[Tensor, Tensor]:
-        """A pass that keeps in `kept` only the minimum.
+        """The stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
 
-        Returns:
-            The residual stream before the layer's second half, and what that adds to it; each BF16 [tokens, hidden].
-        """
+        `kept` keeps only the minimum."""
         blocks, weights = self._blocks, self._weights
         assert weights, "the weights were not made ready"
         total, operand = blocks.normed(x, added, self._norm("input_norm"))
@@ -110,7 +101,6 @@ class PackedLayer(nn.Module):
     def kept_forward(
         self, x: Tensor, added: Tensor | None, shared: LayerContext, kept: "Kept"
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`; all that the backward needs is kept."""
         blocks, weights = self._blocks, self._weights
         assert weights, "the weights were not made ready"
         kept.first = first = self._first_half(x, added, shared)
@@ -124,11 +114,7 @@ class PackedLayer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the stream that entered, and of the vectors by name; those of linears are collected here.
 
-        Args:
-            grad_total, grad_added: of the results of the pass.
-            total: the first of these results.
-            kept: what that pass kept, which is given up; the rest is computed again.
-        """
+        `total`: the first result of the pass. `kept`: what it kept, which is given up; the rest is computed again."""
         blocks, vectors = self._blocks, dict[str, Tensor]()
         second = self._second_half(total, None)[0] if kept.second is None else kept.second
         kept.second = None
@@ -169,7 +155,6 @@ class PackedLayer(nn.Module):
         return FirstHalf(total, inverse, kept, qkv, self._rotated(qkv, shared))
 
     def _second_half(self, x: Tensor, added: Tensor | None) -> tuple["SecondHalf", Tensor, Operand]:
-        """After the attention, up to the last product: what is kept of it, the stream, and the operand."""
         total, inverse, operand, kept = self._blocks.kept_normed(x, added, self._norm("post_norm"))
         inner = self._blocks.product(operand, self._weights["gate_up"])
         operand, kept_inner = self._blocks.kept_activated(inner)
@@ -198,7 +183,6 @@ class PackedLayer(nn.Module):
 
 
 def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[str, Filling]:
-    """The zeros of those stacks that are filled up, by name."""
     found = dict[str, Filling]()
     for name in (*_LINEARS, "qkv_bias"):
         if name in stacks and stacks[name] != filled[name]:
@@ -209,7 +193,7 @@ def _fillings(stacks: Mapping[str, Stack], filled: Mapping[str, Stack]) -> dict[
 
 
 class FirstHalf(NamedTuple):
-    """A layer up to its attention, as its backward needs it: qkv before norms and rotation, and after."""
+    """A layer up to its attention: qkv before norms and rotation, and after."""
 
     total: Tensor
     inverse: Tensor
@@ -337,7 +321,6 @@ class PackedDecoder(nn.Module):
         self._values.setdefault("head", self._values["embedding"])
 
     def drop_weights(self) -> None:
-        """The masters are about to change."""
         self._values = {}
         for layer in self.packed_layers():
             layer.drop_weights()
@@ -350,16 +333,9 @@ class PackedDecoder(nn.Module):
         scales: Sequence[LayerScales],
         observe: Observer | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens].
 
-        Args:
-            tokens: int64 [tokens of the pack].
-            scales: scales of Q, K and V per layer; required by FP8 attention.
-            observe: called per layer with q, k, v [tokens, heads, head_dim] as they are cached.
-
-        Returns:
-            BF16 [tokens, hidden].
-        """
+        `observe`: called per layer with q, k, v [tokens, heads, head_dim] as they are cached."""
         shared = LayerContext(pack, attention, self._cos, self._sin, scales, observe)
         x: Tensor = _Lookup.apply(self.embedding, self._values["embedding"], tokens)  # type: ignore[no-untyped-call]
         added: Tensor | None = None
@@ -391,7 +367,6 @@ class _Given(torch.autograd.Function):
 
 
 def _given(collector: Tensor, values: Tensor) -> Tensor:
-    """FP32 values of a vector, whose gradient the collector receives."""
     given: Tensor = _Given.apply(collector, values)  # type: ignore[no-untyped-call]
     return given
 
@@ -412,7 +387,6 @@ class _Lookup(torch.autograd.Function):
 
 
 def _rounded(vector: Tensor) -> Tensor:
-    """BF16 values of a small parameter, held in FP32."""
     return vector.bfloat16().float()
 
 

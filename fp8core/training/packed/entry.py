@@ -22,7 +22,6 @@ from fp8core.training.packed.requirements import (
     packs,
     products,
     required_environment,
-    smaller,
 )
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
@@ -84,7 +83,6 @@ TRAINER = TrainerEntry(
     grid=lambda config: Parallel(config.cluster.ranks) if _on_gpu(config.training) else None,
     needs_gpu=lambda config: _on_gpu(config.training),
     memory=lambda training: MEMORY if _on_gpu(training) else None,
-    smaller=smaller,
     products=products,
     packs=packs,
 )

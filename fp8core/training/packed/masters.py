@@ -94,12 +94,8 @@ def own_rows(rows: int, rank: int, count: int) -> range:
 class PackedMasters(ABC):
     """The policy of a packed trainer on one rank, what of it learns, and the exchange of rows with other ranks.
 
-    Attributes:
-        base: digest of what is frozen; None where nothing is.
-        learnt_shapes: whole ones, of what learns, by name.
-        units: all parameters.
-        shapes: whole ones, by Hugging Face name.
-    """
+    `base`: digest of what is frozen. `learnt_shapes`, `shapes`: whole ones, of what learns and of all by Hugging Face
+    name."""
 
     base: str | None = None
     learnt_shapes: Mapping[str, tuple[int, ...]]
@@ -122,16 +118,13 @@ class PackedMasters(ABC):
         """The own rows, FP32 by Hugging Face name."""
 
     @abstractmethod
-    def tiles(self, tiles: Sequence[Tile]) -> Iterable[Tensor]:
-        """Some of the own tiles, FP32."""
+    def tiles(self, tiles: Sequence[Tile]) -> Iterable[Tensor]: ...
 
     @abstractmethod
-    def digest(self) -> str:
-        """The `weights_digest` of the policy."""
+    def digest(self) -> str: ...
 
     @abstractmethod
-    def describe(self) -> dict[str, object]:
-        """For the record of a step."""
+    def describe(self) -> dict[str, object]: ...
 
     @abstractmethod
     def collects(self, name: str) -> bool:
@@ -142,23 +135,21 @@ class PackedMasters(ABC):
         """The part that the collector of a linear keeps of a gradient, after each pack."""
 
     def end_passes(self, passes: int) -> None:  # noqa: B027 - most exchange nothing before `collected`
-        """This rank has finished its passes, or failed in one; `passes` is the largest number of any rank."""
+        """This rank is done or failed; `passes` is the largest number of any rank."""
 
     @abstractmethod
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients of all packs of all ranks, which the collectors give away."""
 
     @abstractmethod
-    def drop_gradients(self) -> None:
-        """Leave nothing of the parts of a failed update."""
+    def drop_gradients(self) -> None: ...
 
     @abstractmethod
     def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
 
     @abstractmethod
-    def learnt_rows(self, name: str) -> range:
-        """The rows of a tensor that learns which this rank has."""
+    def learnt_rows(self, name: str) -> range: ...
 
     @abstractmethod
     def whole_norm(self, own: float) -> float:
@@ -173,11 +164,8 @@ class PackedMasters(ABC):
         return own_rows(self.shapes[name][0], self._ranks.rank, self._ranks.count)
 
     def gathered(self, made: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
-        """Whole tensors from what each rank made of its rows of some parameters.
-
-        Args:
-            made: of a parameter, a tensor with its rows, and where there are codes another with its rows of tiles.
-        """
+        """Whole tensors from what each rank made of its rows of some parameters: a tensor, or codes and scales of
+        tiles."""
         items = [
             (tensor, [rows for _, rows in self._stacks[name].parts], step)
             for name, tensors in made.items()
@@ -217,11 +205,8 @@ class PackedMasters(ABC):
         return found
 
     def summing(self, gradients: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        """Begin to exchange gradients; the result gives the own rows of all ranks', added in their order; FP32.
-
-        Args:
-            gradients: of some parameters, whole.
-        """
+        """Begin to exchange whole gradients; the result gives the own rows of all ranks', added in their order;
+        FP32."""
         count = self._ranks.count
         if count == 1:
             return lambda: dict(gradients)
@@ -246,13 +231,11 @@ class PackedMasters(ABC):
         return summed
 
     def slice_of(self, name: str, own: Tensor) -> Slice:
-        """Own rows as a part of the whole tensor."""
         rows, shape = self.rows_of(name), self.shapes[name]
         ends = math.prod(shape) * own.itemsize if rows.stop == shape[0] and len(rows) else None
         return Slice(own, rows.start * math.prod(shape[1:]) * own.itemsize, ends)
 
     def _rows(self, stack: Stack, rank: int) -> list[int]:
-        """The number of rows that a rank has of each part."""
         return [len(own_rows(rows, rank, self._ranks.count)) for _, rows in stack.parts]
 
     def _pieces(self, tensor: Tensor, parts: Sequence[int], step: int) -> list[list[int]]:
@@ -265,7 +248,6 @@ class Masters(PackedMasters):
     """FP32 masters that all learn: the rows of one rank."""
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
-        """From whole tensors of any type."""
         super().__init__(arch, ranks)
         self.learnt_shapes = self.shapes
         self._own = {
@@ -280,7 +262,6 @@ class Masters(PackedMasters):
             master.copy_(weights[name][rows.start : rows.stop].to(device))
 
     def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Views of the own rows of masters, or of other values of their shapes, by Hugging Face name."""
         found: dict[str, Tensor] = {}
         for name, own in (self._own if values is None else values).items():
             stack = self._stacks[name]
@@ -302,7 +283,6 @@ class Masters(PackedMasters):
         return [tile.cut(own[tile.name], self.rows_of(tile.name).start) for tile in tiles]
 
     def looked_up(self, name: str) -> Tensor:
-        """Own rows to find single ones in: the masters themselves where they are whole, else BF16 for the others."""
         return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
@@ -336,10 +316,8 @@ class Masters(PackedMasters):
 class PassMasters(Masters):
     """Masters whose gradients of linears travel in each pass (`training.reduce_gradients=per_pass`, ZeRO stage 2).
 
-    All ranks exchange in one order, that of a backward: pass by pass, the last layer first. A rank that has fewer
-    passes than others, or fails in one, exchanges zeros in place of those that are missing. A gradient travels while
-    the backward goes on to the next, and is added then.
-    """
+    All ranks exchange in the order of a backward. A rank that has fewer passes than others, or fails in one, exchanges
+    zeros. A gradient travels while the backward goes on to the next, and is added then."""
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
         super().__init__(arch, weights, device, ranks)
@@ -354,7 +332,6 @@ class PassMasters(Masters):
         self._travelling: Callable[[], dict[str, Tensor]] = dict
 
     def kept(self, name: str, gradient: Tensor) -> None:
-        """The own rows of all ranks' gradients are added to those of the passes before."""
         expected = self._order[self._exchanges % len(self._order)]
         assert name == expected, f"a backward gave {name} where ranks exchange {expected}"
         arriving, self._travelling = self._travelling, self.summing({name: gradient})

@@ -1,8 +1,7 @@
-"""The formats that the trainer for packed sequences can compute, and its memory: decided before anything is loaded."""
+"""The formats that the packed trainer can compute, and its memory: decided before anything is loaded."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
@@ -33,15 +32,12 @@ _POINTS = ("stepwise", "kernels")
 
 
 def required_environment(training: TrainingConfig) -> dict[str, str]:
-    """The variable that cuBLAS reads at the first product; torch's deterministic mode refuses a product without it."""
+    """torch's deterministic mode refuses a product of cuBLAS without it."""
     return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if training.device == "cuda" and training.deterministic else {}
 
 
 def contract_refusals(contract: PrecisionContract, device: str, platform: str) -> Iterator[str]:
-    """A message for all that no kernel of this trainer computes: the setting, and what to do.
-
-    `device`: `cpu`, where references stand in, or `cuda`. `platform`: see `config.capability.this_platform`.
-    """
+    """A message for all that no kernel of this trainer computes on a `device`: the setting, and what to do."""
     training = contract.training
     if device == "cuda" and platform == "cpu":
         yield "training.device=cuda: torch sees no GPU"
@@ -60,7 +56,6 @@ def contract_refusals(contract: PrecisionContract, device: str, platform: str) -
 
 
 def model_refusals(arch: Architecture, contract: PrecisionContract, device: str) -> Iterator[str]:
-    """A message for all of a model that this trainer has not, or on `cuda` no kernel for."""
     if arch.sparse_layers:
         yield f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
     if device == "cpu":
@@ -87,12 +82,10 @@ def packs(config: RunConfig, arch: Architecture) -> range:
 
 
 def _longest_pack(config: RunConfig, arch: Architecture) -> int:
-    """Tokens of the longest pack, of one sequence where that is longer than a micro-batch."""
     return max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
 
 
 def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    """Those that DeepGEMM computes of a pack: linears in FP8 with both gradients, and the head."""
     tokens = packs(config, arch)
     if not tokens:
         return
@@ -117,34 +110,22 @@ _AT_REST = 8_000_000_000
 def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
     if config.training.lora is not None:
         return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
-    owned, form = _owned(arch, parallel), config.training.optimiser_state
+    owned, form = math.ceil(count_parameters(arch).total / parallel.gpus), config.training.optimiser_state
     moments = Need(MOMENTS, 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
     return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), moments
 
 
 def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """It makes moments for its first update."""
     return tuple(need for need in _state(config, arch, parallel) if need.item != MOMENTS)
 
 
-def _owned(arch: Architecture, parallel: Parallel) -> int:
-    """Parameters whose masters and moments lie on one GPU."""
-    return math.ceil(count_parameters(arch).total / parallel.gpus)
-
-
-def _made_ready(config: RunConfig, arch: Architecture, _: Parallel) -> tuple[Need, ...]:
-    """The weights of a pass, which every GPU has whole."""
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """The weights of a pass, which every GPU has whole, and what it makes of them."""
+    recomputed = config.training.activation_checkpointing
     stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
     return (
         Need("weights", stored.total, "as they are multiplied"),
         Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
-    )
-
-
-def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    recomputed = config.training.activation_checkpointing
-    return (
-        *_made_ready(config, arch, parallel),
         _gradients(config, arch, parallel),
         Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
         Need("workspace", _WORKSPACE, "estimate"),
@@ -152,7 +133,6 @@ def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Ne
 
 
 def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Need:
-    """Those of all weights; reduced in each pass, those of the linears of the own rows, and of one whole linear."""
     if config.training.reduce_gradients == "per_update" or config.training.lora is not None or parallel.gpus == 1:
         return gradients(config, arch, "FP32, of this GPU's packs")
     counts = count_parameters(arch)
@@ -178,22 +158,12 @@ def _activations(config: RunConfig, arch: Architecture) -> int:
     return _longest_pack(config, arch) * kept
 
 
-def _saved(_: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
-    """Several ranks put the policy together on every GPU, and rank 0 takes it to main memory; one writes its masters
-    tensor by tensor."""
-    if parallel.gpus == 1:
-        return ()
-    rows = Need("own rows to save", _owned(arch, parallel) * BF16_BYTES, "BF16")
-    return Need("policy to save", count_parameters(arch).total * BF16_BYTES, "BF16, on every GPU"), rows
-
-
-def smaller(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Changes of `training` that lower the memory of an update on GPUs, the last as far as it goes."""
-    whole = config.cluster.ranks > 1 and config.training.reduce_gradients == "per_update"
-    reduce = {"set training.reduce_gradients=per_pass": {"reduce_gradients": "per_pass"}}
-    lower = {"lower training.tokens_per_pass": {"tokens_per_pass": 128}}
-    return {**(reduce if whole and config.training.lora is None else {}), **lower}
-
-
-MEMORY = TrainerMemory(_state, _step, exported_in_one_piece, _AT_REST, _made_ready, _saved, _scoring)
+MEMORY = TrainerMemory(
+    state=_state,
+    step=_step,
+    exported=exported_in_one_piece,
+    scoring=_scoring,
+    at_rest=_AT_REST,
+    advice="lower training.tokens_per_pass",
+)
 """On each GPU: a share of masters and moments, and all weights as they are multiplied."""

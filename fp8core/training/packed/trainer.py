@@ -1,9 +1,7 @@
 """The trainer on a GPU: packed sequences, block-FP8 GEMMs on codes, fused FP32 masters.
 
-It computes what `exact.ExactTrainer` defines, with the kernels that stand beside each reference. On a CPU every
-kernel is its reference, and log-probs are then equal bit for bit (rounding points `kernels`). Ranks share masters,
-moments and packs out; the forward of a pack has the bytes that one GPU gives it.
-"""
+It computes what `exact.ExactTrainer` defines, with the kernels that stand beside each reference: on a CPU log-probs are
+equal bit for bit (rounding points `kernels`). Ranks share masters, moments and packs out."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,12 +62,7 @@ from fp8core.training.update_gain import UpdateGain, sampled_tiles
 class PackedFormats:
     """The meaning of a contract's two sides to this trainer.
 
-    Attributes:
-        training: formats of the forward; backward GEMMs follow the linears.
-        rollout: formats of the weights that are exported.
-        longest: tokens of the longest request of the engine whose attention over an FP8 cache is computed.
-        amax_only: whether calibration needs no histogram of Q, K and V.
-    """
+    `longest`: tokens of the engine's longest request. `amax_only`: calibration needs no histogram of Q, K and V."""
 
     training: Formats
     rollout: Formats
@@ -91,7 +84,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        """`seed` draws the adapters of `training.lora`."""
         super().__init__(training, objective, ranks)
         self.arch, self._formats, self._device = arch, formats, device
         self._flag = FiniteFlag(device)
@@ -127,10 +119,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """Weights by Hugging Face name: FP32 on one rank, or of several ranks BF16 on the host of rank 0.
-
-        All ranks ask together, and others than rank 0 get none.
-        """
+        """FP32 on one rank, or of several ranks BF16 on the host of rank 0; others get none."""
         own = self._masters.named()
         if self._ranks.count == 1:
             return own
@@ -156,7 +145,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return ShippedTensors(in_one_buffer(self._stored(self._formats.rollout)))
 
     def _stored(self, formats: Formats) -> dict[str, Tensor]:
-        """The policy in the stored formats of a side, on every rank."""
         self._decoder.drop_weights()  # Cached weights would take memory beside it.
         stored = stored_weights(self._masters.named(), formats.stored_names(), formats.recipe.weights)
         return self._masters.joined(stored)
@@ -172,7 +160,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
 
     @torch.no_grad()
     def statistics(self, batch: TokenBatch) -> KvStatistics:
-        """Statistics of Q, K and V per layer over all valid tokens, without any scales: attention in BF16."""
         self._inference_weights()
         statistics = self._no_statistics()
         slices = list(self._slices(batch))
@@ -301,7 +288,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             self._flag.not_finite.zero_()
 
     def save(self, folder: Path) -> None:
-        """As `Trainer.save`. The files do not depend on the number of ranks, each of which writes its rows."""
+        """The files do not depend on the number of ranks, each of which writes its rows."""
         moments, form = self._optimiser.moments(), STORED[self._config.optimiser_state]
         shapes, digest = self._masters.learnt_shapes, self.digest()
         masters = [StoredSpec(name, "F32", shape) for name, shape in shapes.items()]
@@ -326,7 +313,6 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             yield name, self._masters.learnt_rows(name.rpartition("/")[2]).start, tensor
 
     def load(self, folder: Path) -> None:
-        """As `Trainer.load`, on any number of ranks."""
         shapes = self._masters.learnt_shapes
         wanted = {name: shapes[name.partition("/")[2]] for name in self._optimiser.moments()}
         own = {MASTERS: self._masters.learnt(), OPTIMISER: self._optimiser.moments()}
@@ -376,8 +362,6 @@ STORED = {"fp32": "F32", "bf16": "BF16"}
 
 
 class InPlaceAdamW:
-    """Updates masters in place. `updates`: how often it has."""
-
     def __init__(self, masters: Mapping[str, Tensor], training: TrainingConfig) -> None:
         self._masters, self._config = dict(masters), training
         self.updates = 0
@@ -396,7 +380,7 @@ class InPlaceAdamW:
         return self._moments
 
     def step(self, gradients: Mapping[str, Tensor], learning_rate: float, gradient_factor: float) -> None:
-        """One update; gradients are multiplied by `gradient_factor` first, which is what clips their norm."""
+        """One update; `gradient_factor` clips the norm."""
         self.updates += 1
         config = self._config
         step = AdamWStep.at(

@@ -11,7 +11,7 @@ from fp8core.errors import UserError
 from fp8core.kernels import cuda
 from fp8core.kernels.compilation import Job, missing_jobs, multiply, run_jobs
 from fp8core.numerics import dispatch
-from fp8core.resources.kernels import Product, samples
+from fp8core.resources.kernels import Product
 
 VERSIONS = "torch 1, GPU"
 
@@ -84,8 +84,7 @@ def test_a_job_multiplies_operands_of_the_sampled_shape(monkeypatch, operands):
 
         monkeypatch.setattr(f"fp8core.numerics.{'packed' if name == 'head_logits' else 'gemm'}.{name}", record)
     rows = 256 if operands == "fp8_gradient" else 19
-    (sample,) = samples([Product(operands, 256, 384, range(rows, rows + 1))], 132)
-    multiply(sample, "cpu")
+    multiply(Product(operands, 256, 384, (rows,)), "cpu")
     if operands == "bf16":
         hidden, weight = given["head_logits"]
         assert (hidden.shape, weight.shape, hidden.dtype) == ((19, 384), (256, 384), torch.bfloat16)

@@ -15,157 +15,49 @@ from fp8core.models.architecture import (
     RopeScaling,
     architecture_from_hf,
     architecture_to_hf,
-    parameter_shapes,
 )
 from fp8core.user_files import read_json_object
 
-LLAMA_32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
+_COMMON = {"hidden_act": "silu", "num_key_value_heads": 8, "tie_word_embeddings": True}
+LLAMA_32_1B = _COMMON | {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False},
+    **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    **{"num_attention_heads": 32, "head_dim": 64, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072},
     "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
+        **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
+        **{"original_max_position_embeddings": 8192, "rope_type": "llama3"},
     },
     "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 128256,
 }
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "model_type": "qwen3",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
+QWEN3_06B = _COMMON | {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
+    **{"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    **{"num_attention_heads": 16, "head_dim": 128, "rms_norm_eps": 1e-06, "max_position_embeddings": 40960},
+    **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False},
 }
-
-QWEN25_05B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
+QWEN25_05B = _COMMON | {
+    **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2},
+    **{"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    **{"num_attention_heads": 14, "rms_norm_eps": 1e-06, "max_position_embeddings": 32768},
+    **{"rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False},
 }
-
-MISTRAL_7B_V03 = {
-    "architectures": ["MistralForCausalLM"],
-    "attention_dropout": 0.0,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mistral",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "vocab_size": 32768,
+MISTRAL_7B_V03 = _COMMON | {
+    **{"architectures": ["MistralForCausalLM"], "model_type": "mistral", "head_dim": None, "sliding_window": None},
+    **{"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "rms_norm_eps": 1e-05, "max_position_embeddings": 32768, "rope_theta": 1e6},
 }
-
-QWEN3_30B_A3B = {
-    **{key: value for key, value in QWEN3_06B.items() if key != "max_window_layers"},
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
-    "tie_word_embeddings": False,
+QWEN3_30B_A3B = QWEN3_06B | {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4},
+    **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
 }
-
 
 FP8 = "quantization_config"
 
 
 def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
-
-
-def test_llama_32():
-    assert architecture_from_hf(LLAMA_32_1B, "config.json") == Architecture(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        max_positions=131072,
-        rope_scaling=RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
-        qk_norm=False,
-        tie_embeddings=True,
-    )
-
-
-def test_qwen2_has_a_bias_and_no_norm_of_heads():
-    arch = architecture_from_hf(QWEN25_05B, "config.json")
-    assert (arch.family, arch.qkv_bias, arch.qk_norm, arch.head_dim) == ("qwen2", True, False, 64)
-    assert parameter_shapes(arch)["model.layers.0.self_attn.k_proj.bias"] == (128,)
-    assert not any("_norm.weight" in name and "self_attn" in name for name in parameter_shapes(arch))
 
 
 def test_mistral_without_a_window_is_a_llama_by_another_name():
@@ -181,25 +73,6 @@ def test_transformers_5_keys_mean_the_same():
     qwen3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "layer_types": ["full_attention"] * 28}
     assert architecture_from_hf(llama, "") == architecture_from_hf(LLAMA_32_1B, "")
     assert architecture_from_hf(qwen3, "") == architecture_from_hf(QWEN3_06B, "")
-
-
-def test_qwen3_moe():
-    arch = architecture_from_hf(QWEN3_30B_A3B, "config.json")
-    assert (arch.family, arch.qk_norm, arch.head_dim) == ("qwen3_moe", True, 128)
-    assert arch.experts == Experts(
-        count=128, per_token=8, intermediate_size=768, normalise_top_k=True, sparse_step=1, dense_layers=()
-    )
-    assert arch.sparse_layers == tuple(range(48))
-
-
-def test_experts_as_transformers_5_writes_them_and_what_may_be_left_out():
-    renamed = without(QWEN3_30B_A3B, "num_experts") | {"num_local_experts": 128}
-    assert architecture_from_hf(renamed, "") == architecture_from_hf(QWEN3_30B_A3B, "")
-    bare = without(QWEN3_30B_A3B, "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "head_dim")
-    arch = architecture_from_hf(bare, "")
-    assert arch.experts is not None
-    assert (arch.head_dim, arch.experts.sparse_step, arch.experts.dense_layers) == (64, 1, ())
-    assert not arch.experts.normalise_top_k
 
 
 def test_what_a_first_llama_leaves_out():
@@ -220,21 +93,12 @@ def test_what_a_first_llama_leaves_out():
         (LLAMA_32_1B, {"mlp_bias": True}, "mlp_bias"),
         (LLAMA_32_1B, {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA_32_1B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config: activation_scheme"),
-        (
-            QWEN3_06B,
-            {"quantization_config": {**BLOCK_FP8, "weight_block_size": [64, 128]}},
-            f"{FP8}: weight_block_size",
-        ),
-        (QWEN3_06B, {"quantization_config": {**BLOCK_FP8, "quant_method": "awq"}}, f"{FP8}: quant_method"),
+        (QWEN3_06B, {FP8: {**BLOCK_FP8, "weight_block_size": [64, 128]}}, f"{FP8}: weight_block_size"),
         (LLAMA_32_1B, {"sliding_window": 4096}, "sliding_window"),
-        (LLAMA_32_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling: rope_type"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling: low_freq_factor"),
         (LLAMA_32_1B, {"rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
-        (MISTRAL_7B_V03, {"sliding_window": 4096}, "sliding_window"),
         (without(MISTRAL_7B_V03, "sliding_window"), {}, "sliding_window"),
-        (MISTRAL_7B_V03, {"sliding_window": 4096, "layer_types": ["full_attention"] * 32}, "sliding_window"),
-        (without(MISTRAL_7B_V03, "sliding_window"), {"layer_types": ["full_attention"] * 32}, "sliding_window"),
         (
             QWEN3_30B_A3B,
             {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 48},
@@ -247,22 +111,12 @@ def test_what_a_first_llama_leaves_out():
         (QWEN3_06B, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor"),
         (QWEN3_06B, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
         (QWEN3_06B, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        (QWEN3_06B, {"layer_types": ["full_attention"] * 27}, "layer_types"),
         (QWEN3_06B, {"head_dim": None}, "head_dim"),
         (QWEN3_06B, {"head_dim": 33}, "head_dim"),
         (QWEN3_06B, {"num_key_value_heads": 3}, "num_key_value_heads"),
-        (QWEN3_30B_A3B, {"num_experts": None}, "num_experts"),
-        (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
-        (QWEN3_30B_A3B, {"mlp_only_layers": [True]}, "mlp_only_layers"),
-        (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob"),
-        (QWEN3_06B, {"vocab_size": "151936"}, "vocab_size"),
-        (QWEN3_06B, {"num_hidden_layers": True}, "num_hidden_layers"),
-        (QWEN3_06B, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
         (QWEN3_30B_A3B, {"num_experts": 4096, "num_hidden_layers": 1024}, "num_experts"),
         (QWEN3_06B, {"rms_norm_eps": None}, "rms_norm_eps"),
-        (QWEN3_06B, {"tie_word_embeddings": 1}, "tie_word_embeddings"),
-        (QWEN3_06B, {"rope_theta": float("inf")}, "rope_theta"),
     ],
 )
 def test_unsupported_is_refused_by_file_and_key(base, changes, key):
@@ -357,20 +211,3 @@ def test_transformers_and_we_read_the_same(transformers_checkpoint):
     assert arch.tie_embeddings == config.tie_word_embeddings
     scaled = config.rope_parameters["rope_type"] == "llama3"
     assert (asdict(arch)["rope_scaling"] is not None) == scaled
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"a": 1,\n "b": }', "line 2, column 7: not JSON"),
-        (b"[1]", "expected a JSON object, found a list"),
-        (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
-        (b"", "line 1, column 1: not JSON"),
-    ],
-)
-def test_malformed_json_names_file_and_place(content, message, tmp_path: Path):
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as refused:
-        read_json_object(path)
-    assert str(refused.value).startswith(f"{path}: ")

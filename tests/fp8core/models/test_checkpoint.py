@@ -13,12 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.run import ArchitectureConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import parameter_shapes
 from fp8core.models.checkpoint import (
     InitialWeights,
-    architecture_from_config,
     initial_weights,
     load_checkpoint,
     save_checkpoint,
@@ -115,14 +113,6 @@ def test_an_interrupted_save_leaves_nothing_and_is_repeated(small_checkpoint, tm
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert load_checkpoint(tmp_path / "saved").architecture == checkpoint.architecture
     assert not (tmp_path / "saved" / "stray").exists()
-
-
-def test_a_checkpoint_is_never_overwritten(small_checkpoint, broken):
-    checkpoint = load_checkpoint(small_checkpoint)
-    before = (broken / "model.safetensors").stat().st_mtime_ns
-    with pytest.raises(UserError, match="already exists"):
-        save_checkpoint(broken, checkpoint.architecture, checkpoint.tensors, checkpoint.tokenizer)
-    assert (broken / "model.safetensors").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -248,22 +238,6 @@ def test_without_network_the_cache_is_used_or_the_line_says_what_to_run(resolve,
     for line, at in zip(found[2:], ("", f" --revision {COMMIT}"), strict=True):
         assert line.startswith("UserError: model=someone/absent: not in the cache, and the hub did not answer (")
         assert f"run `hf download someone/absent{at} --local-dir FOLDER`, then pass `--set model=FOLDER`" in line
-
-
-def test_experts_of_the_configured_shape_are_built():
-    config = ArchitectureConfig(
-        num_layers=4, num_experts=3, expert_intermediate_size=16, decoder_sparse_step=2, mlp_only_layers=[1]
-    )
-    arch = architecture_from_config(config, vocab_size=17)
-    shapes = parameter_shapes(arch)
-    assert (arch.family, arch.sparse_layers) == ("qwen3_moe", (3,))
-    assert shapes["model.layers.3.mlp.gate.weight"] == (3, 128)
-    assert shapes["model.layers.3.mlp.experts.2.up_proj.weight"] == (16, 128)
-    weights = initial_weights(architecture_from_config(ArchitectureConfig(num_experts=64), vocab_size=17), 0)
-    assert weights["model.layers.0.mlp.gate.weight"].std().item() == pytest.approx(128**-0.5, rel=0.03)
-    assert weights["model.layers.0.mlp.experts.5.down_proj.weight"].std().item() == pytest.approx(
-        128**-0.5 / 2, rel=0.03
-    )
 
 
 def test_weights_depend_on_the_seed_alone(architecture):

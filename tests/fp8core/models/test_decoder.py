@@ -35,14 +35,6 @@ def random_tokens(*shape, seed=0):
     return torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_each_query_sees_itself_and_valid_keys_before_it():
-    valid = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    mask = FullContext.of(valid).mask
-    assert mask.shape == (3, 1, 4, 4)
-    for row, q, k in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(4)).tolist():
-        assert mask[row, 0, q, k] == (k == q or (k < q and bool(valid[row, k]))), (row, q, k)
-
-
 @pytest.mark.parametrize("contract", CONTRACTS)
 def test_later_tokens_and_other_rows_change_nothing(hidden_of, contract):
     tokens, valid = random_tokens(3, 9), torch.ones(3, 9, dtype=torch.bool)
@@ -85,17 +77,6 @@ def test_what_is_observed_is_what_attention_reads(hidden_of):
     assert not torch.equal(k[:, :, 4], k[:, :, 0]), "keys are observed after their rotation"
     assert torch.allclose(k[:, :, 4].norm(dim=-1), k[:, :, 0].norm(dim=-1), rtol=1e-2)
     assert torch.allclose(q[:, :, 4].norm(dim=-1), q[:, :, 0].norm(dim=-1), rtol=1e-2)
-
-
-def test_an_fp8_cache_without_scales_is_refused(architecture, masters_of):
-    decoder = Decoder(architecture(), rollout_formats(PrecisionContract(), 2))
-    weights = load_policy(
-        architecture(),
-        stored_weights(masters_of(architecture()), decoder.formats.stored_names(), decoder.formats.recipe.weights),
-    )
-    tokens, valid = random_tokens(1, 3), torch.ones(1, 3, dtype=torch.bool)
-    with pytest.raises(AssertionError, match="calibrate first"):
-        decoder.hidden(weights, tokens, torch.arange(3)[None], FullContext.of(valid), scales=())
 
 
 def test_gradients_equal_those_of_transformers(transformers_checkpoint):

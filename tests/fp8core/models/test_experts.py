@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.models.architecture import Experts, parameter_shapes
+from fp8core.models.architecture import Experts
 from fp8core.models.experts import (
     ExpertWeights,
     MlpFormats,
@@ -21,7 +21,6 @@ from fp8core.models.experts import (
     router_logits,
     top_k,
 )
-from fp8core.models.weights import SCALE_SUFFIX, StoredNames, load_policy, stored_weights
 from fp8core.numerics.e4m3 import encode, quantise_tiles
 from fp8core.numerics.elementwise import FUSED, KERNELS, NATIVE, NOWHERE, STEPWISE, keep_fp32, round_to_bf16
 from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear, StoredWeight, load_weight
@@ -177,40 +176,12 @@ def test_gradients_reach_the_router_through_the_gates_of_a_replayed_choice():
         assert theirs.norm() > 0
 
 
-def test_experts_are_quantised_and_the_router_is_not(architecture, masters_of):
-    arch = architecture(num_layers=3, family="qwen3_moe", experts=moe(sparse_step=1, dense_layers=(1,)))
-    shapes = parameter_shapes(arch)
-    assert arch.sparse_layers == (0, 2)
-    assert shapes["model.layers.2.mlp.gate.weight"] == (4, 80)
-    assert shapes["model.layers.0.mlp.experts.3.down_proj.weight"] == (80, 48)
-    assert shapes["model.layers.1.mlp.up_proj.weight"] == (160, 80)
-    assert not any("layers.1.mlp.experts" in name or name == "model.layers.0.mlp.up_proj.weight" for name in shapes)
-    stored = stored_weights(masters_of(arch), StoredNames.by_layer(*["fp8_block"] * 3), POW2.weights)
-    assert stored["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
-    assert "model.layers.0.mlp.gate.weight" + SCALE_SUFFIX not in stored
-    for projection in ("gate", "up", "down"):
-        assert stored[f"model.layers.0.mlp.experts.1.{projection}_proj.weight"].dtype == torch.float8_e4m3fn
-    layers = load_policy(arch, stored).layers
-    assert [isinstance(layer.mlp, ExpertWeights) for layer in layers] == [True, False, True]
-    assert torch.equal(layers[0].mlp.router.values, stored["model.layers.0.mlp.gate.weight"].float())
-
-
 # --- recording and replay ---
 
 
 def moe(**changes):
     shape = {"count": 4, "per_token": 2, "intermediate_size": 48, "normalise_top_k": True, "sparse_step": 1}
     return Experts(**{**shape, "dense_layers": (), **changes})
-
-
-def test_a_record_is_by_position_and_layer():
-    record = RecordedRouting()
-    for _ in range(2):
-        chosen = [record.choose(layer, normal(6, 4, seed=layer), 2) for layer in range(3)]
-    recorded = record.recorded(batch=2)
-    assert recorded.shape == (2, 3, 3, 2)
-    for layer in range(3):
-        assert torch.equal(recorded[:, :, layer].flatten(0, 1), chosen[layer])
 
 
 def test_a_replay_leaves_unrecorded_positions_to_the_router():
@@ -299,17 +270,3 @@ def test_replay_forces_the_rollouts_choice_on_another_router(rolled_out, with_ot
     rollout = pad([completion.logprobs for completion in found], torch.float32, 0.0)
     assert not torch.equal(scores(pair, found, prompts, replay=False)[mask], rollout[mask])
     assert torch.equal(scores(pair, found, prompts, replay=True)[mask], rollout[mask])
-
-
-def test_gradients_of_a_replayed_update_reach_the_router(rolled_out, with_other_routers):
-    pair, found, prompts = rolled_out(moe())
-    pair = with_other_routers(pair)
-    gates = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(3)]
-    before = {name: pair.trainer.masters[name].detach().clone() for name in gates}
-    old = scores(pair, found, prompts, replay=True).nan_to_num()
-    mask = length_mask([completion.tokens for completion in found])
-    keep, advantages = torch.ones(len(found), dtype=torch.bool), torch.linspace(-1, 1, len(found))
-    batch = RolloutBatch(sequences(found, prompts, replay=True), mask, old, old, None, advantages, keep)
-    pair.trainer.step(batch, 1.0, pair.scales.layers)
-    for name in gates:
-        assert not torch.equal(pair.trainer.masters[name], before[name]), name

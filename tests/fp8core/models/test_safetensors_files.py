@@ -34,16 +34,6 @@ def raw(tensor: torch.Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_files_of_the_library_are_read(tmp_path):
-    save_file(TENSORS, tmp_path / WEIGHTS)
-    stored = read_folder(tmp_path)
-    assert stored.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert stored[name].spec == StoredSpec(name, NAMES[tensor.dtype], tuple(tensor.shape))
-        assert raw(stored[name].whole()) == raw(tensor)
-    assert torch.equal(stored["a"].rows(1, 2), TENSORS["a"][1:3])
-
-
 def test_rows_that_many_write_give_the_bytes_of_the_library(tmp_path):
     tensors = {name: tensor for name, tensor in TENSORS.items() if tensor.dim()}
     path = tmp_path / WEIGHTS

@@ -125,11 +125,6 @@ def test_templates_read_as_in_transformers(folder, template, tools):
     assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids
 
 
-def test_a_prompt_does_not_depend_on_the_day(folder):
-    template = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024{% endif %}"
-    assert render(folder, template, HI) == "26 Jul 2024"
-
-
 @pytest.mark.parametrize(
     ("template", "line"),
     [
@@ -164,29 +159,8 @@ def test_imitated_control_tokens_are_plain_text(bpe_tokenizer):
         characters.plain_pieces("1$2")
 
 
-def test_vocabularies_are_compared_token_by_token(bpe_tokenizer, folder):
-    assert bpe_tokenizer.difference(Tokenizer.load(folder)) is None
-    shorter = character_tokenizer(ALPHABET, vocab_size=30, eos="$")
-    assert characters.difference(shorter) == "token '<unused9>' is 30 here and not in the vocabulary there"
-    assert shorter.difference(characters) == "token '<unused9>' is not in the vocabulary here and 30 there"
-
-
-def test_character_ids_are_fixed():
-    assert characters.encode("0$9") == [3, 1, 12]
-    assert (characters.pad_id, characters.eos_ids, characters.vocab_size) == (0, {1}, 32)
-    assert characters.decode([3, 1, 0, 12]) == "09"
-    assert characters.decode([2, 31]) == "<unk><unused10>"
-    assert not characters.has_template
-
-
 @given(st.text(alphabet=ALPHABET.replace("$", "")))
 def test_character_round_trip(text):
     ids = characters.encode(text)
     assert len(ids) == len(text)
     assert characters.decode(ids) == text
-
-
-@pytest.mark.parametrize("text", ["1 + 2", "1+2a", "<unk>"])
-def test_unknown_characters_are_refused(text):
-    with pytest.raises(UserError, match="the tokenizer has no token for"):
-        characters.encode(text)

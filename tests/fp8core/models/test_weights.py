@@ -21,9 +21,9 @@ from fp8core.numerics.attention import Bf16Attention, Fp16OverFp8Attention, Fp32
 from fp8core.numerics.e4m3 import decode, quantise_tiles
 from fp8core.numerics.elementwise import keep_fp32
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.numerics.linear import Bf16Linear, ExactFp32Linear, Fp8BlockLinear, Fp8ForwardLinear, Fp32Linear
+from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
-from fp8core.numerics.recipe import FP32, POW2, RECIPES
+from fp8core.numerics.recipe import FP32, POW2
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TILES = [POW2.weights, FP32.weights]
@@ -54,29 +54,6 @@ def test_a_bf16_checkpoint_quantises_to_the_same_bytes(architecture, masters_of,
     checkpoint = {name: tensor.bfloat16() for name, tensor in masters.items()}
     shipped = stored_weights(masters, FP8_ONCE, tiles)
     assert policy_digest(stored_weights(checkpoint, FP8_ONCE, tiles)) == policy_digest(shipped)
-
-
-def test_each_linear_is_stored_in_its_own_format(architecture, masters_of):
-    masters = masters_of(architecture())
-    layer = LayerNames(qkv="fp32", output="fp8_block", gate_up="bf16", down="fp8_block")
-    stored = stored_weights(masters, StoredNames("bf16", (layer, replace(layer, qkv="fp8_block"))), POW2.weights)
-    scaled = {name.removesuffix(SCALE_SUFFIX) for name in stored if name.endswith(SCALE_SUFFIX)}
-    down = {name for name in masters if "o_proj" in name or "down_proj" in name}
-    assert scaled == down | {f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"}
-    kept = {name for name, tensor in stored.items() if tensor.dtype == torch.float32} - {
-        name + SCALE_SUFFIX for name in scaled
-    }
-    assert kept == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_the_embedding_when_they_are_tied(architecture, masters_of, tied):
-    arch = architecture(tie_embeddings=tied)
-    masters = masters_of(arch)
-    policy = load_policy(arch, stored_weights(masters, FP8, POW2.weights))
-    head = masters["model.embed_tokens.weight" if tied else "lm_head.weight"]
-    assert torch.equal(policy.head.values, head.bfloat16().float())
-    assert torch.equal(policy.embedding, masters["model.embed_tokens.weight"].bfloat16().float())
 
 
 def test_ready_weights_are_the_stored_values_times_their_tile_scales(architecture, masters_of):
@@ -151,32 +128,6 @@ def test_both_sides_follow_their_part_of_the_contract():
     assert (type(rollout.head), type(training.head)) == (Bf16Head, Fp32Head)
 
 
-@pytest.mark.parametrize(
-    ("linear", "backward", "expected"),
-    [
-        ("fp8_block", None, Fp8BlockLinear),
-        ("fp8_block", "fp8_block", Fp8BlockLinear),
-        ("fp8_block", "bf16", Fp8ForwardLinear),
-        ("fp8_block", "fp32", Fp8ForwardLinear),
-        ("bf16", None, Bf16Linear),
-        ("bf16", "fp32", Bf16Linear),
-    ],
-)
-def test_the_backward_is_the_trainers_alone(linear, backward, expected):
-    training = TrainingPrecision(linear=linear, backward=backward)
-    contract = PrecisionContract(rollout=SidePrecision(linear=linear), training=training)
-    assert kinds(training_formats(contract, 1)) == [expected]
-    assert kinds(rollout_formats(contract, 1)) == [Fp8BlockLinear if linear == "fp8_block" else Bf16Linear]
-    assert training_formats(contract, 1).stored_names() == rollout_formats(contract, 1).stored_names()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_recipe_reaches_every_quantiser(name):
-    formats = training_formats(PrecisionContract(scale_rule=name), 2)
-    assert formats.recipe == RECIPES[name]
-    assert {linear.recipe for layer in formats.layers for linear in layer.linears} == {RECIPES[name]}
-
-
 def test_the_reference_rounds_nothing_below_fp32():
     formats = reference_formats(3)
     assert kinds(formats) == [Fp32Linear] * 3
@@ -186,14 +137,6 @@ def test_the_reference_rounds_nothing_below_fp32():
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
     assert {rounding for place, rounding in vars(formats.points).items() if place != "name"} == {keep_fp32}
     assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0
-
-
-def test_layers_kept_wide_are_fp32_in_the_reference_mode():
-    fp32 = {"linear": "fp32", "kv_cache": "fp32"}
-    contract = PrecisionContract(
-        rollout=SidePrecision(**fp32), training=TrainingPrecision(**fp32), bf16_first_layers=1, bf16_last_layers=1
-    )
-    assert kinds(training_formats(contract, 3)) == [ExactFp32Linear] * 3
 
 
 def test_each_linear_and_each_attention_has_its_own_format():

@@ -9,8 +9,7 @@ from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
 from fp8core.models.hub import model_shape
 from fp8core.plan.run_plan import RunPlan, plan_run
-from fp8core.resources.memory import GPUS, Device, Machine
-from fp8core.training.memory import Parallel
+from fp8core.resources.memory import GPUS, Machine
 
 _NAMES = {
     "qwen3-8b": "Qwen/Qwen3-8B-Base",
@@ -42,32 +41,17 @@ def configured() -> Callable[..., RunConfig]:
 
 
 @pytest.fixture(scope="session")
-def on_gpus() -> dict[str, str]:
-    """Settings for `configured` with which the packed trainer has a grid, as `planned` takes with `parallel`."""
-    return _ON_GPUS
-
-
-@pytest.fixture(scope="session")
 def planned() -> Callable[..., RunPlan]:
-    """planned("qwen3-8b", "bf16", gpu="h100", parallel=Parallel(8), rollout__vllm__sleep=True)"""
+    """planned("qwen3-8b", "bf16", gpu="h100", ranks=8, rollout__vllm__sleep=True)"""
 
     def plan(
-        model: str,
-        precision: str = "fp8_linear_kv",
-        gpu: str | Device = "h200",
-        parallel: Parallel | None = None,
-        **settings: Any,
+        model: str, precision: str = "fp8_linear_kv", gpu: str = "h200", ranks: int = 0, **settings: Any
     ) -> RunPlan:
-        if parallel is not None and "training__trainer" not in settings:
-            settings = {**_ON_GPUS, **settings}
+        """`ranks`: GPUs that train; 0 trains on the host."""
+        if ranks:
+            on_gpus = {} if "training__trainer" in settings else _ON_GPUS
+            settings = {**on_gpus, "cluster__ranks": ranks, **settings}
         config = _configured(model, precision, **settings)
-        device = gpu if isinstance(gpu, Device) else GPUS[gpu]
-        return plan_run(config, model_shape(config), Machine(device, None), parallel)
+        return plan_run(config, model_shape(config), Machine(GPUS[gpu], None))
 
     return plan
-
-
-@pytest.fixture(scope="session")
-def h200() -> Machine:
-    """A machine with H200s, of whose host nothing is known."""
-    return Machine(GPUS["h200"], None)

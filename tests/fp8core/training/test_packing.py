@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,17 +56,3 @@ def test_groups_of_several_ranks_are_no_more_a_rank_and_as_small_as_they_can_be(
     if len(plain) % ranks:
         fewest = [size for size in range(1, most) if len(list(row_groups(lengths, size))) <= len(even)]
         assert even == list(row_groups(lengths, min(fewest, default=most))), "no smaller size makes as few"
-
-
-def test_no_rank_computes_a_whole_pass_more_than_others():
-    plain, even = list(row_groups([100] * 252, 1200)), even_groups([100] * 252, 1200, 4)
-    assert len(plain) == 21, "one of four ranks would compute 6 x 1,200 tokens, the others 5 x 1,200"
-    assert {rows.stop - rows.start for rows in even[:-1]} == {11}
-    assert len(even) == 23
-
-
-def test_routes_lie_beside_their_tokens_and_padding_has_none():
-    routes = [[[[row, place]] for place in range(length)] for row, length in enumerate((5, 2, 5))]
-    found = packed(8, [torch.tensor(row, dtype=torch.int16) for row in routes], micro_batch_tokens=7)[1]
-    assert found.experts is not None
-    assert found.experts[:, 0].tolist() == [*([2, place] for place in range(5)), *[[-1, -1]] * 3]

@@ -92,11 +92,6 @@ def test_an_error_of_one_part_is_handed_to_all_before_it_is_raised(kind):
     assert ended == [2]
 
 
-def test_an_error_of_a_part_of_another_process_is_raised_here():
-    with pytest.raises(ValueError, match="theirs"):
-        shared_out(Second(ValueError("theirs")), [0, 1], lambda part: part)
-
-
 @pytest.mark.parametrize("kind", [OSError, UserError])
 def test_an_error_of_one_process_is_handed_to_all_before_it_is_raised(kind):
     error, second = kind("the disk is full"), Second()

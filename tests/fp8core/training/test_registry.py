@@ -13,7 +13,7 @@ from fp8core.resources.memory import GPUS, Machine
 from fp8core.run.build import build_base, build_trainer
 from fp8core.run.machine import engine_environment
 from fp8core.training import registry
-from fp8core.training.registry import TRAINERS, find_trainer, packages_of, trainer_grid, trainer_of, trainers
+from fp8core.training.registry import TRAINERS, find_trainer, packages_of, trainer_of, trainers
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
     assert built == [base.arch]
     assert build_trainer(config, base.arch, base.tensors).version == 0
     machine = Machine(GPUS["h200"], None)
-    assert plan_run(config, model_shape(config), machine, trainer_grid(config, machine)).refusals == ()
+    assert plan_run(config, model_shape(config), machine).refusals == ()
 
 
 @pytest.mark.parametrize("name", TRAINERS)

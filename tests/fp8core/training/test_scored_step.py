@@ -12,7 +12,7 @@ from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.rl.objective import Objective
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
-from fp8core.training.trainer import LogprobError, minibatches
+from fp8core.training.trainer import LogprobError
 
 FP8 = PrecisionContract(rounding_points="kernels")
 BF16 = PrecisionContract(
@@ -121,13 +121,6 @@ def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, lia
     assert (trainer.version, trainer.digest()) == (0, policy)
     report, _ = trainer.scored_step(replace(batch, audited={3: "row 3"}), 1.0, case.scales)
     assert report.version == 1
-
-
-def test_rows_that_count_and_weigh_nothing_make_no_update() -> None:
-    """As a correction rejects them that divides by all tokens."""
-    mask = torch.tensor([True, True, True, False])[:, None].expand(4, 2)
-    assert minibatches(mask, torch.tensor([True, False, True, True]), 3) == [slice(0, 2), slice(2, 4)]
-    assert minibatches(mask, torch.tensor([False, False, False, True]), 3) == []
 
 
 @pytest.mark.parametrize(

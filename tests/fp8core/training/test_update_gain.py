@@ -76,20 +76,6 @@ def test_it_is_the_projection_of_one_change_on_the_other(make, lora, architectur
         assert report.update_gain == pytest.approx(sums[0] / sums[1], rel=1e-9)
 
 
-def test_most_of_what_adapters_learn_arrives_within_15_updates(make, architecture, batch_of) -> None:
-    arch = architecture()
-    batch, scales = batch_of(FP8, arch)
-    trainer = make(FP8, arch, lora=LoraConfig(), learning_rate=1e-4)
-    gains = [trainer.step(batch, 1.0, scales).update_gain for _ in range(15)]
-    assert max(gains) >= 0.7
-
-
-def test_fp32_loses_nothing(masters_of, architecture, trainer_of, rollout_batch, first_scales) -> None:
-    arch = architecture()
-    trainer = exact(masters_of(arch), FP32, arch, learning_rate=1e-6)
-    assert trainer.step(rollout_batch(trainer, first_scales(trainer, FP32), rows=4), 1.0, ()).update_gain == 1.0
-
-
 def test_a_restored_trainer_measures_the_same(make, architecture, batch_of, tmp_path) -> None:
     """Whatever threads there are."""
     arch = architecture()

@@ -24,23 +24,17 @@ from fp8core.training.ranks import Ranks
 CPU = torch.device("cpu")
 GRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("qwen3", {}),
-    "data, whole optimisers": ("qwen3", {"distributed_optimizer": False}),
     "data of experts": ("moe", {}),
     "experts": ("moe", {"expert_parallel": 2}),
     "tensor": ("qwen3", {"tensor_parallel": 2}),
-    "tensor, tied": ("tied", {"tensor_parallel": 2}),
     "tensor and sequence": ("qwen3", {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_tokens": 256}),
     "tensor, sequence and experts": (
         "moe",
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "micro_batch_tokens": 256},
     ),
-    "pipeline": ("qwen3", {"pipeline_parallel": 2}),
     "pipeline, packs of several lengths": ("qwen3", {"pipeline_parallel": 2, "micro_batch_tokens": 256}),
     "pipeline of llama, computed again": ("llama", {"pipeline_parallel": 2, "recompute": "full"}),
-    "pipeline, tied": ("tied", {"pipeline_parallel": 2}),
     "pipeline, tied, whole optimisers": ("tied", {"pipeline_parallel": 2, "distributed_optimizer": False}),
-    # A dense stage, then a sparse one.
-    "pipeline of experts": ("moe", {"pipeline_parallel": 2}),
     "pipeline of experts, computed again": ("moe_unnormalised", {"pipeline_parallel": 2, "recompute": "full"}),
 }
 GRIDS_OF_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,7 +81,6 @@ def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Pa
         "steps": [vars(first), vars(second)],
         "again": vars(trainer.step(batch, 0.9, ())),
         "masters": trainer.masters,
-        "copies": copies(trainer),
         "replayed": vars(trainer.step(forced, 0.9, ())),
     }
     # Of more copies of the model each holds the gradients of its own rows.
@@ -107,15 +100,6 @@ def replayed(batch: Any, arch: Architecture) -> Any:
     own = (sequences.tokens % 3 == 0) | ~sequences.valid
     experts = torch.where(own[..., None, None], UNRECORDED, drawn.sort(-1).values).short()
     return replace(batch, sequences=replace(sequences, experts=experts))
-
-
-def copies(trainer: MegatronTrainer) -> list[torch.Tensor]:
-    """The embedding and the head of every process that has one."""
-    held = trainer._policy.parameters()
-    names = [name for name in ("embedding.word_embeddings.weight", "output_layer.weight") if name in held]
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, [held[name] for name in names])
-    return [tensor for each in found for tensor in each]
 
 
 def work(

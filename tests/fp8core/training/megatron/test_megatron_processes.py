@@ -70,14 +70,6 @@ def test_a_grid_computes_what_one_process_does(grid, alone, together, ragged_bat
         assert largest(found["gradients"], expected["gradients"]) < 1e-5
 
 
-@pytest.mark.parametrize("grid", [name for name in PIPELINES if ALL[name][0] in ("tied", "deep")])
-def test_the_first_and_the_last_stage_have_one_embedding(grid, together):
-    """Tied weights lie on both: they stay the same bytes while each stage updates its own."""
-    first, *others = together[grid]["copies"]
-    assert len(others) == (3 if grid == "pipeline and data" else 1)
-    assert all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.parametrize("grid", [name for name in PIPELINES if "expert_parallel" not in ALL[name][1]])
 def test_a_checkpoint_of_stages_is_read_by_one_process(grid, together, policies, ragged_batch):
     family, spread = ALL[grid]

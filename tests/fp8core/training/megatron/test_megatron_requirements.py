@@ -14,7 +14,7 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.run.machine import engine_environment
 from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.requirements import grid_refusals, needs_padding
+from fp8core.training.megatron.requirements import grid_refusals
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}", "precision.scale_rule=pow2"]
@@ -131,18 +131,14 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism():
     refuse(grid_refusals(moe, MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096))
 
 
-def test_linears_of_partial_tiles_are_padded_and_experts_refused():
+def test_block_fp8_needs_whole_tiles_on_each_gpu():
     llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
-    assert not needs_padding(llama, FP8, 8)
+    refuse(grid_refusals(llama, MegatronConfig(tensor_parallel=8), FP8, 2048))
     narrow = replace(llama, intermediate_size=14_464)
-    assert not needs_padding(narrow, FP8, 1)
-    assert needs_padding(narrow, FP8, 2)
-    assert not needs_padding(narrow, BF16, 2)
-    refuse(grid_refusals(narrow, MegatronConfig(tensor_parallel=2), FP8, 2048))
-    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
-    sparse = replace(moe, experts=replace(moe.experts, intermediate_size=800))
-    with pytest.raises(UserError, match=r"linear=fp8_block: the model has experts, .* set it to bf16"):
-        refuse(grid_refusals(sparse, MegatronConfig(), FP8, 2048))
+    refuse(grid_refusals(narrow, MegatronConfig(), FP8, 2048))
+    refuse(grid_refusals(narrow, MegatronConfig(tensor_parallel=2), BF16, 2048))
+    with pytest.raises(UserError, match=r"linear=fp8_block: on each GPU .* a side of 7232, .* set it to bf16"):
+        refuse(grid_refusals(narrow, MegatronConfig(tensor_parallel=2), FP8, 2048))
 
 
 def test_layers_kept_in_bf16_at_both_ends():

@@ -1,10 +1,9 @@
 import pytest
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.config.training import TrainingConfig
 from fp8core.errors import UserError, refuse
 from fp8core.models.architecture import Experts
-from fp8core.training.packed.requirements import contract_refusals, model_refusals, required_environment
+from fp8core.training.packed.requirements import contract_refusals, model_refusals
 
 TILED = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 
@@ -53,9 +52,3 @@ def test_experts_are_left_to_megatron(architecture) -> None:
     experts = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
     with pytest.raises(UserError, match=r"the model has experts.*training\.trainer=megatron"):
         refuse(model_refusals(architecture(family="qwen3_moe", experts=experts), contract(), "cpu"))
-
-
-def test_a_deterministic_gpu_needs_a_workspace_that_cublas_reads_from_the_environment() -> None:
-    assert required_environment(TrainingConfig(device="cuda")) == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    for other in (TrainingConfig(device="cuda", deterministic=False), TrainingConfig(packed=True), TrainingConfig()):
-        assert required_environment(other) == {}

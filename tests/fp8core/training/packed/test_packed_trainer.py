@@ -19,12 +19,10 @@ from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.errors import StoredFileError
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.e4m3 import FiniteFlag
-from fp8core.numerics.packed import Fp8PackedAttention
-from fp8core.numerics.recipe import POW2, RECIPES
-from fp8core.rl.batch import TokenBatch
+from fp8core.numerics.recipe import RECIPES
 from fp8core.rl.objective import Objective
-from fp8core.training.packed.blocks import Filling, Fp8Blocks
-from fp8core.training.packed.masters import Masters, PassMasters
+from fp8core.training.packed.blocks import Fp8Blocks
+from fp8core.training.packed.masters import Masters
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 from fp8core.training.ranks import ALONE, Alone
 from fp8core.training.trainer import LogprobError, NotFiniteError
@@ -107,17 +105,6 @@ def test_gradients_are_those_of_the_exact_trainer(
         assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=bound, abs=1e-3)
 
 
-def test_the_gradient_of_a_weight_between_zeros_is_added_to_that_of_the_packs_before(draw) -> None:
-    blocks, filling = Fp8Blocks(POW2, FiniteFlag(CPU)), Filling((130,), (256,), 192, 256)
-    weight = blocks.ready(blocks.made(draw(130, 192, seed=0).float(), [130]), filling)
-    kept, grad = blocks.kept_operand(draw(128, 256, seed=1))[1], draw(128, 256, seed=2)
-    of_input, alone = blocks.gradients(grad, kept, weight, None)
-    before = draw(130, 192, seed=3).float()
-    again, total = blocks.gradients(grad, kept, weight, before.clone())
-    assert torch.equal(again, of_input)
-    assert torch.equal(total, before + alone)
-
-
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_small_gradient_is_as_exact_as_a_large_one(draw, recipe) -> None:
     blocks, factor = Fp8Blocks(recipe, FiniteFlag(CPU)), 2.0**60
@@ -130,26 +117,6 @@ def test_a_small_gradient_is_as_exact_as_a_large_one(draw, recipe) -> None:
         for small, large in zip(gradients(upstream / factor), gradients(upstream), strict=True):
             assert large.any()
             assert torch.equal(small * factor, large)
-
-
-@pytest.mark.parametrize("policy", ["clipped", "kl_cov", "clip_cov"])
-def test_bonus_and_choice_are_those_of_the_exact_trainer(
-    policy, architecture, packed_of, trainer_of, first_scales, rollout_batch, tmp_path
-) -> None:
-    """Entropy in the loss, and tokens singled out over the minibatch, however it is packed."""
-    arch, training = architecture(), TrainingConfig(**BARE, minibatches=2, tokens_per_pass=128)
-    settings = {"clip_cov": {"share": 0.2, "low": 0.001, "high": 10.0}, "kl_cov": {"share": 0.2}}
-    objective = Objective(LossConfig(policy=policy, entropy=0.5, **settings), CorrectionConfig())
-    exact, packed = (make(BF16, arch, training, objective) for make in (trainer_of, packed_of))
-    batch = replace(rollout_batch(exact, first_scales(exact, BF16)), draw=(0, 1))
-    reports = [trainer.step(batch, 1.0, ()) for trainer in (exact, packed)]
-    exact.save(tmp_path)
-    expected, found = load_file(tmp_path / "optimiser.safetensors"), first_moments(packed)
-    for name in exact.masters:
-        exact_gradient = expected[f"exp_avg/{name}"]
-        assert (found[name] - exact_gradient).norm() < 0.05 * exact_gradient.norm(), name
-    for key in ("loss", "clip_fraction", "ratio_mean", "grad_norm"):
-        assert getattr(reports[1], key) == pytest.approx(getattr(reports[0], key), rel=0.02, abs=1e-3)
 
 
 def first_moments(packed: PackedTrainer) -> dict[str, torch.Tensor]:
@@ -204,25 +171,6 @@ def test_recomputed_activations_are_the_same(learnt) -> None:
     assert learnt(activation_checkpointing=True)[0].digest() == learnt()[0].digest()
 
 
-def test_a_layer_that_is_computed_again_does_not_attend_again(learnt, monkeypatch) -> None:
-    forward, attended = Fp8PackedAttention.forward, []
-
-    def counted(self, qkv, *rest):
-        attended.append(qkv.shape)
-        return forward(self, qkv, *rest)
-
-    monkeypatch.setattr(Fp8PackedAttention, "forward", counted)
-    gradients, counts = [], []
-    for checkpointing in (False, True):
-        attended.clear()
-        trainer, _learn = learnt(1, activation_checkpointing=checkpointing, **BARE)
-        gradients.append(trainer._optimiser.moments())
-        counts.append(len(attended))
-    assert counts[0] == counts[1] > 0
-    for name, moment in gradients[0].items():
-        assert torch.equal(moment, gradients[1][name]), name
-
-
 def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, architecture, tmp_path) -> None:
     for state in ("fp32", "bf16"):
         trainer, learn = learnt(optimiser_state=state)
@@ -232,15 +180,6 @@ def test_it_learns_the_same_twice_and_on_from_a_checkpoint(learnt, packed_of, ar
         assert (restored.version, restored.digest()) == (2, trainer.digest())
         assert asdict(learn(restored)) == asdict(learn(trainer))
         assert restored.digest() == trainer.digest() == learnt(3, optimiser_state=state)[0].digest()
-
-
-def test_rows_fill_whole_pages_of_a_pass(packed_of, architecture) -> None:
-    trainer = packed_of(FP8, architecture(), TrainingConfig(tokens_per_pass=128))
-    lengths = [7, 60, 50, 3, 40, 33, 16, 16, 16, 1]
-    batch = TokenBatch.of([[2] * (length - 1) or [2] for length in lengths], [[3]] * len(lengths))
-    parts = list(trainer._slices(batch))
-    assert [rows.stop for rows, _ in parts] == [2, 5, 10]
-    assert all(torch.equal(part.tokens, batch.tokens[rows, : part.tokens.shape[1]]) for rows, part in parts)
 
 
 def test_what_is_exported_is_what_the_exact_trainer_exports(packed_of, trainer_of, arch) -> None:
@@ -264,34 +203,6 @@ def test_what_is_not_finite_is_not_applied(value, learnt) -> None:
     weight[0, 0] = kept
     assert trainer.digest() == before, name
     learn(trainer)
-
-
-def test_a_gradient_that_is_not_finite_is_not_applied(
-    architecture, packed_of, trainer_of, first_scales, rollout_batch
-) -> None:
-    """Finite loss, and a norm that overflows FP32: clipped by it, the gradient is zero, and no update."""
-    exact = trainer_of(BF16, architecture())
-    batch = rollout_batch(exact, first_scales(exact, BF16))
-    trainer, twin = (packed_of(BF16, architecture()) for _ in range(2))
-    huge = replace(batch, advantages=torch.tensor([3e38, -3e38, 0, 0, 0, 0]))
-    with pytest.raises(NotFiniteError, match="the gradient norm is"):
-        trainer.step(huge, 1.0, ())
-    assert (trainer.digest(), trainer.version) == (twin.digest(), 0)
-    assert trainer.step(batch, 1.0, ()) == twin.step(batch, 1.0, ())
-
-
-def test_weights_are_made_ready_once_an_update(learnt) -> None:
-    trainer, learn = learnt()
-
-    def held():
-        return [layer._weights for layer in trainer._decoder.packed_layers()]
-
-    trainer._inference_weights()
-    before = held()
-    trainer._training_weights()
-    assert all(now is then for now, then in zip(held(), before, strict=True))
-    learn(trainer)
-    assert not any(held())
 
 
 RANKS = 3
@@ -389,40 +300,6 @@ def test_ranks_share_one_policy_and_compute_its_bytes(
     alone = make()
     alone.load(many)
     assert alone.digest() == found["report"]["digest"]
-
-
-class NotedRanks(Alone):
-    """The first of two ranks, which notes when an exchange begins and when its result is asked for."""
-
-    rank, count = 0, 2
-
-    def __init__(self):
-        self.noted = []
-
-    def exchange(self, parts):
-        number = sum(event == "begin" for event, _ in self.noted)
-        self.noted.append(("begin", number))
-
-        def finished():
-            self.noted.append(("end", number))
-            return [parts[0], torch.full_like(parts[0], number)]
-
-        return finished
-
-
-def test_a_gradient_travels_while_the_backward_goes_on(architecture, masters_of) -> None:
-    sizes = {"hidden_size": 256, "head_dim": 64, "num_heads": 4, "num_kv_heads": 4, "intermediate_size": 256}
-    arch, ranks = architecture(num_layers=1, **sizes), NotedRanks()
-    masters = PassMasters(arch, masters_of(arch), torch.device("cpu"), ranks)
-    order = [f"layers.0.{name}" for name in ("down", "gate_up", "output", "qkv")]
-    gradients = {name: torch.ones(masters._stacks[name].shape) for name in order}
-    for name in order:
-        masters.kept(name, gradients[name])
-    assert ranks.noted == [("begin", 0), ("begin", 1), ("end", 0), ("begin", 2), ("end", 1), ("begin", 3), ("end", 2)]
-    masters.end_passes(2)
-    assert sorted(number for event, number in ranks.noted if event == "end") == list(range(8)), "zeros of a second pass"
-    for number, name in enumerate(order):
-        assert set(masters._sums[name].unique().tolist()) == {1.0 + number + (4 + number)}, name
 
 
 class FirstOfThree(Alone):
