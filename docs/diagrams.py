@@ -105,7 +105,7 @@ def iteration() -> None:
 def modules() -> None:
     """Folders, and which imports which."""
     page = Drawing(960, 430)
-    page.box(330, 45, 560, 56, "flows/\none file a flow; cli/ a file a command; tracking/ for MLflow and Prefect")
+    page.box(330, 45, 560, 56, "flows/\none file a flow; cli/ for commands; tracking/ for MLflow and Prefect")
     page.box(330, 130, 560, 50, "tasks/\none file a step, and the step decorator")
     page.arrow([(330, 73), (330, 104)])
     page.arrow([(330, 155), (330, 190)])

@@ -39,7 +39,6 @@ import os, runpy, signal, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
 runpy.run_module("prefect", run_name="__main__", alter_sys=True)
 """
-# MLflow's thread besides changes the environment, while Prefect may copy it for a flow: that ends with a KeyError.
 _NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 _THIS_MACHINE = ("127.0.0.1", "localhost")
 # No "Finished in state Completed()": the task's state shows it, and each log costs time in every step.
@@ -49,8 +48,7 @@ _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 def leave_working_directory_out() -> None:
     """Import nothing from the working directory, which may be a run's folder that somebody else wrote.
 
-    This holds here and in processes that libraries start with `python -m` or `-c`, as Prefect's workers and
-    `multiprocessing` do.
+    This holds in processes that libraries start, too, as Prefect's workers and `multiprocessing`.
     """
     # Python's own switch (-P): neither the working directory nor a script's folder comes first on the path.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -65,19 +63,13 @@ def disable_telemetry() -> None:
 
 
 def search_last(folder: Path) -> None:
-    """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages.
-
-    A file `rich.py` that happens to lie there is never imported instead of a library.
-    """
+    """Find modules of the user's own (`uses: mine:score`) in a folder, after the standard library and all packages."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def quiet_prefect() -> None:
-    """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI.
-
-    The exception is `_QUIET_TASKS`.
-    """
+def _quiet_prefect() -> None:
+    """Leave the terminal to our own lines; Prefect's log still reaches its server and its UI."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     for name, value in _QUIET_TASKS.items():
         os.environ.setdefault(name, value)
@@ -90,10 +82,7 @@ def quiet_prefect() -> None:
 
 
 def reach_this_machine() -> None:
-    """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start.
-
-    A proxy that the environment names (`http_proxy`) cannot reach them. Names that need no proxy already stay so.
-    """
+    """Ask no proxy for the servers of this machine, which `fp8-grpo up` and trainings start."""
     # Libraries prefer the first, so both are one list.
     listed = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).strip()
     if listed != "*":
@@ -103,16 +92,8 @@ def reach_this_machine() -> None:
 
 
 def make_prefect_home() -> None:
-    """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent.
-
-    Raises UserError: it cannot be made.
-    """
-    try:
-        _prefect_home().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"Prefect's folder {_prefect_home()} cannot be made: {error.strerror}; set PREFECT_HOME to one that can"
-        ) from error
+    """Prefect writes its profile and database below PREFECT_HOME and does not create the folder's parent."""
+    _prefect_home().mkdir(parents=True, exist_ok=True)
 
 
 def _prefect_home() -> Path:
@@ -123,7 +104,7 @@ def prefect_login() -> tuple[str, str]:
     """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it.
 
     A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME
-    that only its owner can read. Other terminals and the UI stay logged in when `up` starts again.
+    that only its owner can read.
     """
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
@@ -150,7 +131,7 @@ def _guarded_server(login: str, origins: str) -> dict[str, str]:
 
 
 class PrefectServer:
-    """`prefect server start` for this process alone, with which it ends in every case; it has no UI."""
+    """`prefect server start` for this process alone, with which it ends in every case."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -178,7 +159,6 @@ class PrefectServer:
 
 
 def answers(url: str, seconds: float = 5.0) -> bool:
-    """True if an HTTP server answers 200 there, within `seconds`."""
     try:
         with urllib.request.urlopen(url, timeout=seconds) as answer:
             return bool(answer.status == 200)
@@ -189,8 +169,7 @@ def answers(url: str, seconds: float = 5.0) -> bool:
 def bound_mlflow_requests() -> None:
     """A request to MLflow takes twenty seconds at most, and is made once.
 
-    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice. Here the
-    publisher repeats a request, and finds what was created.
+    MLflow by itself repeats a request for minutes, and after a lost answer creates the same run twice.
     """
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -198,25 +177,23 @@ def bound_mlflow_requests() -> None:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
 
-def start_prefect(flow: str) -> str:
-    """Reach the configured Prefect server, or start one for this process; returns the address of its API.
+def prepare_prefect(flow: str) -> None:
+    """Reach the configured Prefect server, or start one for this process, before Prefect is imported.
 
-    Args:
-        flow: module that will use it, which is imported: while a server starts, which takes as long.
-
-    Raises:
-        UserError: Prefect cannot read a setting; the configured server does not answer, or the own one does not start.
+    `flow` is the module that will use it. It is imported while a server starts, which takes as long. Raises UserError:
+    the configured server does not answer, or the own one does not start.
     """
+    make_prefect_home()
+    _quiet_prefect()
     reach_this_machine()
-    refuse_malformed_settings()
     # Imported here, because Prefect reads its settings once, when it is imported.
     from prefect.context import refresh_global_settings_context
     from prefect.settings import get_current_settings
 
     if get_current_settings().api.url is not None:
-        address = _refuse_silence()
+        _refuse_silence()
         import_module(flow)
-        return address
+        return
     with (_prefect_home() / "fp8-grpo-start.lock").open("ab") as lock:
         # Two servers that start at once would both make the tables of a new database.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,23 +207,9 @@ def start_prefect(flow: str) -> str:
         atexit.register(server.stop)
         import_module(flow)
         server.wait()
-    return server.api
 
 
-def refuse_malformed_settings() -> None:
-    """Import Prefect's settings. Raises UserError: Prefect cannot read one."""
-    from pydantic import ValidationError
-
-    try:
-        from prefect.settings import get_current_settings
-
-        get_current_settings()
-    except (ValidationError, ValueError) as error:
-        what = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ["file"], "msg": str(error)}
-        raise UserError(f"Prefect's settings: {'.'.join(map(str, what['loc']))}: {what['msg']}") from error
-
-
-def _refuse_silence() -> str:
+def _refuse_silence() -> None:
     from httpx import HTTPStatusError
     from prefect.client.orchestration import get_client
 
@@ -267,7 +230,6 @@ def _refuse_silence() -> str:
                 f"Prefect's server at {client.api_url} refuses this client ({error.response.status_code}): "
                 "set PREFECT_API_AUTH_STRING as `fp8-grpo up` prints it, or unset PREFECT_API_URL"
             ) from error
-    return str(client.api_url).rstrip("/")
 
 
 def names_tracking_store() -> bool:
@@ -278,10 +240,7 @@ def names_tracking_store() -> bool:
 def set_engine_variables(config: "RunConfig") -> None:
     """Set what the configuration's engine and trainer read; called before either is built.
 
-    Those on a cluster of the user's own have it from `fp8core.cluster`.
-
-    Raises:
-        UserError: the engine is not available (`fp8core.run.checks.machine.check_engine`).
+    Those on a cluster of the user's own have it from `fp8core.cluster`. Raises UserError: the engine is not available.
     """
     if config.cluster.address is not None:
         return
@@ -310,8 +269,7 @@ def kernel_folders() -> "KernelFolders":
 def service_environment(prefect_port: int, mlflow_port: int, login: str) -> dict[str, str]:
     """Environment of the servers and workers of `fp8-grpo up`, and of the trainings they start.
 
-    Databases are the servers' own variables, passed on: PREFECT_SERVER_DATABASE_CONNECTION_URL (as
-    `postgresql+asyncpg://...`) and MLFLOW_BACKEND_STORE_URI (as `postgresql://...`); both default to sqlite.
+    PREFECT_SERVER_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI, the servers' own variables, are passed on.
     """
     pages = (f"http://{host}:{prefect_port}" for host in ("127.0.0.1", "localhost"))
     searched = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -18,7 +18,6 @@ from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted,
 from flows.launch import long_part, say
 from flows.orchestration import failed, prepare_logs
 from flows.parameters import FlowOverrides, OptionalConfigName
-from flows.tracking.datasets import evaluated_prompts
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
@@ -93,7 +92,7 @@ def evaluate(
         with opened(asked) as checkpoint:
             result = measured(asked, checkpoint)
             _tell(result, file)
-            say(_log(asked, checkpoint, result))
+            say(_log(checkpoint, result))
     except (UserError, RedoError, *FAILURES) as error:
         return failed(str(error))
     return result.model_dump(mode="json")
@@ -161,13 +160,10 @@ def _in_a_task(name: str, shown: str, config: RunConfig, work: Callable[[Progres
     return cast(Result, body())
 
 
-def _log(asked: EvaluationRequest, checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:
-    config = checkpoint.config
-    dataset = evaluated_prompts(config, result.data_digest, result.prompts, heldout=asked.data is None)
-
+def _log(checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:
     @task(name="log", persist_result=False, cache_policy=NO_CACHE)
     def body() -> str:
-        return log_evaluation(checkpoint.home, config, result, dataset)
+        return log_evaluation(checkpoint.home, checkpoint.config, result)
 
     return str(body())
 

@@ -5,9 +5,6 @@ prefect deployment run fp8-grpo/tiny          this function, from a worker
 """
 
 import sys
-import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Annotated, Any, TextIO, cast
 
 from prefect import flow, get_run_logger, runtime
@@ -18,47 +15,43 @@ from prefect.states import Paused, Suspended
 from pydantic import Field
 
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
-from flows.orchestration import LoggedLines, PrefectExecution, T, failed, prepare_logs
+from flows.execution import FlowExecution
+from flows.orchestration import LoggedLines, failed, prepare_logs
 from flows.parameters import ConfigName, FlowOverrides, RunName
 from flows.run_lookup import load_settings
-from flows.termination import Interrupt, StopRequest, keep_interrupt, stop_on_sigterm
-from flows.tracking.backlog import step_speed, write_report
-from flows.tracking.session import Session, follow_ledger, open_session
+from flows.termination import stop_on_sigterm
+from flows.tracking.backlog import write_report
+from flows.tracking.session import Session, open_session
 from flows.tracking.store import quiet_store_logs, ui_command
 from flows.training_pages import TrainingPages
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.capability import this_platform
 from fp8core.config.load import merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, made_name
-from fp8core.errors import ProcessLost, UserError, lost_process, printable
-from fp8core.evaluation.measure import gap_unmeasured
+from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.progress import Part
 from fp8core.report.chart import short
-from fp8core.report.console import Console, StyleAccuracy, shows_sample
+from fp8core.report.console import Console
 from fp8core.report.diagnosis import diagnose
 from fp8core.report.drawing import draw_png
 from fp8core.report.run_data import time_spent
 from fp8core.report.run_verdict import answer
-from fp8core.report.summary import CURVES, StepTiming, Summary, summarise
+from fp8core.report.summary import CURVES, Summary, summarise
 from fp8core.report.training_charts import training_charts
 from fp8core.rollout.registry import engine_entry
 from fp8core.run import loop
-from fp8core.run.commit import step_metrics, stored_manifest
+from fp8core.run.commit import stored_manifest
 from fp8core.run.compilation import HOPPER, compile_kernels
-from fp8core.run.context import RunContext
-from fp8core.run.execute import StepError, TaskResult, carried
-from fp8core.run.loop import BoundError, TrainingPaused, next_step, save_last
+from fp8core.run.execute import StepError, carried
+from fp8core.run.loop import BoundError, TrainingPaused, next_step
 from fp8core.run.policy import SyncError
-from fp8core.run.precision_gap import gap_line
 from fp8core.run.preflight import refuse_unrunnable
 from fp8core.run.recompute import RedoError
 from fp8core.run.resume import history
-from fp8core.run.rollouts import written_sample
 from fp8core.store.layout import SUMMARY
 from fp8core.store.ledger import START
 from fp8core.store.manifest import Head
-from fp8core.store.metrics import Interval
 from fp8core.store.run_view import RunView
 from fp8core.training.trainer import UpdateError
 
@@ -112,17 +105,10 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
     with (
         open_session(config, name, console, new_code=new_code, kernels=kernels) as session,
         TrainingPages(session.run) as pages,
-        keep_interrupt() as interrupt,
         stop_on_sigterm() as stop,
     ):
         pages.start(session.tracker.page)
-        execution = FlowExecution(session, pages, interrupt, stop)
-        try:
-            loop.train(session.run, execution)
-        except (StepError, UserError, ProcessLost) as error:
-            if lost_process(error) is not None:
-                execution.lost(session.run, error)
-            raise
+        loop.train(session.run, FlowExecution(session, pages, stop))
         return finish(session, console)
 
 
@@ -147,89 +133,6 @@ def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
     return folders if compiled.jobs else None
 
 
-class FlowExecution(PrefectExecution):
-    def __init__(self, session: Session, pages: TrainingPages, interrupt: Interrupt, stop: StopRequest) -> None:
-        super().__init__(session.run.graph, pages)
-        self._session = session
-        self._interrupt, self._stop = interrupt, stop
-        self._began, self._intervals = 0.0, dict[str, Interval]()
-
-    def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
-        def timed() -> T:
-            began = time.perf_counter()
-            result = body()
-            self._intervals[name] = began, time.perf_counter()
-            return result
-
-        if index == START and self._stop.requested:
-            run.console.note(f"stopped before {name} of step 0")
-            self._stop.carry_out()
-        with self._stop.without_wait() if name == "warm_start" else nullcontext():
-            return super().call(run, name, index, timed)
-
-    def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
-        if name == "first_evaluation" and not result.reused:
-            styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
-            if styles:
-                run.console.styles([StyleAccuracy(**style) for style in styles])
-            if gap_unmeasured(run.config) == "engine":
-                run.console.note(
-                    "FP8 and BF16 are not compared at step 0, which needs the embedded engine; "
-                    "fp8-grpo evaluate --precision fp8 --precision bf16 does, where the engine's model is stock"
-                )
-        if name == "precision_gap" and not result.reused:
-            run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))
-
-    def restored(self, run: RunContext, redone: int) -> None:
-        follow_ledger(self._session)
-        if next_step(run) > START + 1:
-            run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
-
-    def before_step(self, run: RunContext, index: int) -> None:
-        self._interrupt.check()
-        if self._stop.requested:
-            save_last(run, self)
-            run.console.note(f"stopped after step {index - 1}")
-            self._stop.carry_out()
-        self._began, self._intervals = time.perf_counter(), {}
-        self.begin_step(index)
-
-    def lost(self, run: RunContext, error: Exception) -> None:
-        # A scheduler sends SIGTERM to every process of a job: some may end before this step has.
-        if self._stop.requested:
-            run.console.note(f"stopped without this step: {error}")
-            self._stop.carry_out()
-
-    def written(self, run: RunContext) -> None:
-        self._session.wake()
-
-    def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
-        self.end_step()
-        began, ended = self._began, time.perf_counter()
-        intervals = {name: result.interval for name, result in results.items()} | self._intervals
-        tasks = {name: [interval] for name, interval in intervals.items()}
-        self._session.timings.append(StepTiming(step=index, interval=(began, ended), tasks=tasks))
-        seconds = {name: result.entry.seconds for name, result in results.items()}
-        metrics = step_metrics(run, index)
-        run.console.step({**metrics, **step_speed(run, index), "step": index}, ended - began, seconds)
-        _note_missing_metric(run, index, metrics)
-        if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
-            run.console.sample(*found)
-        self._pages.step_done(index)
-        self._session.wake()
-
-
-def _note_missing_metric(run: RunContext, index: int, metrics: Mapping[str, float]) -> None:
-    """Say after the first evaluated step, which has every metric, that `artifacts.keep.best` has the name of none.
-
-    Own steps have metrics of their own, so that nothing can tell before.
-    """
-    keep, evaluated = run.config.artifacts.keep, min(run.config.evaluation.every, run.config.steps)
-    if index == evaluated and keep is not None and keep.best is not None and keep.best.metric not in metrics:
-        missing = f"artifacts.keep.best.metric={keep.best.metric}: step {index} has no such metric"
-        run.console.note(f"{missing}, and gc will refuse it; docs/reference/metrics.md has the names")
-
-
 def finish(session: Session, console: Console) -> Summary:
     run, tracker = session.run, session.tracker
     metrics, bounds, view = history(run), stop_bounds(run.config), RunView.read(run.directory.path)
@@ -243,7 +146,7 @@ def finish(session: Session, console: Console) -> Summary:
     diagnosis = diagnose(view, metrics, learning)
     summary = summarise(
         metrics,
-        session.timings,
+        session.overheads,
         run=run.directory.path.name,
         mlflow_run_id=tracker.run_id,
         chain_head=str(Head.of(stored_manifest(run, next_step(run) - 1))),
@@ -258,7 +161,7 @@ def finish(session: Session, console: Console) -> Summary:
     run.directory.write_text(SUMMARY, summary.model_dump_json(indent=2) + "\n")
     write_report(run)
     session.mlflow.add_result()
-    session.wake()
+    session.publisher.wake()
     result = "collapsed" if diagnosis is not None and diagnosis.cause == "collapsed" else learning
     console.summary(summary, run.directory.path, ui_command(tracker.uri), tracker.page, result)
     return summary

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from flows.environment import make_prefect_home, names_tracking_store, quiet_prefect, start_prefect
-from flows.termination import ExitCode, keep_interrupt, leave
+from flows.environment import names_tracking_store, prepare_prefect
+from flows.termination import ExitCode
 from flows.tracking.record import read_record
 from fp8core.errors import first_line, printable, printable_lines
 from fp8core.progress import Part
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     """Run the flow, which finds `config` from `parameters`, to its end; returns the exit code.
 
-    `resume`, the command that continues the run, is shown after a stop. Raises UserError: the configuration, its key
-    or the run it names is refused, or Prefect's server does not answer.
+    `resume`, the command that continues the run, is shown after a stop. Raises UserError: the run is refused, or
+    Prefect's server does not answer.
     """
     from fp8core.freed_memory import keep_freed_memory
     from fp8core.run.machine import wants_gpus
@@ -45,10 +45,10 @@ def launch(config: "RunConfig", parameters: Mapping[str, Any], summary: Output |
         return f"{word}; {resume} continues the run" if begun else f"{word} before the run had begun"
 
     say("starting Prefect and MLflow")
-    prepare_prefect("flows.grpo", lambda: printable(reason("interrupted")))
     # An exception, so that the run is closed and Prefect's server stops with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(stopped(reason("terminated"), ExitCode.TERMINATED)))
     try:
+        prepare_prefect("flows.grpo")
         return _train(config, parameters, summary, resume)
     except KeyboardInterrupt:
         return stopped(reason("interrupted"), ExitCode.INTERRUPTED)
@@ -66,11 +66,7 @@ def refuse_silent_store(config: "RunConfig") -> None:
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Print a text of one or several lines to `file` (standard output), with all of others' in it escaped.
-
-    Nothing else in `flows` prints: names in a run's folder, messages of verifiers and data reach a terminal from here,
-    and from `fp8core.report.console`.
-    """
+    """Print a text of one or several lines to `file` (standard output), with all of others' in it escaped."""
     print(printable_lines(str(text)), file=file, flush=True)
 
 
@@ -84,29 +80,14 @@ def stopped(reason: str, code: int) -> int:
     return code
 
 
-def prepare_prefect(flow: str, interrupted: str | Callable[[], str] = "interrupted") -> str:
-    """Reach or start Prefect's server, before Prefect is imported; returns the address of its API. Raises UserError.
-
-    `flow` is the module that will use it. Ctrl-C ends the process with the line `interrupted`. There is nothing to
-    close: the server ends with us, and to stop it in good order would take seconds.
-    """
-    with keep_interrupt(leave(interrupted)):
-        make_prefect_home()
-        quiet_prefect()
-        return start_prefect(flow)
-
-
 def _train(config: "RunConfig", parameters: Mapping[str, Any], summary: Output | None, resume: str) -> int:
     import httpx
 
     from flows.grpo import grpo
 
     try:
-        with keep_interrupt() as interrupt:
-            # To Prefect's types a call with a dict may be that of an async flow.
-            state: Any = grpo.with_options(flow_run_name=config.run)(**parameters, return_state=True)
-            if not state.is_completed():
-                interrupt.check()
+        # To Prefect's types a call with a dict may be that of an async flow.
+        state: Any = grpo.with_options(flow_run_name=config.run)(**parameters, return_state=True)
     except httpx.TransportError as error:
         _end_without_prefect(config, summary, resume, error)
     if state.is_paused():

@@ -1,21 +1,19 @@
-"""Find the run that a user names (a name below ./runs, or a folder), and the configuration it continues with.
+"""Find the run that a user names, and the configuration it continues with.
 
-A run's folder may be somebody else's. Its configuration names code by import path, which a command imports only for a
-run that the user trusts.
+A run's folder may be somebody else's. A command imports the code that its configuration names only where the user
+trusts the run. MLflow would send the user's credentials to the store that it names.
 """
 
-import json
 import os
-import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.environment import search_last
 from flows.launch import say
-from fp8core.config.load import Overrides, load_config, override_value, reload_config, shipped_names
+from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
 from fp8core.config.run import CLUSTER, RunConfig, own_code, public_dump
 from fp8core.errors import UserError, meant, not_unicode, printable
 
@@ -41,19 +39,6 @@ def find_run(text: str, runs: Path | None = None) -> Path:
     raise UserError(f"{text}: no run (no run.json in {' or '.join(looked)}){near}")
 
 
-def find_run_in(text: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """As `find_run`; a name alone is that of a run in the folder that an override `runs` names, if one does.
-
-    Returns the folder, and the overrides that are left.
-    """
-    values = [override_value(each) for each in overrides]
-    runs = [Path(value).expanduser() for key, value in values if key == "runs" and isinstance(value, str)]
-    if not runs or os.sep in text:
-        return find_run(text), [*overrides]
-    others = [each for each, (key, _) in zip(overrides, values, strict=True) if key != "runs"]
-    return find_run(str(runs[-1].absolute() / text)), others
-
-
 def refuse_run(config: str) -> None:
     """Raises UserError: a name is that of a run below ./runs, and of no configuration."""
     if config not in shipped_names() and config in _names_of_runs(RunConfig.model_fields["runs"].default):
@@ -71,44 +56,28 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
 
     Raises UserError: as `load_config` and `reload_config`; or an override renames or moves a run that exists.
     """
+    from fp8core.store.layout import LEDGER
+    from fp8core.store.ledger import LedgerView
     from fp8core.store.run_directory import read_description  # Imports torch.
 
     folder = Path(config).absolute()
     described = read_description(folder) if os.sep in config else None
     if described is None:
         return load_config(config, overrides)
-    kept = reload_own(described, overrides)
-    if (asked := _steps_asked(folder)) is not None:
+    segment = LedgerView.read(folder / LEDGER).last_segment() if (folder / LEDGER).exists() else None
+    if segment is not None and segment.steps is not None:
         # A run that was extended stays so, unless the overrides say otherwise.
-        longer = {**described.config, "steps": max(asked, reload_config(described.config).steps)}
-        kept = reload_own(described.model_copy(update={"config": longer}), overrides)
+        longer = {**described.config, "steps": max(segment.steps, reload_config(described.config).steps)}
+        described = described.model_copy(update={"config": longer})
+    config = reload_own(described, overrides)
     for key in ("run", "runs"):
-        if public_dump(kept)[key] != described.config[key]:
+        if public_dump(config)[key] != described.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
-    return kept.model_copy(update={"run": folder.name, "runs": folder.parent})
-
-
-def _steps_asked(folder: Path) -> int | None:
-    """The step that the last process was to come to; None: no process began."""
-    from fp8core.store.artifacts import ArtifactStore
-    from fp8core.store.layout import LEDGER
-    from fp8core.store.ledger import LedgerView
-    from fp8core.store.step_manifests import read_manifest  # Imports torch.
-
-    if not (folder / LEDGER).exists():
-        return None
-    ledger = LedgerView.read(folder / LEDGER)
-    if (segment := ledger.last_segment()) is not None and segment.steps is not None:
-        return segment.steps
-    entry = None if (last := ledger.last_step()) is None else ledger.step(last)
-    return None if entry is None else read_manifest(ArtifactStore(folder), folder, entry).record.steps
+    return config.model_copy(update={"run": folder.name, "runs": folder.parent})
 
 
 def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
-    """The configuration of a run's folder with overrides; the tracking store is the user's choice alone.
-
-    A folder may be somebody else's, and MLflow would send the user's credentials to the store that it names.
-    """
+    """The configuration of a run's folder with overrides; the tracking store is the user's choice alone."""
     if isinstance(overrides, Mapping):
         return reload_config(described.config, {"tracking.uri": None, **overrides})
     return reload_config(described.config, ["tracking.uri=null", *overrides])
@@ -120,31 +89,14 @@ def description_of(folder: Path) -> "RunDescription":
     return stored_description(folder)
 
 
-_OF_FILES = ("model", "source", "demonstrations")
-"""Last parts of the keys whose values may be files or folders."""
-
-
-def enter_origin(folder: Path, overrides: Sequence[str]) -> list[str]:
+def enter_origin(folder: Path) -> None:
     """Go where a run was begun, from where its configuration names files and code of the user's own.
 
-    A run whose folder comes from elsewhere has them here. Returns the overrides, whose files are those of here.
+    A run whose folder comes from elsewhere has them here.
     """
-    here, begun_in = Path.cwd(), Path(description_of(folder).begun_in)
-    if not begun_in.is_dir() or begun_in.samefile(here):
-        return [*overrides]
-    os.chdir(begun_in)
-    return [_named_from(here, text) for text in overrides]
-
-
-def _named_from(here: Path, override: str) -> str:
-    """`key=value`, the value as an absolute path where it names something in a folder."""
-    key, value = override_value(override)
-    if not isinstance(value, str):
-        return override
-    code = re.fullmatch(r"(.+\.py):\w+", value)
-    names_a_file = code is not None or key.rpartition(".")[2] in _OF_FILES
-    exists = names_a_file and (here / (code[1] if code else value)).exists()
-    return f"{key}={json.dumps(str(here / value))}" if exists else override
+    begun_in = Path(description_of(folder).begun_in)
+    if begun_in.is_dir():
+        os.chdir(begun_in)
 
 
 def admit_code(

@@ -1,9 +1,8 @@
-"""Pages of a training in Prefect beside its tasks: one for each step, progress, reports and a link to MLflow.
+"""Pages of a training in Prefect beside its tasks: one for each step, its progress, and a link to MLflow.
 
-A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client, one step
-ahead: `@flow` would ask the server ten times a step, while the training waits. One thread sends all requests. Nothing
-here fails a training. While the server is away, the tasks of a step belong to the training's own page, and one attempt
-in `PAUSE_SECONDS` finds its return.
+A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client: `@flow`
+would ask the server ten times a step. One thread sends all requests. Nothing here fails a training. While the server is
+away, the tasks of a step belong to the training's own page, and one attempt in `PAUSE_SECONDS` finds its return.
 """
 
 import re
@@ -34,11 +33,7 @@ from prefect.states import Cancelled, Crashed, Failed, Running
 
 from flows.launch import say
 from fp8core.errors import UserError, first_line, printable_lines
-from fp8core.report.text import progress_markdown
-from fp8core.run.commit import step_metrics
 from fp8core.run.context import RunContext
-from fp8core.store.ledger import START
-from fp8core.store.metrics import STEP
 
 T = TypeVar("T")
 STEP_FLOW = "fp8-grpo-step"
@@ -71,8 +66,7 @@ class TrainingPages:
         self._thread = ThreadPoolExecutor(1, "prefect-pages")
         self._next_attempt = 0.0
         self._step: FlowRun | None = None
-        self._made: tuple[int, Future[FlowRun | None]] | None = None
-        """The next step, and its flow run."""
+        self._previous: UUID | None = None
         self._ended: dict[UUID, State[Any]] = {}
         self._progress: UUID | None = None
         self._shown: Future[None] | None = None
@@ -92,30 +86,22 @@ class TrainingPages:
                 self.end_step(Failed(message=printable_lines(first_line(error))))
             else:
                 self.end_step(Cancelled(message="stopped"))
-            self._leave_made()
 
     def start(self, page: str) -> None:
         """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
-        self._ask(lambda: self._create("markdown", "3-mlflow", f"[MLflow run]({page})", "Metrics, models and files."))
+        self._ask(lambda: self._create("markdown", "2-mlflow", f"[MLflow run]({page})", "Metrics, models and files."))
         self._ask(self._settle)
 
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
         """The tasks within `place` belong to step `index`, which comes after the last step, or after these tasks."""
         self.end_step(Crashed(message="a process was lost: the step begins again"))
-        if self._made is None or self._made[0] != index:
-            self._leave_made()
-            self._make(index, [TaskRunResult(id=each.state_details.task_run_id) for each in after])
-        assert self._made is not None, "it was ordered above"
-        with suppress(TimeoutError):
-            self._step = self._made[1].result(ANSWER_SECONDS)
-        if (step := self._step) is None:
-            self._leave_made()
-            return
-        self._made = None
-        # First what the next step will wait for.
-        if index < self._run.config.steps:
-            self._make(index + 1, [FlowRunResult(id=step.id)])
-        self._ask(lambda: self._set_state(step.id, Running()))
+        before: list[Any] = [TaskRunResult(id=each.state_details.task_run_id) for each in after]
+        if self._previous is not None:
+            before = [FlowRunResult(id=self._previous)]
+        made = self._ask(lambda: self._make_step(index, before), f"step {index} has no page of its own")
+        self._step = made.result()
+        if self._step is not None:
+            self._previous = self._step.id
 
     def end_step(self, state: State[Any]) -> None:
         """End the open step, if there is one."""
@@ -131,31 +117,14 @@ class TrainingPages:
         return self._training.model_copy(update={"flow_run": self._step, "task_run_dynamic_keys": {}})
 
     def step_done(self, index: int) -> None:
-        """Show the progress; every `tracking.report_every` steps, and after the last one, a report."""
-        every, last = self._run.config.tracking.report_every, self._run.config.steps
-        if self._shown is None or self._shown.done() or index == last:  # Else a server that is slow falls behind.
+        """Show the progress, unless the server is still about the last one."""
+        if self._shown is None or self._shown.done() or index == self._run.config.steps:
             self._shown = self._ask(lambda: self._post_progress(index))
-        if index % every == 0 or index == last:
-            self._ask(lambda: self._post_report(index))
 
     def _ask(self, request: Callable[[], T], without: str = "its pages lack a part of this run") -> Future[T | None]:
         return self._thread.submit(self._context.run, self._answer, request, without)
 
-    def _make(self, index: int, after: list[Any]) -> None:
-        made = self._ask(lambda: self._make_step(index, after), f"step {index} has no page of its own")
-        self._made = index, made
-
-    def _leave_made(self) -> None:
-        """The next step is not reached, or made anew."""
-        if self._made is not None:
-            made, self._made = self._made[1], None
-            self._ask(lambda: self._cancel(made.result()))
-
     # ---- in the thread of the requests ----
-
-    def _cancel(self, step: FlowRun | None) -> None:
-        if step is not None:
-            self._set_state(step.id, Cancelled(message="not begun"))
 
     def _answer(self, request: Callable[[], T], without: str) -> T | None:
         """The answer; None, with a note on the console, where the server is away or refuses."""
@@ -199,12 +168,18 @@ class TrainingPages:
             "create_task_run", _place, self._training_id, str(uuid4()), name=name, task_inputs={"after": after}
         )
         made: FlowRun = self._request(
-            "create_flow_run", _step, name, {"step": index}, tags=[self._tag], parent_task_run_id=place.id
+            "create_flow_run",
+            _step,
+            name=name,
+            parameters={"step": index},
+            tags=[self._tag],
+            parent_task_run_id=place.id,
+            state=Running(),
         )
         return made
 
     def _settle(self) -> None:
-        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING]))
+        under_way = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))
         left = FlowRunFilter(tags=FlowRunFilterTags(all_=[self._tag]), state=under_way)
         crashed: State[Any] = Crashed(message="its process was lost")
         for step in self._request("read_flow_runs", flow_run_filter=left):
@@ -229,20 +204,6 @@ class TrainingPages:
             self._progress = self._create("progress", "1-progress", share, words)
         else:
             self._request("update_artifact", self._progress, ArtifactUpdate(data=share))
-
-    def _post_report(self, index: int) -> None:
-        every, steps = self._run.config.tracking.report_every, self._run.config.steps
-        first = max(START + 1, index - every + 1)
-        seconds: dict[str, float] = {}
-        for step in range(first, index + 1):
-            for name, entry in self._run.directory.ledger.tasks(step).items():
-                seconds[name] = seconds.get(name, 0.0) + entry.seconds
-        rows, before = self._rows(first, index), self._rows(max(START + 1, first - every), first - 1)
-        text = progress_markdown(self._run.directory.path.name, steps, rows, before, seconds)
-        self._create("markdown", "2-report", text, f"Step {index} of {steps}")
-
-    def _rows(self, first: int, last: int) -> list[dict[str, float]]:
-        return [{STEP: step, **step_metrics(self._run, step)} for step in range(first, last + 1)]
 
 
 def artifact_key(run: str, name: str) -> str:

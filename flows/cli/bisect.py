@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp8core.run.bisection import Subject
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("bisect", help="rank layers or operations by their share of the log-prob error")
     parser.add_argument("target", metavar="RUN|MODEL", help="a run (name or folder), or the folder of a checkpoint")
     parser.add_argument(

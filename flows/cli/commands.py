@@ -13,75 +13,32 @@ from importlib.metadata import version
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
-from flows.cli import (
-    bisect,
-    compare,
-    compile,
-    config,
-    convert,
-    doctor,
-    evaluate,
-    export,
-    gc,
-    graph,
-    parity,
-    plan,
-    quantise,
-    replay,
-    report,
-    resume,
-    run,
-    up,
-    verify,
-)
+from flows.cli import audit, bisect, checkpoint, configuration, doctor, evaluate, parity, report, training, up
 from flows.environment import disable_telemetry, leave_working_directory_out
 from flows.launch import say, stopped
-from flows.termination import ExitCode, keep_interrupt, leave_import
+from flows.termination import ExitCode
 from fp8core.config.run import RunConfig
 from fp8core.config.section import places_of, suggestion
 from fp8core.errors import StoredFileError, UserError
 
 # In the order of the help.
-_COMMANDS = (
-    run,
-    graph,
-    config,
-    compile,
-    doctor,
-    convert,
-    quantise,
-    bisect,
-    evaluate,
-    replay,
-    export,
-    resume,
-    verify,
-    compare,
-    report,
-    gc,
-    parity,
-    plan,
-    up,
-)
+_SUBJECTS = (training, configuration, doctor, checkpoint, bisect, evaluate, audit, report, parity, up)
 
 
 def call(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Mistakes of the user are one line on stderr."""
     leave_working_directory_out()
     disable_telemetry()
-    _escape_unencodable()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Print `\u0416` for a character that its encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Otherwise Python would search all that is left for cycles, which takes seconds, and then end anyway.
     atexit.register(freeze)
     try:
-        with keep_interrupt(leave_import) as interrupt:
-            try:
-                options = _parsed(sys.argv[1:] if arguments is None else arguments)
-                code = int(options.command(options))
-            finally:
-                sys.stdout.flush()
-            if code == ExitCode.DONE:
-                interrupt.check()
-            return code
+        options = _parsed(sys.argv[1:] if arguments is None else arguments)
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
     except StoredFileError as error:
         return stopped(str(error), ExitCode.FAILED)
     except UserError as error:
@@ -89,38 +46,14 @@ def call(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return stopped("interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # The reader is gone (`| head`).
-        _drop_output()
+        # The reader is gone (`| head`). Python flushes standard output once more at exit, and needs an open file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.UNREAD
     except OSError as error:
-        if error.filename is None and _is_output_full():
-            _drop_output()
-            return stopped(f"standard output: {error.strerror}", ExitCode.FAILED)
         # A path that nobody may enter, or with a name that is too long, wherever it is looked at first.
         if error.errno not in (errno.EACCES, errno.ENAMETOOLONG, errno.ELOOP) or error.filename is None:
             raise
         return stopped(f"{error.filename}: {error.strerror}", ExitCode.MISTAKE)
-
-
-def _escape_unencodable() -> None:
-    """Print `\\u0416` for a character that the encoding of standard output lacks."""
-    if sys.stdout is None:  # `>&-`
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _drop_output() -> None:
-    """Python flushes standard output once more at exit, and needs an open file."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_output_full() -> bool:
-    try:
-        say("")
-    except OSError:
-        return True
-    return False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -157,26 +90,21 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _settings_meant(options: argparse.Namespace, others: Sequence[str]) -> Iterator[str]:
-    """The overrides that `--steps 6` and `--set steps 6` stand for; `others` are the arguments that no option takes."""
+    """The override that `--steps 6` stands for; `others` are the arguments that no option takes."""
     first, _, value = others[0].partition("=")
-    written = getattr(options, "overrides", None)
-    if written is None:
-        return
-    if first.startswith("--"):
+    if hasattr(options, "overrides") and first.startswith("--"):
         value = value or next((other for other in others[1:2] if not other.startswith("--")), "VALUE")
         word = first[2:].replace("-", "_")
         keys = [word] if word in RunConfig.model_fields else places_of(RunConfig, word)
         yield from (f"--set {shlex.quote(f'{key}={value}')}" for key in keys)
-    elif len(others) == 1 and written and "=" not in written[-1]:
-        yield f"--set {shlex.quote(f'{written[-1]}={others[0]}')}"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fp8-grpo", description="GRPO in block-wise FP8.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_command(commands)
+    for subject in _SUBJECTS:
+        subject.add_commands(commands)
 
     def show_help(options: argparse.Namespace) -> int:
         parser.print_help(sys.stderr)

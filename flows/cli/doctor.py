@@ -7,7 +7,7 @@ from flows.launch import say
 from flows.termination import ExitCode
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="say what this machine can run")
     text = "say, too, what a Ray cluster has: HOST:PORT of its head, or auto"
     parser.add_argument("--address", type=_address, metavar="ADDRESS", help=text)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import add_output, add_overrides, add_trust, at_least, number_that, numbers
-from flows.environment import search_last
-from flows.launch import explain, long_part, prepare_prefect, stopped
-from flows.run_lookup import admit_code, enter_origin, find_run_in
-from flows.termination import ExitCode, keep_interrupt
+from flows.environment import prepare_prefect, search_last
+from flows.launch import explain, long_part, stopped
+from flows.run_lookup import admit_code, enter_origin, find_run
+from flows.termination import ExitCode
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("evaluate", help="measure a checkpoint: pass@k, maj@k and intervals, by precision")
     parser.add_argument("target", metavar="RUN|FOLDER", help="a run (name or folder), or the folder of a checkpoint")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="step of the run (default: its last)")
@@ -69,9 +69,7 @@ def evaluate_target(options: argparse.Namespace) -> int:
 
     here = Path.cwd()
     if not (Path(options.target) / "config.json").is_file():
-        folder, others = find_run_in(options.target, options.overrides)
-        if others != options.overrides:
-            options.target, options.overrides = str(folder), others
+        folder = find_run(options.target)
         if options.config is None:  # Else what is named is named from here.
             _enter_origin(folder, options)
         admit_code(folder, options.overrides, here, trust=options.trust)
@@ -91,23 +89,18 @@ def evaluate_target(options: argparse.Namespace) -> int:
 
 
 def _enter_origin(folder: Path, options: argparse.Namespace) -> None:
-    """Go where the run was begun; target, overrides and data are named from there afterwards."""
-    here = Path.cwd()
-    options.overrides = enter_origin(folder, options.overrides)
-    if Path.cwd() != here:
-        options.target = str(folder)
-        if options.data is not None and (here / options.data).exists():
-            options.data = str(here / options.data)
+    """Go where the run was begun; target and data are named from there afterwards."""
+    options.target = str(folder)
+    if options.data is not None and Path(options.data).exists():
+        options.data = str(Path(options.data).absolute())
+    enter_origin(folder)
 
 
 def _run(parameters: dict[str, Any]) -> int:
     """Prefect reads its environment when it is imported, hence not before `prepare_prefect`."""
     from flows.evaluate import evaluate
 
-    with keep_interrupt() as interrupt:
-        state: Any = evaluate(**parameters, return_state=True)
-        if not state.is_completed():
-            interrupt.check()
+    state: Any = evaluate(**parameters, return_state=True)
     if state.is_completed():
         return ExitCode.DONE
     explain(state)

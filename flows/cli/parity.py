@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.arguments import at_least, numbers
-from flows.environment import search_last
-from flows.launch import explain, prepare_prefect, say, stopped
-from flows.termination import ExitCode, keep_interrupt
+from flows.environment import prepare_prefect, search_last
+from flows.launch import explain, say, stopped
+from flows.termination import ExitCode
 from fp8core.config.run import RUN_NAME
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("parity", help="train in BF16 and in FP8, and judge whether FP8 learns the same")
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a shipped configuration or a YAML file (default: tiny-nightly)"
@@ -65,10 +65,7 @@ def _run(parameters: dict[str, Any]) -> int:
     from flows.parity import parity
     from fp8core.parity.verdict import NOT_ENOUGH
 
-    with keep_interrupt() as interrupt:
-        state: Any = parity(**parameters, return_state=True)
-        if not state.is_completed():
-            interrupt.check()
+    state: Any = parity(**parameters, return_state=True)
     if state.is_completed() or state.name == NOT_ENOUGH:
         say(f"fp8-grpo: {state.message}")
         return ExitCode.DONE if state.is_completed() else ExitCode.UNDECIDED

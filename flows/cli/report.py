@@ -12,7 +12,7 @@ from flows.tracking.record import read_record
 from fp8core.errors import StoredFileError, UserError
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("report", help="write one HTML page about one or more runs")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run (name or folder); several are overlaid")
     add_output(parser, "--out", "the page to write (default report.html)", "report.html")

@@ -28,7 +28,6 @@ from flows.environment import (
     mlflow_has_database,
     prefect_login,
     reach_this_machine,
-    refuse_malformed_settings,
     service_environment,
 )
 from flows.launch import say, stopped
@@ -47,7 +46,7 @@ _HERE = ("--host", "127.0.0.1", "--port")
 _START_SECONDS = 300.0
 # Longest time for a server, and for a training with a step to commit, to end.
 _SERVER_SECONDS, _STEP_SECONDS = 15.0, 600.0
-_POLL_SECONDS, _LOOK_SECONDS = 0.2, 3.0
+_POLL_SECONDS, _POLLS_A_LOOK = 0.2, 15
 
 
 class ServiceError(Exception):
@@ -85,39 +84,38 @@ class Service:
             reason = last_words(log.read().decode(errors="replace"))
         return ServiceError(f"{self.name} ended with {self.exit_code}: {reason} (log: {self._log})")
 
-    def stop_children(self, hurried: Callable[[], bool]) -> None:
-        """Request the end of a worker's trainings, and wait for them: the worker reports it, and starts no other."""
+    def stop_children(self) -> None:
+        """Request the end of a worker's trainings, and wait for them: the worker reports it."""
         if self.exit_code is not None:
             return
         trainings = psutil.Process(self._process.pid).children()
         for training in trainings:
             with contextlib.suppress(psutil.NoSuchProcess):
                 training.terminate()
-        deadline = time.monotonic() + _STEP_SECONDS
-        while psutil.wait_procs(trainings, timeout=_POLL_SECONDS)[1]:
-            if hurried() or time.monotonic() > deadline:
-                return
+        psutil.wait_procs(trainings, timeout=_STEP_SECONDS)
 
-    def stop(self, hurried: Callable[[], bool]) -> None:
-        """End it, and then what is left of its process group."""
+    def stop(self) -> None:
         self._process.terminate()
-        deadline = time.monotonic() + _SERVER_SECONDS
-        while self.exit_code is None and not hurried() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SERVER_SECONDS)
+        self.kill()
+        self._process.wait()
+
+    def kill(self) -> None:
+        """End all that is left of its process group, a worker's trainings included."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 class Services:
     """The services of this process; leaving the block ends them, the last one started first.
 
-    A signal is only recorded, and raised by `check`, so that every service that starts is registered here.
+    The first signal is only recorded, and raised by `check`.
     """
 
     def __init__(self, environment: Mapping[str, str], logs: Path) -> None:
         self._environment, self._logs = environment, logs
-        self._servers, self._workers = list[Service](), list[Service]()
+        self._services, self.workers = list[Service](), list[Service]()
         self._signals: list[int] = []
         self.pause_pools: Callable[[], None] = lambda: None
         """Called before the trainings of workers are ended, so that no other begins."""
@@ -126,62 +124,44 @@ class Services:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._workers:
+        if self.workers:
             self.pause_pools()
-        for worker in self._workers:
-            worker.stop_children(self._hurried)
-        for service in reversed([*self._servers, *self._workers]):
-            service.stop(self._hurried)
-
-    def _hurried(self) -> bool:
-        return len(self._signals) > 1
+        for worker in self.workers:
+            worker.stop_children()
+        for service in reversed(self._services):
+            service.stop()
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first one requests the end, a second one the end at once."""
+        """The first signal requests the end, a second one kills everything."""
         self._signals.append(number)
+        if len(self._signals) > 1:
+            for service in self._services:
+                service.kill()
 
-    def start_server(self, name: str, arguments: Sequence[str], url: str) -> None:
-        """Start our Python with `arguments`, and wait until it answers at `url`."""
-        self._servers.append(self._launch(name, arguments))
-        self._wait_until(partial(answers, url), name)
-
-    def start_worker(self, name: str, arguments: Sequence[str], polls: Callable[[], bool]) -> None:
-        self._workers.append(self._launch(name, arguments))
-        self._wait_until(polls, name)
-
-    def carry_out(self, name: str, arguments: Sequence[str]) -> None:
-        """Run our Python with `arguments` to its end. Raises ServiceError when it fails."""
-        service = self._launch(name, arguments)
-        try:
-            self._wait_until(lambda: service.exit_code is not None, name)
-        finally:
-            service.stop(self._hurried)
-        if service.exit_code != 0:
-            raise service.death()
-
-    def _launch(self, name: str, arguments: Sequence[str]) -> Service:
+    def start(self, name: str, arguments: Sequence[str], is_ready: Callable[[], bool]) -> Service:
+        """Start our Python with `arguments`, and wait until it is ready."""
         log = self._logs / f"{name.replace(' ', '-')}.log"
-        return Service(name, [sys.executable, *arguments], self._environment, log)
-
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        say(f"waiting for: {what}")
+        service = Service(name, [sys.executable, *arguments], self._environment, log)
+        self._services.append(service)
+        say(f"waiting for: {name}")
         deadline = time.monotonic() + _START_SECONDS
-        while not condition():
+        while not is_ready():
             self.check()
             if time.monotonic() > deadline:
-                raise ServiceError(f"{what}: not within {_START_SECONDS:.0f} s (logs: {self._logs})")
+                raise ServiceError(f"{name}: not within {_START_SECONDS:.0f} s (logs: {self._logs})")
             time.sleep(_POLL_SECONDS)
+        return service
 
     def check(self) -> None:
         """Raises Stopped after a signal, and ServiceError when a service has ended."""
         if self._signals:
             raise Stopped(self._signals[0])
-        for service in (*self._servers, *self._workers):
+        for service in self._services:
             if service.exit_code is not None:
                 raise service.death()
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser("up", help="start Prefect, MLflow, deployments and workers here, from a checkout")
     parser.add_argument("--prefect-port", type=int, default=4200, metavar="PORT", help="default 4200")
     parser.add_argument("--mlflow-port", type=int, default=5000, metavar="PORT", help="default 5000")
@@ -199,19 +179,20 @@ def up(options: argparse.Namespace) -> int:
     runs = options.runs.absolute()
     make_folder(runs / "logs", PRIVATE)
     make_prefect_home()
-    refuse_malformed_settings()
     reach_this_machine()
     prefect, mlflow = (f"http://127.0.0.1:{port}" for port in (options.prefect_port, options.mlflow_port))
     login, word = prefect_login()
-    services = Services(service_environment(options.prefect_port, options.mlflow_port, login), runs / "logs")
+    environment = service_environment(options.prefect_port, options.mlflow_port, login)
+    services = Services(environment, runs / "logs")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, services.note_signal)
     try:
         with services:
             server = [*installed("prefect"), "server", "start", *_HERE, str(options.prefect_port)]
-            services.start_server("Prefect server", server, f"{prefect}/api/health")
-            services.start_server("MLflow server", _mlflow_server(options.mlflow_port, runs), f"{mlflow}/health")
-            waiting = _serve(services, f"{prefect}/api", login)
+            services.start("Prefect server", server, partial(answers, f"{prefect}/api/health"))
+            arguments = _mlflow_server(options.mlflow_port, runs)
+            services.start("MLflow server", arguments, partial(answers, f"{mlflow}/health"))
+            waiting = _serve(services, f"{prefect}/api", login, environment)
             # Not the password itself: this output may be kept in a log.
             say(
                 f"ready: Prefect {prefect}, MLflow {mlflow}\n"
@@ -229,15 +210,13 @@ def up(options: argparse.Namespace) -> int:
 
 
 def wait(services: Services, look: Callable[[], None]) -> NoReturn:
-    """Until a signal comes or a service ends (errors: `Services.check`); meanwhile `look` every few seconds."""
-    due = time.monotonic()
+    """Until a signal comes or a service ends (errors: `Services.check`); meanwhile `look` now and then."""
     try:
         while True:
-            services.check()
-            if time.monotonic() >= due:
-                look()
-                due = time.monotonic() + _LOOK_SECONDS
-            time.sleep(_POLL_SECONDS)
+            look()
+            for _ in range(_POLLS_A_LOOK):
+                services.check()
+                time.sleep(_POLL_SECONDS)
     except Stopped:
         say("stops; a training at work commits its step first, a second signal ends it at once")
         raise
@@ -278,7 +257,7 @@ def _mlflow_server(port: int, runs: Path) -> list[str]:
     return [*installed("mlflow"), "server", *places, "--workers", "1", *_HERE, str(port)]
 
 
-def _serve(services: Services, api: str, login: str) -> list[str]:
+def _serve(services: Services, api: str, login: str, environment: Mapping[str, str]) -> list[str]:
     """Make the pools, deploy, and start a worker for each pool that this machine can serve.
 
     Returns the deployments whose runs wait for a worker elsewhere.
@@ -290,13 +269,14 @@ def _serve(services: Services, api: str, login: str) -> list[str]:
         served = [CPU, GPU] if torch.cuda.is_available() else [CPU]
         for pool in (CPU, GPU):
             _make_pool(client, pool)
-        _deploy(services, client)
+        _deploy(client, environment)
         services.pause_pools = partial(_pause, api, login, served)
         worker = f"{socket.gethostname()}-{os.getpid()}"
         for pool in served:
             _end_lost_runs(client, pool)
             arguments = [*installed("prefect"), *worker_start(pool), "--name", worker]
-            services.start_worker(f"worker of {pool}", arguments, lambda pool=pool: worker in _online(client, pool))  # type: ignore[misc]
+            polls = partial(lambda pool: worker in _online(client, pool), pool)
+            services.workers.append(services.start(f"worker of {pool}", arguments, polls))
         flows = {flow.id: flow.name for flow in client.read_flows()}
         found = [each for each in client.read_deployments() if each.work_pool_name not in served]
     return sorted(f"{flows[deployment.flow_id]}/{deployment.name}" for deployment in found)
@@ -330,7 +310,7 @@ def _pause(api: str, login: str, pools: Sequence[str]) -> None:
         say(f"Prefect's server does not answer, and a run that waits may begin: {first_line(error)}")
 
 
-def _deploy(services: Services, client: "SyncPrefectClient") -> None:
+def _deploy(client: "SyncPrefectClient", environment: Mapping[str, str]) -> None:
     """Deploy prefect.yaml; a deployment that the server has keeps its schedules, and its pause.
 
     `prefect deploy` would put declared schedules in place of those that a user has paused, changed or deleted since.
@@ -344,8 +324,18 @@ def _deploy(services: Services, client: "SyncPrefectClient") -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "prefect.yaml")
         file.write_text(yaml.safe_dump(declared, sort_keys=False), "utf-8")
-        command = [*installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-        services.carry_out("prefect deploy", command)
+        say("waiting for: prefect deploy")
+        done = subprocess.run(
+            [sys.executable, *installed("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(file)],
+            env=dict(environment),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    if done.returncode:
+        raise ServiceError(f"prefect deploy ended with {done.returncode}: {last_words(done.stdout.decode())}")
 
 
 def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:

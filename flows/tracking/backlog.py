@@ -7,22 +7,17 @@ from pathlib import Path
 
 import yaml
 
-from flows.tracking.chain_head import refuse_other_chain
-from flows.tracking.datasets import read_prompts
 from flows.tracking.metric_names import (
-    ACCURACY,
     COMPILED,
     CORE,
     ERROR,
-    K3,
-    MEAN_REWARD,
     model_metrics,
     seconds_name,
     shown_metrics,
     speed,
 )
 from flows.tracking.record import change_record, mark_dead
-from flows.tracking.tables import completion_groups, heldout_table, sample_table, samples_due
+from flows.tracking.tables import completion_groups, sample_table, samples_due
 from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Tracker
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import RunConfig, public_dump
@@ -37,19 +32,11 @@ from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
 
-COMPLETIONS, HELDOUT_COMPLETIONS = "completions.json", "heldout.json"
-# Longest wait of a finished training for a service that does not answer.
-OUTAGE_PATIENCE_SECONDS = 60.0
+COMPLETIONS = "completions.json"
 
 
 class Backlog:
-    """A run's data to publish (`publisher.Destination`)."""
-
-    name = "MLflow"
-    outage_note = "metrics stay in the ledger and follow"
-
     def __init__(self, run: RunContext, tracker: Tracker) -> None:
-        self.patience = OUTAGE_PATIENCE_SECONDS
         self._run, self._tracker = run, tracker
         self._sent = change_record(run.directory.path)
         self._begun = self._readable = self._finished = False
@@ -74,19 +61,16 @@ class Backlog:
         self._finished = True
 
     def publish(self) -> Iterator[None]:
+        """Publish what is missing, in order; yields after each piece. Raises as `Tracker`."""
         try:
             yield from self._pieces()
         except Exception:
             self._begun = False  # What a service did not get, or lost, at the start.
             raise
 
-    def caught_up(self) -> str:
-        return f"; it has every step up to {self.published}"
-
     def _pieces(self) -> Iterator[None]:
         run, tracker = self._run, self._tracker
         if not self._begun:
-            self._skip_published(refuse_other_chain(run.directory, tracker))
             publish_description(run, tracker)
             mark_dead(run.directory.path.parent, tracker.uri)
             self._begun = True
@@ -102,11 +86,6 @@ class Backlog:
 
     def _note(self, **cursor: int) -> None:
         self._sent = change_record(self._run.directory.path, **cursor)
-
-    def _skip_published(self, head: Head | None) -> None:
-        """A folder that was put back is behind its MLflow run: the steps that it redoes are there, and equal."""
-        if head is not None and head.step > (self._run.directory.ledger.last_step() or START):
-            self._note(published=max(self.published, head.step))
 
     def _publish_committed(self) -> Iterator[None]:
         ledger = self._run.directory.ledger
@@ -128,13 +107,14 @@ class Backlog:
 
 def publish_description(run: RunContext, tracker: Tracker) -> None:
     bounds, config = stop_bounds(run.config), public_dump(run.config)
-    tracker.start(flat(config) | bounds.described(), read_prompts(run.config, run.source))
+    tracker.start(flat(config) | bounds.described())
     tags = {
         "alignment_contract": bounds.contract,
         "alignment_bounds": bounds.summary,
         "config": run.config.name,
         "precision": precision(run.config),
         "code_version": run.code_version,
+        "data_digest": run.source.training_set().digest,
         RUN_DIRECTORY: str(run.directory.path),
     }
     tracker.set_tags(tags, _note(run))
@@ -211,24 +191,19 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
     folder = run.directory.path
     for place in (f"pictures/{CURVES}", SUMMARY, REPORT):
         tracker.log_artifact(place, folder / Path(place).name)
-    if (heldout := heldout_table(run)) is not None:
-        tracker.log_artifact(HELDOUT_COMPLETIONS, heldout)
     if (completions := completion_groups(run)) is not None:
-        tracker.log_completions(COMPLETIONS, completions)
+        tracker.log_artifact(COMPLETIONS, completions)
     judged = "kept" if stop_bounds(run.config).limits else "not judged"
     bounds = judged if run.directory.ledger.last_bound() is None else "crossed"
     summary = Summary.model_validate_json((folder / SUMMARY).read_bytes())
     compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
-    note = [_note(run), _headline(run), f"`{ERROR.removeprefix(CORE)}` is over {compared.words}."]
+    note = [_note(run), f"`{ERROR.removeprefix(CORE)}` is over {compared.words}."]
     note += [] if summary.diagnosis is None else [summary.diagnosis]
     tracker.set_tags({"bounds": bounds, "diagnosis": summary.diagnosis or "none"}, "\n\n".join(note))
 
 
 def write_report(run: RunContext, error: str | None = None) -> Path:
-    """Write the report of all that is committed into the run's folder, and return its path. Raises UserError.
-
-    `error` is what the training fails with.
-    """
+    """Write the report of all that is committed into the run's folder. `error` is what the training fails with."""
     page = report_html(read_runs([run.directory.path], error_of=lambda _: error))
     return run.directory.write_text(REPORT, page)
 
@@ -254,14 +229,3 @@ def _note(run: RunContext) -> str:
     config = run.config
     what = f"**GRPO, `{config.name}`**: {config.steps} steps, seed {config.seed}, data `{config.data.source}`."
     return f"{what}\n\nPrecision: `{precision(config)}`. Report: artifact `{REPORT}`."
-
-
-def _headline(run: RunContext) -> str:
-    steps = range(START, (run.directory.ledger.last_step() or START) + 1)
-    rows = [(step, shown_metrics(step_metrics(run, step))) for step in (*steps[:2], steps[-1])]
-    lines = ["| metric | first | last |", "| --- | --- | --- |"]
-    for name in (MEAN_REWARD, ACCURACY, ERROR, K3):
-        measured = [f"{metrics[name]:.4g} (step {step})" for step, metrics in rows if name in metrics]
-        if measured:
-            lines.append(f"| {name.removeprefix(CORE)} | {measured[0]} | {measured[-1]} |")
-    return "\n".join(lines)

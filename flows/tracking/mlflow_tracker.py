@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from mlflow import MlflowClient
-from mlflow.entities import (
-    Dataset,
-    DatasetInput,
-    InputTag,
-    LoggedModel,
-    LoggedModelOutput,
-    LoggedModelStatus,
-    Metric,
-    Param,
-    Run,
-    RunTag,
-)
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
@@ -36,8 +25,7 @@ from flows.tracking.store import (
     refuse_strange_artifacts,
     store_errors,
 )
-from flows.tracking.traces import log_traces
-from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, Completions, Prompts, RunOutcome, Table
+from flows.tracking.tracker import RUN_DIRECTORY, TRAINING, Checkpoint, RunOutcome, Table
 from fp8core.config.run import RunConfig
 from fp8core.errors import printable_lines
 
@@ -49,11 +37,6 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
 # Tag with the tables that the UI previews. It takes 8000 characters, which are 145 of ours.
 _TABLES, _LISTED = "mlflow.loggedArtifacts", 100
-# Columns of data are text: the question, and the reference that the verifier compares with.
-_SCHEMA = {"mlflow_colspec": [{"name": name, "type": "string", "required": True} for name in ("question", "reference")]}
-# MLflow prints the digest in every place that names the data, and allows 36 characters.
-_DIGEST_DIGITS = 12
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Method = Callable[Concatenate["MlflowTracker", P], R]
@@ -80,16 +63,14 @@ class MlflowTracker:
     def open(
         cls, config: RunConfig, uri: str, name: str, training: str, folder: Path, known: str | None
     ) -> "MlflowTracker":
-        """The MLflow run `known`, else the one that a killed process left, else a new one.
+        """The MLflow run `known`, else the one that a killed process left, else a new one with this name.
 
         A missing store or experiment is created; several processes may do so at once.
 
         Args:
-            config: names the experiment, and the folder of runs, which takes artifacts unless `uri` is a server.
             uri: the store, with its password.
-            name: of a new run.
             training: the `id` of run.json.
-            folder: of the run; a copy of it has another, and gets an MLflow run of its own.
+            folder: of the run.
             known: the MLflow run that the folder names, if any.
 
         Raises:
@@ -114,13 +95,13 @@ class MlflowTracker:
 
     @property
     def page(self) -> str:
-        """Address once the UI runs; without its last word the UI shows its pages for agents."""
+        """Address of the run's charts; without its last word the UI shows its pages for agents."""
         server = public_address(self.uri) if is_server(self.uri) else UI_ADDRESS
         run = f"{server}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return f"{run}/model-metrics?workflowType=machine_learning"
 
     @_with_our_errors
-    def start(self, settings: Mapping[str, object], prompts: Sequence[Prompts]) -> None:
+    def start(self, settings: Mapping[str, object]) -> None:
         run = self.client.get_run(self.run_id)
         self.client.update_run(self.run_id, status="RUNNING")
         if ERROR in run.data.tags:
@@ -131,7 +112,6 @@ class MlflowTracker:
             self.client.log_batch(self.run_id, params=batch)
         # A parameter cannot change.
         self.set_tags({name: text for name, text in texts.items() if known.get(name, text) != text})
-        self.client.log_inputs(self.run_id, [dataset_input(each) for each in prompts])
         self._watch_load()
 
     def _watch_load(self) -> None:
@@ -148,11 +128,6 @@ class MlflowTracker:
         rows += [] if note is None else [RunTag(NOTE, note)]
         for batch in _batches(rows, _PARAMS):
             self.client.log_batch(self.run_id, tags=batch)
-
-    @_with_our_errors
-    def tag(self, name: str) -> str | None:
-        text: str | None = self.client.get_run(self.run_id).data.tags.get(name)
-        return text
 
     @_with_our_errors
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
@@ -179,11 +154,6 @@ class MlflowTracker:
         entry = {"path": place, "type": "table"}
         if entry not in listed:
             self.client.set_tag(self.run_id, _TABLES, json.dumps([*listed, entry][-_LISTED:]))
-
-    @_with_our_errors
-    def log_completions(self, place: str, completions: Completions) -> None:
-        self.log_artifact(place, completions.table)
-        log_traces(self.uri, self.experiment_id, self.run_id, completions)
 
     @_with_our_errors
     def log_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -224,18 +194,6 @@ class MlflowTracker:
         if error is not None:
             self.set_tags({ERROR: error})
         self.client.set_terminated(self.run_id, outcome, ended_ms)
-
-
-def dataset_input(prompts: Prompts) -> DatasetInput:
-    dataset = Dataset(
-        name=prompts.name,
-        digest=prompts.digest[:_DIGEST_DIGITS],
-        source_type=prompts.place["type"],
-        source=json.dumps(prompts.place),
-        schema=json.dumps(_SCHEMA),
-        profile=json.dumps({"num_rows": prompts.rows}),
-    )
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", prompts.context)])
 
 
 def _find_run(client: MlflowClient, run_id: str) -> Run | None:

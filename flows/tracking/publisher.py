@@ -1,55 +1,33 @@
-"""Threads that mirror a run's ledger to its services, beside the training, which never waits for one.
+"""A thread that mirrors a run's ledger to MLflow, beside the training, which never waits for it.
 
-Each service has a thread of its own. One that is away or refuses gets its next attempt after a pause. Meanwhile the
-ledger has everything.
+A service that is away or refuses gets its next attempt after a pause. Meanwhile the ledger has everything.
 """
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
+from flows.tracking.backlog import Backlog
 from flows.tracking.tracker import Outage, Refusal
 from fp8core.report.console import Console
 
 # Pauses between attempts at a service that is away or refuses; the last one repeats.
 RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
-# Time for which a training that failed or was stopped goes on publishing.
-STOPPED_PATIENCE_SECONDS = 5.0
-
-
-class Destination(Protocol):
-    name: str
-    patience: float
-    """Longest wait of a finished training, in seconds, while the service does not answer."""
-    outage_note: str
-    """Said on the console during an outage: what the service gets later."""
-
-    def publish(self) -> Iterator[None]:
-        """Publishes what is missing, in order; yields after each piece. A repetition leaves nothing twice.
-
-        Raises:
-            Outage: a later attempt may succeed.
-            Refusal: the service refuses a piece, which its operator may change.
-            UserError: the training must fail.
-        """
-
-    def caught_up(self) -> str:
-        """The content of the service by now, in words after "answers again"; may be empty."""
+# Longest wait of a finished training for a service that does not answer, and of one that failed or was stopped.
+OUTAGE_PATIENCE_SECONDS, STOPPED_PATIENCE_SECONDS = 60.0, 5.0
 
 
 class Publisher:
-    """Brings one service up to date, from construction to `close` or `stop`."""
+    """Brings MLflow up to date, from construction to `close` or `stop`."""
 
-    def __init__(self, destination: Destination, console: Console) -> None:
-        self._destination, self._console = destination, console
+    def __init__(self, backlog: Backlog, console: Console) -> None:
+        self._backlog, self._console = backlog, console
         self._news, self._closed = threading.Event(), threading.Event()
         self._deadline = float("inf")
         """Time (monotonic) of the last attempt after the training ended."""
         self._stopped = False
         self._news.set()  # An earlier process may have left something.
-        self._life: Future[None] = ThreadPoolExecutor(1, f"publisher-{destination.name}").submit(self._follow)
+        self._life: Future[None] = ThreadPoolExecutor(1, "publisher").submit(self._follow)
 
     def wake(self) -> None:
         """Something was committed. Raises UserError: the run cannot be published."""
@@ -59,7 +37,7 @@ class Publisher:
 
     def close(self) -> None:
         """Publish the rest, but wait for the service no longer than its patience. Raises as `wake`."""
-        self._end(self._destination.patience)
+        self._end(OUTAGE_PATIENCE_SECONDS)
         self._life.result()
 
     def stop(self) -> None:
@@ -78,21 +56,21 @@ class Publisher:
             raise
 
     def _follow(self) -> None:
-        failures, said = 0, set[type[Exception]]()
+        failures, away = 0, False
         while True:
             self._news.wait()
             self._news.clear()
             last = self._closed.is_set()
             try:
-                for _ in self._destination.publish():
+                for _ in self._backlog.publish():
                     failures = 0
                     if self._stopped and time.monotonic() > self._deadline:
                         return
             except (Outage, Refusal) as error:
-                if type(error) not in said:
-                    said.add(type(error))
+                if not away:
+                    away = True
                     does = "does not answer" if isinstance(error, Outage) else "refuses a request"
-                    self._console.note(f"{self._destination.name} {does} ({error}); {self._destination.outage_note}")
+                    self._console.note(f"MLflow {does} ({error}); metrics stay in the ledger and follow")
                 pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
                 failures += 1
                 if last:
@@ -104,8 +82,8 @@ class Publisher:
                     self._closed.wait(pause)
                 self._news.set()
                 continue
-            if said:
-                said.clear()
-                self._console.note(f"{self._destination.name} answers again{self._destination.caught_up()}")
+            if away:
+                away = False
+                self._console.note(f"MLflow answers again; it has every step up to {self._backlog.published}")
             if last:
                 return

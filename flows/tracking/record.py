@@ -1,6 +1,6 @@
-"""This machine's record of a training's MLflow run (tracking.json), and the mark of a training that was killed.
+"""The record of a training's MLflow run (tracking.json), and the mark of a training that was killed.
 
-Neither MLflow nor torch is imported at the top: the record replaces requests, also during an outage.
+Neither MLflow nor torch is imported at the top.
 """
 
 from contextlib import suppress
@@ -26,7 +26,6 @@ class TrackingRecord(BaseModel):
     uri: str = Field(description="Tracking store or server, without its password.")
     experiment_id: str
     run_id: str
-    folder: str = Field(description="Absolute path of the run's folder when a process opened it last.")
     published: int = Field(-1, ge=-1, description="The last step that MLflow holds; -1: none.")
     models: int = Field(-1, ge=-1, description="The last step whose checkpoint MLflow holds as a model; -1: none.")
     status: Literal["RUNNING"] | RunOutcome = Field("RUNNING", description="RUNNING after a kill, too.")
@@ -42,41 +41,22 @@ class TrackingRecord(BaseModel):
     def changed(self, **fields: Any) -> "TrackingRecord":
         return TrackingRecord.model_validate({**self.model_dump(), **fields})
 
-    def ended(self, status: RunOutcome, error: str | None, ended_ms: int) -> "TrackingRecord":
-        """Of a training that is over, which MLflow does not show yet."""
-        return self.changed(status=status, error=error, ended_ms=ended_ms, told=False)
-
-    def is_copied(self, folder: Path) -> bool:
-        """True if the record was copied with its folder, and the original is still there."""
-        original = Path(self.folder)
-        if not original.is_dir() or original.samefile(folder):
-            return False
-        with suppress(StoredFileError):
-            kept = read_record(original)
-            return kept is not None and kept.run_id == self.run_id
-        return False
-
 
 def read_record(folder: Path) -> TrackingRecord | None:
     """The record of a run's folder; None when it has none. Raises StoredFileError when it is malformed."""
     path = folder / RECORD
     try:
-        return TrackingRecord.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoredFileError(f"{path}: cannot be read: {error.strerror}") from error
+        return TrackingRecord.model_validate_json(path.read_bytes()) if path.is_file() else None
     except ValidationError as error:
         raise StoredFileError(f"{path}: not a record of an MLflow run: {error.errors()[0]['msg']}") from error
 
 
 def write_record(folder: Path, record: TrackingRecord) -> None:
-    """Write or replace the record, durably. Raises UserError."""
     durable.write_file(folder / RECORD, record.model_dump_json(indent=2).encode() + b"\n")
 
 
 def change_record(folder: Path, **fields: Any) -> TrackingRecord:
-    """Change fields of the record that is there, durably. Raises UserError: the disk refuses."""
+    """Raises UserError: the disk refuses."""
     record = read_record(folder)
     assert record is not None, "an open run has its record"
     changed = record.changed(**fields)
@@ -96,7 +76,7 @@ def mark_dead(runs: Path, uri: str) -> None:
             record = read_record(folder)
             if record is None or record.told or record.uri != without_passwords(uri):
                 continue
-            if not is_held(folder / LOCK) and not record.is_copied(folder):
+            if not is_held(folder / LOCK):
                 _mark(folder, record, uri)
 
 
@@ -105,7 +85,7 @@ def _mark(folder: Path, record: TrackingRecord, uri: str) -> None:
     from flows.tracking.store import STORE_ERRORS, existing_store
 
     if record.status == "RUNNING":
-        record = record.ended("KILLED", None, (folder / LEDGER).stat().st_mtime_ns // 1_000_000)
+        record = record.changed(status="KILLED", ended_ms=(folder / LEDGER).stat().st_mtime_ns // 1_000_000)
     with suppress(*STORE_ERRORS):
         existing_store(uri).set_terminated(record.run_id, record.status, record.ended_ms)
         write_record(folder, record.changed(told=True))

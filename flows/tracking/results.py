@@ -1,16 +1,14 @@
-"""Evaluations, parity runs and exports in MLflow, linked to the LoggedModel of the checkpoint that they are about."""
+"""Evaluations and parity runs in MLflow; an evaluation of a run is linked to the LoggedModel of its checkpoint."""
 
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, LoggedModelInput, Metric, Param
-from mlflow.exceptions import MlflowException
+from mlflow.entities import LoggedModelInput, Metric, Param
 
-from flows.tracking.mlflow_tracker import NOTE, dataset_input
-from flows.tracking.record import TrackingRecord, read_record
+from flows.tracking.mlflow_tracker import NOTE
+from flows.tracking.record import read_record
 from flows.tracking.store import (
     existing_store,
     get_or_create_experiment,
@@ -20,13 +18,12 @@ from flows.tracking.store import (
     store_errors,
     store_of_folder,
 )
-from flows.tracking.tracker import Outage, Prompts
+from flows.tracking.tracker import Outage
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, printable_lines, without_passwords
 from fp8core.evaluation.measure import EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
-from fp8core.run.export import ORIGIN, Tracked, read_origin
 
 EVALUATION = "fp8_grpo.evaluation"
 """Tag of an MLflow run: what was evaluated."""
@@ -37,62 +34,25 @@ PARITY = "fp8_grpo.parity"
 _STATUS = {PASS: "FINISHED", FAIL: "FAILED", NOT_ENOUGH: "SCHEDULED"}
 
 
-def link_export(run_folder: Path, step: int, target: Path) -> str:
-    """Tag the LoggedModel of a step, or the MLflow run when the step has none, with where an export of it lies.
-
-    Returns a line that names what was tagged, or the reason why nothing was: MLflow may be away, and the export stands.
-    """
-    name, place = f"exported_{read_origin(target).format}", str(target.absolute())
-    record = read_record(run_folder)
-    if record is None:
-        return "the run was never tracked in MLflow: the export is not linked"
-    try:
-        with store_errors(record.uri):
-            client = _client(run_folder, record)
-            if (model_id := find_model(client, record.run_id, step)) is not None:
-                client.set_logged_model_tags(model_id, {name: place})
-                return f"linked to the MLflow model {model_id}"
-            client.set_tag(record.run_id, name, place)
-            return f"linked to the MLflow run {record.run_id}"
-    except (Outage, UserError) as error:
-        return f"the export is not linked: {error}"
-
-
-def _client(folder: Path, record: TrackingRecord) -> MlflowClient:
-    """Of the store that a run's folder names. Raises MLflow's errors; UserError: it may not be used."""
-    return existing_store(store_of_folder(record.uri, folder))
-
-
-def tracked(folder: Path, step: int) -> Tracked:
-    """Place of a run and of a step's model in MLflow, as far as the folder and an MLflow that answers show it."""
-    record = read_record(folder)
-    if record is None:
-        return Tracked(None, None)
-    with suppress(Outage, UserError), store_errors(record.uri):  # `link_export`, which comes next, reports the error.
-        return Tracked(record.run_id, find_model(_client(folder, record), record.run_id, step))
-    return Tracked(record.run_id, None)
-
-
-def find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
+def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
     experiment = client.get_run(run_id).info.experiment_id
     own = f"source_run_id = '{run_id}' AND tags.step = '{step}'"
     found = client.search_logged_models([experiment], own, max_results=1)
     return found[0].model_id if found else None
 
 
-def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, prompts: Prompts) -> str:
+def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult) -> str:
     """Log a result; returns a line with the place, or the reason why not: MLflow may be away, and the result stands.
 
-    `folder` is of the run when the result has a step, else of a checkpoint, whose store `config` names. The MLflow run
-    is linked to the model of the step, or to the one that an export of ours names.
+    `folder` is of the run when the result has a step, else of a checkpoint, whose store `config` names.
     """
+    model_id = None
     try:
         if result.step is None:
             uri = resolve_tracking_uri(config.tracking.uri, config.runs)
             with store_errors(uri):
                 client = prepare_store(uri, config.runs)
                 experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-                model_id = _exported_model(client, folder)
         else:
             record = read_record(folder)
             if record is None:
@@ -100,25 +60,13 @@ def log_evaluation(folder: Path, config: RunConfig, result: EvaluationResult, pr
             uri, experiment = store_of_folder(record.uri, folder, config.tracking.uri), record.experiment_id
             with store_errors(uri):
                 client = existing_store(uri)
-                model_id = find_model(client, record.run_id, result.step)
+                model_id = _find_model(client, record.run_id, result.step)
         with store_errors(uri):
-            run_id = _log(client, uri, experiment, model_id, result, prompts, config.tracking.uri)
+            run_id = _log(client, uri, experiment, model_id, result, config.tracking.uri)
     except (Outage, UserError) as error:
         return f"the evaluation is not logged: {error}"
     linked = "" if model_id is None else f", linked to the model {model_id}"
     return f"logged as MLflow run {run_id} in {without_passwords(uri)}{linked}"
-
-
-def _exported_model(client: MlflowClient, folder: Path) -> str | None:
-    model_id = read_origin(folder).mlflow_model_id if (folder / ORIGIN).is_file() else None
-    if model_id is None:
-        return None
-    try:
-        return str(client.get_logged_model(model_id).model_id)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None  # Exported from a run of another store.
 
 
 def _log(
@@ -127,7 +75,6 @@ def _log(
     experiment: str,
     model_id: str | None,
     result: EvaluationResult,
-    prompts: Prompts,
     configured: str | None,
 ) -> str:
     of = result.name if result.step is None else f"{result.name}-{result.step:05d}"
@@ -135,10 +82,12 @@ def _log(
     run_id, ended = str(run.info.run_id), "FAILED"
     try:
         refuse_strange_artifacts(uri, run, configured)
-        data = dataset_input(prompts)
-        client.log_inputs(run_id, [data], [] if model_id is None else [LoggedModelInput(model_id)])
-        params = [Param(*item) for item in _params(result).items()]
-        client.log_batch(run_id, _metrics(model_id, result, data.dataset), params)
+        if model_id is not None:
+            client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
+        params, now = [Param(*item) for item in _params(result).items()], time.time_ns() // 1_000_000
+        values = evaluation_metrics(result)
+        metrics = [Metric(key, value, now, result.step or 0, model_id=model_id) for key, value in values.items()]
+        client.log_batch(run_id, metrics, params)
         client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
         client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
         ended = "FINISHED"
@@ -169,16 +118,19 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     return values
 
 
-def _metrics(model_id: str | None, result: EvaluationResult, data: Dataset) -> list[Metric]:
-    now, about = time.time_ns() // 1_000_000, {"dataset_name": data.name, "dataset_digest": data.digest}
-    return [
-        Metric(key, value, now, result.step or 0, model_id=model_id, **about)
-        for key, value in evaluation_metrics(result).items()
-    ]
-
-
 def _params(result: EvaluationResult) -> dict[str, str]:
-    asked = ("step", "config", "data", "prompts", "samples", "temperature", "max_new_tokens", "seed", "confidence")
+    asked = (
+        "step",
+        "config",
+        "data",
+        "data_digest",
+        "prompts",
+        "samples",
+        "temperature",
+        "max_new_tokens",
+        "seed",
+        "confidence",
+    )
     params = {name: str(getattr(result, name)) for name in asked}
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
 

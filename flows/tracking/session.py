@@ -16,7 +16,6 @@ from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
-from fp8core.report.summary import StepTiming
 from fp8core.run.checks.settings import graph_of
 from fp8core.run.context import RunContext
 from fp8core.run.loop import TrainingPaused
@@ -30,16 +29,8 @@ class Session:
     tracker: MlflowTracker
     mlflow: Backlog
     publisher: Publisher
-    timings: list[StepTiming] = field(default_factory=list)
-
-    def wake(self) -> None:
-        """Something was committed. Raises UserError: the run cannot be published."""
-        self.publisher.wake()
-
-
-def follow_ledger(session: Session) -> None:
-    session.mlflow.follow_ledger()
-    session.wake()
+    overheads: list[float] = field(default_factory=list)
+    """Milliseconds outside of tasks, of each step of this process."""
 
 
 @contextmanager
@@ -49,8 +40,8 @@ def open_session(
     """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
-    However the training ends, what is committed is published, unless a service is away. MLflow shows the outcome:
-    FAILED for one that failed, KILLED for one that was stopped or paused.
+    However the training ends, what is committed is published, unless MLflow is away. Its status there is FAILED, or
+    KILLED for one that was stopped or paused.
     """
     graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
@@ -88,15 +79,9 @@ def _published(run: RunContext, tracker: MlflowTracker) -> Iterator[Session]:
 
 
 def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> MlflowTracker:
-    """The MLflow run that this folder names, else a new one, in the configured store, else the folder's own.
-
-    A folder that is a copy gets an MLflow run of its own. Where the store lost the MLflow run, a new one gets
-    everything.
-    """
+    """The MLflow run that this folder names, else a new one, in the configured store, else the folder's own."""
     folder, described, known = directory.path.absolute(), directory.description(), read_record(directory.path)
     assert described is not None, "an open folder has its run.json"
-    if known is not None and known.is_copied(folder):
-        known = None
     if config.tracking.uri is not None:
         uri = resolve_tracking_uri(config.tracking.uri, config.runs)
     else:
@@ -110,17 +95,13 @@ def _open_tracker(directory: RunDirectory, config: RunConfig, name: str) -> Mlfl
         # The publisher goes on when it is over.
         tracker = MlflowTracker(uri, known.experiment_id, known.run_id, config.tracking.system_metrics)
     if known is None or tracker.run_id != known.run_id:
-        known = TrackingRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id, folder=str(folder))
-    began = {"status": "RUNNING", "error": None, "ended_ms": None, "told": False}
-    write_record(folder, known.changed(uri=uri, folder=str(folder), **began))
+        known = TrackingRecord(uri=uri, experiment_id=tracker.experiment_id, run_id=tracker.run_id)
+    write_record(folder, known.changed(uri=uri, status="RUNNING", error=None, ended_ms=None, told=False))
     return tracker
 
 
 def _conclude(folder: Path, tracker: Tracker, status: RunOutcome, error: str | None) -> str | None:
-    """Record the end of the training, and show it in MLflow, or else when the run is opened again.
-
-    Returns the reason why MLflow does not show it, in words, or None.
-    """
+    """Record the end of the training, and show it in MLflow; returns the reason why MLflow does not show it."""
     ended_ms = time.time_ns() // 1_000_000
     change_record(folder, status=status, error=error, ended_ms=ended_ms, told=False)
     try:

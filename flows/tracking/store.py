@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import mlflow
-import requests
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
@@ -29,8 +28,7 @@ from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, without_passwords
 
 SERVER_TIMEOUT_SECONDS = 10.0
-_DEFAULT = "mlflow.db"
-# All that MLflow's client raises; the last is an answer that is none of MLflow's, as a proxy's empty body.
+# The last is an answer that is none of MLflow's, as a proxy's empty body.
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError, json.JSONDecodeError)
 _PASSING_STATUS = {408, 429}
 
@@ -45,14 +43,8 @@ def quiet_store_logs() -> None:
 
 
 def default_tracking_uri(runs: Path) -> str:
-    """The sqlite store beside the run folders.
-
-    Raises UserError: the path has a character that MLflow and SQLAlchemy read differently in a URI.
-    """
-    path = runs.absolute() / _DEFAULT
-    if set("%?") & set(str(path)):
-        raise UserError(f"runs {runs.absolute()}: the sqlite store cannot be below a folder with % or ? in its name")
-    return f"sqlite:///{path}"
+    """The sqlite store beside the run folders."""
+    return f"sqlite:///{runs.absolute() / 'mlflow.db'}"
 
 
 def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
@@ -60,14 +52,8 @@ def resolve_tracking_uri(configured: str | None, runs: Path) -> str:
 
 
 def named_store(configured: str | None) -> str | None:
-    """The URI that the user's configuration names, else the one of MLFLOW_TRACKING_URI; None: neither does.
-
-    Raises UserError: its password could not be told from the text around it.
-    """
-    named = configured or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
-    if named is not None and re.search(r"://[^/@]*:[^@]*\s[^@]*@", named):
-        raise UserError("tracking.uri: has a blank in its password; write it as %20")
-    return named
+    """The URI that the user's configuration names, else the one of MLFLOW_TRACKING_URI; None: neither does."""
+    return configured or (mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else None)
 
 
 def store_of_folder(stored: str | None, folder: Path, configured: str | None = None) -> str:
@@ -91,10 +77,7 @@ def store_of_folder(stored: str | None, folder: Path, configured: str | None = N
 
 
 def refuse_strange_artifacts(uri: str, run: Run, configured: str | None) -> None:
-    """A local store that the user does not name may be a stranger's, and name a server for a run's artifacts.
-
-    MLflow would send the user's credentials there. Raises UserError: the artifacts of `run` are not local.
-    """
+    """Raises UserError: a local store that the user does not name, maybe a stranger's, names a server for artifacts."""
     place = run.info.artifact_uri
     if uri.startswith("sqlite") and named_store(configured) is None and urlsplit(place).scheme not in ("", "file"):
         raise UserError(
@@ -119,17 +102,11 @@ def public_address(server: str) -> str:
 
 
 def is_server(uri: str) -> bool:
-    """True if the store is behind an MLflow server, which keeps artifacts as well."""
     return uri.startswith(("http://", "https://"))
 
 
 def prepare_store(uri: str, runs: Path) -> MlflowClient:
-    """A client of a store; a missing sqlite store is made.
-
-    Raises:
-        UserError: `uri` is a sqlite store without a file.
-        OSError: the server does not answer, or the disk refuses the file.
-    """
+    """A client of a store; a missing sqlite store is made. Raises UserError, and OSError as `existing_store`."""
     if uri.startswith("sqlite"):
         database = make_url(uri).database
         if not database or database == ":memory:":
@@ -167,22 +144,17 @@ def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Pa
     """The id of an experiment; several processes may request a new one at once.
 
     `runs` takes the artifacts of a new experiment (`mlartifacts`), unless `uri` is a server, which keeps them itself.
-    Raises Refusal: the experiment is deleted.
     """
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
+    if client.get_experiment_by_name(name) is None:
+        # MLflow might show its pages for agents.
+        tags = {"mlflow.experimentKind": "custom_model_development"}
         try:
-            # MLflow would show its pages for agents, because there are traces.
-            tags = {"mlflow.experimentKind": "custom_model_development"}
-            return str(client.create_experiment(name, None if is_server(uri) else artifact_root(runs), tags))
+            client.create_experiment(name, None if is_server(uri) else artifact_root(runs), tags)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        experiment = client.get_experiment_by_name(name)
-        assert experiment is not None, f"experiment {name} exists and cannot be found"
-    if experiment.lifecycle_stage != "active":
-        place = without_passwords(uri)
-        raise Refusal(f"tracking.experiment {name} is deleted in {place}: restore it or set another name")
+    experiment = client.get_experiment_by_name(name)
+    assert experiment is not None, f"experiment {name} exists and cannot be found"
     return str(experiment.experiment_id)
 
 
@@ -208,11 +180,9 @@ def _ask_for_life(server: str) -> None:
         urllib.request.urlopen(f"{public_address(server)}/health", timeout=SERVER_TIMEOUT_SECONDS).close()
     except urllib.error.HTTPError:
         return  # Something answers; the first request shows if it is MLflow and admits us.
-    except urllib.error.URLError as error:
-        why = getattr(error.reason, "strerror", None) or error.reason
-        raise ConnectionError(f"no server answers there ({why})") from error
-    except (http.client.HTTPException, ValueError) as error:
-        raise ConnectionError(f"no server of MLflow answers there ({error})") from error
+    except (urllib.error.URLError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConnectionError(f"no server answers there ({getattr(reason, 'strerror', None) or reason})") from error
 
 
 @contextmanager
@@ -222,25 +192,11 @@ def store_errors(uri: str) -> Iterator[None]:
         yield
     except STORE_ERRORS as error:
         kind = Outage if _passes(error) else Refusal
-        raise kind(without_passwords(f"tracking.uri {uri}: {_cause(error)}")) from error
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of the database's own error, which SQLAlchemy and MLflow wrap, or of the error itself."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(own := getattr(behind, "orig", None), BaseException):
-            return first_line(own)
-        behind = behind.__cause__ or behind.__context__
-    return first_line(error)
+        raise kind(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
 
 
 def _passes(error: Exception) -> bool:
-    match error:
-        case MlflowException():
-            status = error.get_http_status_code()
-        case requests.HTTPError() if error.response is not None:
-            status = error.response.status_code
-        case _:
-            return not isinstance(error, FileNotFoundError)
-    return status >= 500 or status in _PASSING_STATUS
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+        return status >= 500 or status in _PASSING_STATUS
+    return not isinstance(error, FileNotFoundError)

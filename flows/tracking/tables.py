@@ -1,14 +1,7 @@
-"""Tables of completions: samples of a step, whole groups early and late, held-out prompts at first and last."""
+"""Tables of completions: samples of a step, and whole groups early and late."""
 
-from flows.tracking.tracker import Completions, Table
-from fp8core.report.completions import (
-    Row,
-    heldout_pairs,
-    largest_difference,
-    pick_completions,
-    said_text,
-    turn_mismatch,
-)
+from flows.tracking.tracker import Table
+from fp8core.report.completions import Row, largest_difference, pick_completions
 from fp8core.report.run_data import compared_artifacts
 from fp8core.run.context import RunContext
 from fp8core.store.ledger import START
@@ -21,10 +14,6 @@ SAMPLE_COLUMNS = ("step", "prompt", "completion", "reference", "reward", "outcom
 COMPLETION_COLUMNS = (
     *("prompt", "completion", "reward", "advantage", "mismatch", "step", "group", "sample"),
     *("outcome", "detail"),
-)
-HELDOUT_COLUMNS = (
-    *("prompt", "first", "first_reward", "last", "last_reward"),
-    *("first_length", "last_length", "first_step", "last_step"),
 )
 
 
@@ -55,12 +44,11 @@ def sample_table(run: RunContext, index: int) -> Table:
     return Table(SAMPLE_COLUMNS, rows[: run.config.tracking.sample_completions])
 
 
-def completion_groups(run: RunContext) -> Completions | None:
+def completion_groups(run: RunContext) -> Table | None:
     """Whole groups of the prompts that the report shows, early and late; None where no step has its completions.
 
     `mismatch` is the largest |log p - log g| of a token, None for a completion that was not compared. A step that gc
-    thinned out, or that another task trained, has no advantages. Each turn of an episode has the same number and how
-    many tokens differ, as `mismatch` and `differing`.
+    thinned out, or that another task trained, has no advantages.
     """
     view = RunView.read(run.directory.path)
     # The report names the unreadable files.
@@ -69,37 +57,14 @@ def completion_groups(run: RunContext) -> Completions | None:
         return None
     rows = [row for group in picked.in_order() for row in group]
     prompts = {step: _prompts(run, step) for step in {row["step"] for row in rows}}
-    table = Table(COMPLETION_COLUMNS, [_cells(row, prompts[row["step"]]) for row in rows])
-    turns = {} if run.config.environment is None else {(row["step"], *key_of(row)): _turns(row) for row in rows}
-    return Completions(table, turns, {step: run.directory.ledger.steps()[step].committed_ms for step in prompts})
+    return Table(COMPLETION_COLUMNS, [_cells(row, prompts[row["step"]]) for row in rows])
 
 
 def _cells(row: Row, prompts: dict[str, str]) -> tuple[object, ...]:
     numbers = (row["reward"], row["advantage"], largest_difference(row))
-    shown = (None if number is None else _short(number) for number in numbers)
+    shown = (None if number is None else float(f"{number:.4g}") for number in numbers)
     prompt = prompts.get(row["prompt_id"], row["prompt_id"])
     return prompt, row["text"], *shown, row["step"], *key_of(row), row["outcome"], row["detail"]
-
-
-def _turns(row: Row) -> list[Row]:
-    told = [(turn, turn_mismatch(row, turn) or (None, None)) for turn in row["turns"]]
-    return [{**turn, "mismatch": by[0], "differing": by[1], "said": said_text(turn)} for turn, by in told]
-
-
-def heldout_table(run: RunContext) -> Table | None:
-    """Held-out prompts with their completions at the first and at the last evaluation; None where none are kept."""
-    rows = [
-        (
-            *(pair.first.prompt, pair.first.text, _short(pair.first.score), pair.last.text, _short(pair.last.score)),
-            *(pair.first.length, pair.last.length, *pair.steps),
-        )
-        for pair in heldout_pairs(RunView.read(run.directory.path), [])
-    ]
-    return Table(HELDOUT_COLUMNS, rows) if rows else None
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
 
 
 def _prompts(run: RunContext, index: int) -> dict[str, str]:

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 from fp8core.errors import UserError
 
-Row = dict[str, Any]
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 HEAD = "chain_head"
 """Tag: the newest link of the chain of manifests that was published (`manifest.Head`)."""
@@ -35,26 +34,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Completions:
-    """A table of completions, the turns of episodes in it by step, group and sample, and the times of its steps."""
-
-    table: Table
-    turns: Mapping[tuple[int, int, int], Sequence[Row]]
-    committed_ms: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Data that a run reads; `place` is its source, `context` is training or evaluation."""
-
-    name: str
-    digest: str
-    context: str
-    place: Mapping[str, Any]
-    rows: int | None
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The policy after a step; `metrics` are those of the step that speak about a policy."""
 
@@ -67,33 +46,22 @@ class Checkpoint:
 
 
 class Tracker(Protocol):
-    """One training in a service.
-
-    Every method that writes raises Outage when a later attempt may succeed, else Refusal.
-    """
+    """One training in a service. A method that writes raises Outage when a later attempt may succeed, else Refusal."""
 
     uri: str
     """The service, with its password."""
 
-    @property
-    def page(self) -> str:
-        """Address of the run's charts."""
-
-    def start(self, settings: Mapping[str, object], prompts: Sequence[Prompts]) -> None:
+    def start(self, settings: Mapping[str, object]) -> None:
         """Show the run as under way, and its flat settings. A setting that changed is shown beside the old value."""
 
     def set_tags(self, tags: Mapping[str, str], note: str | None = None) -> None:
         """Set words by which a user finds the run; `note` is Markdown, and replaces the one before."""
-
-    def tag(self, name: str) -> str | None: ...
 
     def log_step(self, step: int, metrics: Mapping[str, float], committed_ms: int, tags: Mapping[str, str]) -> None:
         """Log the metrics of a committed step, at the ledger's time, and tags with them."""
 
     def log_artifact(self, place: str, content: str | Path | Table) -> None:
         """Write or replace a text, a copy of a file, or a table. The suffix of `place` decides how it is shown."""
-
-    def log_completions(self, place: str, completions: Completions) -> None: ...
 
     def log_checkpoint(self, checkpoint: Checkpoint) -> None: ...
 

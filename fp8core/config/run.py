@@ -248,7 +248,6 @@ class TrackingConfig(Section):
     sample_completions: int = Field(8, ge=0, le=1000, description="Completions a step in the sample table.")
     sample_every: int = Field(10, ge=1, le=1_000_000, description="Steps between sample tables; first and last too.")
     system_metrics: bool = Field(True, description="Log the load of CPU, memory, disk and GPUs (system/...).")
-    report_every: int = Field(20, ge=1, le=1_000_000, description="Steps between markdown reports in Prefect's UI.")
 
     @field_validator("uri")
     @classmethod

@@ -319,12 +319,6 @@ def _turns_of_tokens(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:
             yield ShownTurn("environment", list(_joined(pieces[end:after])))
 
 
-def said_text(turn: Row) -> str:
-    said = json.loads(turn["said"] or "[]")
-    messages = said["messages"] if isinstance(said, dict) else said
-    return "\n".join(str(message["content"]) for message in messages)
-
-
 def turn_mismatch(row: Row, turn: Row) -> tuple[float, int] | None:
     """The largest |log p - log g| of a turn's tokens, and how many differ; None where they were not compared."""
     if row["trained"] is None:

@@ -1,7 +1,6 @@
 """The results of a training: rewards, held-out accuracy, mismatch and where the time went."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
@@ -42,17 +41,6 @@ Learning = Literal["learned", "learned its prompts alone", "not learned", "got w
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StepTiming(_Frozen):
-    """Clock readings of one step in seconds, all from one clock.
-
-    `tasks` holds the intervals in which each task's body ran; `interval` is the whole step, orchestration included.
-    """
-
-    step: int
-    interval: Interval
-    tasks: dict[str, list[Interval]]
 
 
 class Overhead(_Frozen):
@@ -192,7 +180,7 @@ def overhead_ms(step_interval: Interval, task_intervals: Iterable[Interval]) -> 
 
 def summarise(
     history: History,
-    timings: Sequence[StepTiming],
+    overheads: Sequence[float],
     *,
     run: str,
     mlflow_run_id: str,
@@ -204,7 +192,7 @@ def summarise(
     bounds_crossed: int | None,
     diagnosis: str | None = None,
 ) -> Summary:
-    """Summarise a run by all of its steps, in order, and its overhead by the timings of this process.
+    """Summarise a run by all of its steps, in order, and its overhead in milliseconds by those of this process.
 
     `total_seconds` are those of all its processes (`RunView.process_seconds`), `task_seconds` what each task took of
     them, and the rest (`run_data.time_spent`). `bounds` is what the run was held to, in a line, after the bounds that
@@ -217,7 +205,6 @@ def summarise(
     _, differing = series(history, TOKENS_DIFFERING)
     _, signals = series(history, SIGNAL)
     compared = compared_tokens(history)
-    overheads = [overhead_ms(timing.interval, chain.from_iterable(timing.tasks.values())) for timing in timings]
     return Summary(
         run=run,
         mlflow_run_id=mlflow_run_id,

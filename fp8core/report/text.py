@@ -1,9 +1,8 @@
 """Bisections, plans, pipelines, evaluations and progress as aligned text, Markdown and Mermaid."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from statistics import fmean
 
 import rich.console
 import rich.table
@@ -16,11 +15,8 @@ from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
 from fp8core.plan.run_plan import CheckpointSpace, RunPlan
 from fp8core.plan.step_time import StepTime
-from fp8core.report.chart import short
 from fp8core.report.summary import MISSING
-from fp8core.report.training_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve
 from fp8core.resources.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
-from fp8core.store.metrics import STEP, History
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -221,39 +217,6 @@ def _carried(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]
         for target in graph.steps:
             if start in target.inputs.values():
                 yield source, target, f"{end} as {start}"
-
-
-def progress_markdown(run: str, steps: int, rows: History, before: History, seconds: Mapping[str, float]) -> str:
-    """The newest steps, one at least, beside as many before them, or fewer; `seconds` of tasks are in the newest."""
-    columns = ["", *(_steps(part) for part in (before, rows) if part)]
-    lines = [
-        f"**{run}**: step {int(rows[-1][STEP])} of {steps}",
-        "",
-        _line(columns),
-        _line(["---", *("---:" for _ in columns[1:])]),
-    ]
-    for curve in (*LEARNING, *ALIGNMENT, WORST_TOKEN):
-        lines.append(_line([f"{curve.title} ({curve.y_label})", *(_mean(curve, p) for p in (before, rows) if p)]))
-    whole = sum(seconds.values())
-    if whole > 0:
-        shares = ", ".join(f"{task} {share / whole:.0%}" for task, share in seconds.items())
-        lines += ["", f"{whole / len(rows):.3g} s of tasks a step: {shares}."]
-    return printable_lines("\n".join(lines)) + "\n"
-
-
-def _steps(rows: History) -> str:
-    first, last = int(rows[0][STEP]), int(rows[-1][STEP])
-    return f"step {first}" if first == last else f"mean of steps {first} to {last}"
-
-
-def _mean(curve: Curve, rows: History) -> str:
-    values = [curve.of(row) for row in rows if curve.metric in row]
-    return short(fmean(values)) if values else MISSING
-
-
-def _line(cells: list[str]) -> str:
-    # A bar would end the cell.
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def bisection_text(bisection: Bisection) -> str:

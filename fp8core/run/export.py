@@ -1,4 +1,4 @@
-"""The policy after a step as a folder that others load, which names its origin and is linked in MLflow."""
+"""The policy after a step as a folder that others load, which names its origin."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,13 +29,6 @@ from fp8core.training.saved_state import MASTERS, check_checkpoint, check_weight
 Format = Literal["bf16", "fp8", "peft"]
 ORIGIN = "fp8_grpo.json"
 """Beside the weights: the run and the step that they come from."""
-
-
-class Tracked(NamedTuple):
-    """The MLflow run of a training and the LoggedModel of a step; None where there is none."""
-
-    run_id: str | None
-    model_id: str | None
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,6 @@ class Origin(BaseModel):
     weights_digest: str = Field(description="Of the FP32 weights that these were rounded from.")
     config_digest: str
     code_version: str
-    mlflow_run_id: str | None
-    mlflow_model_id: str | None
 
 
 def read_origin(folder: Path) -> Origin:
@@ -126,8 +117,7 @@ def export(
     policy: ExportedPolicy,
     format: Format,
     target: Path,
-    write: Callable[[Path], None],
-    tracked: Tracked,
+    write: Callable[[Path], object],
 ) -> None:
     """Write a policy and its origin to a folder that appears whole or not at all.
 
@@ -148,8 +138,6 @@ def export(
             weights_digest=policy.weights_digest,
             config_digest=record.config_digest,
             code_version=record.code_version,
-            mlflow_run_id=tracked.run_id,
-            mlflow_model_id=tracked.model_id,
         )
         write_file(partial / ORIGIN, f"{origin.model_dump_json(indent=2)}\n".encode())
         partial.rename(target)

@@ -50,13 +50,3 @@ def test_links_of_pages_lead_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "-f", ROOT / "mkdocs.yml", "-d", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-
-
-def test_hand_written_pages_stay_short() -> None:
-    """Words of README and docs but for parts that scripts write, and for the raw rows of results."""
-    words = 0
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        if "results" not in page.parts or page.name == "index.md":
-            text = re.sub(r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", "", page.read_text(), flags=re.DOTALL)
-            words += sum(re.search(r"\w", word) is not None for word in text.split())
-    assert words <= 15_000, f"{words} words"

@@ -65,12 +65,6 @@ def test_verify_names_damage_and_exits_with_1(copy, tmp_path, capsys):
     assert found["counts"]["errors"] == 2
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_compare_takes_two_runs(run, capsys, count):
-    assert main(["compare", *[str(run.folder)] * count]) == 2
-    assert capsys.readouterr().err == f"fp8-grpo: compare: it compares two runs, and {count} were given\n"
-
-
 def test_compare_names_the_setting_and_the_first_difference(run, launch, tmp_path, capsys):
     other = launch("audited-other", steps=1, overrides={"seed": 1, "loss.clip_low": 0.1})
     capsys.readouterr()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.bisect import add_command
+from flows.cli.bisect import add_commands
 from fp8core.errors import UserError
 
 
 def bisect(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
-    add_command(parser.add_subparsers(required=True))
+    add_commands(parser.add_subparsers(required=True))
     options = parser.parse_args(["bisect", *(str(argument) for argument in arguments)])
     return int(options.command(options))
 

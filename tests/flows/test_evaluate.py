@@ -84,8 +84,7 @@ def test_mlflow_links_it_to_the_model_of_the_checkpoint(compared, run, store):
     model = store.get_logged_model(model_input.model_id)
     assert (model.source_run_id, model.tags["step"]) == (run.mlflow_run().info.run_id, "3")
     metrics = {metric.key: metric for metric in model.metrics}
-    assert metrics["evaluation/bf16/pass_at_1"].dataset_name == "chain-heldout"
-    assert [each.dataset.name for each in found.inputs.dataset_inputs] == ["chain-heldout"]
+    assert "evaluation/bf16/pass_at_1" in metrics
     files = {file.path for file in store.list_artifacts(found.info.run_id)}
     assert {"evaluation.json", "evaluation.txt"} <= files
 
@@ -113,17 +112,6 @@ def test_a_failure_while_it_runs_fails_the_flow_run(run, ask, tmp_path):
     assert "2 of 2 answers could not be checked (2 crashed): ZeroDivisionError" in state.message
 
 
-@pytest.fixture
-def speaking(tmp_path):
-    """Settings of an environment of digits that begins a task so: speaking(begins)."""
-
-    def settings(begins):
-        (tmp_path / "own.py").write_text(DIGITS.replace("self._question = task.question", begins))
-        return {"environment.name": f"{tmp_path / 'own.py'}:Digits", "rollout.max_new_tokens": 32}
-
-    return settings
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -131,23 +119,10 @@ def speaking(tmp_path):
         (["{run}", "--step", "9"], "step 9 is not committed; steps 0 to 3 are"),
         (["{run}", "--k", "2"], "k=2 needs as many samples of a prompt, but samples=1; give --samples 2\n"),
         (["{run}", "--samples", "2", "--temperature", "0"], "temperature=0 is greedy"),
-        (["{run}", "--precision", "fp8", "--precision", "fp8"], "precisions: fp8, fp8 names one twice"),
-        (["{run}", "--set", "rollout.groups=1"], "rollout.groups: unknown key"),
-        (["{run}", "--json", "/no/such/folder/r.json"], "--json /no/such/folder/r.json: cannot be written"),
         (["{run}", "--set", "steps=9"], "steps: an evaluation does not use it"),
-        (
-            ["{run}", "--max-new-tokens", "9", "--set", "rollout.max_new_tokens=8"],
-            "rollout.max_new_tokens: 9 and 8 are both given, the second in --set; omit one",
-        ),
-        (["{run}", "--split", "test"], "split=test: data.source=chain has no splits"),
         (["{run}", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits beside it"),
-        (["{policy}", "--config", "tiny", "--max-new-tokens", "10000"], "rollout.max_new_tokens=10000: no prompt fits"),
         (["{run}", "--step", "1", "--set", "reward.verifier=integer"], "reward.verifier=integer: the reference of "),
-        (["{run}", "--set", "rollout.engine=sglang"], "rollout.engine=sglang"),
-        (["{run}", "--set", "rollout.stop_strings=[Q]"], "rollout.stop_strings: the tokenizer has no token for 'Q'"),
         (["{policy}"], "is a checkpoint; name the configuration to evaluate it with by --config: "),
-        (["{policy}", "--config", "tiny", "--step", "1"], "is a checkpoint, which has no steps"),
-        (["{policy}", "--config", "none"], "configuration none: there is no such shipped configuration"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_started(run, capsys, parameters, message):

@@ -1,4 +1,4 @@
-"""`fp8-grpo export`: folders that transformers loads, with a note of where they come from and a link in MLflow."""
+"""`fp8-grpo export`: folders that transformers loads, with a note of where they come from."""
 
 import json
 
@@ -65,10 +65,7 @@ def logits_of(folder):
 def test_a_checkpoint_is_copied_and_loads_in_transformers(whole_run, export, tmp_path):
     code, printed, errors = export(whole_run.folder, tmp_path / "bf16", "--step", 4)
     assert (code, errors) == (0, "")
-    assert printed.splitlines() == [
-        f"{tmp_path / 'bf16'}: the policy after step 4 of whole in bf16",
-        "the run was never tracked in MLflow: the export is not linked",
-    ]
+    assert printed.splitlines() == [f"{tmp_path / 'bf16'}: the policy after step 4 of whole in bf16"]
     stored = whole_run.folder / "checkpoints" / "00004" / "policy"
     for path in stored.iterdir():
         assert (tmp_path / "bf16" / path.name).read_bytes() == path.read_bytes()
@@ -82,8 +79,6 @@ def test_a_checkpoint_is_copied_and_loads_in_transformers(whole_run, export, tmp
         "weights_digest": record["weights_digest"],
         "config_digest": record["config_digest"],
         "code_version": record["code_version"],
-        "mlflow_run_id": None,
-        "mlflow_model_id": None,
     }
     tokens, logits = logits_of(tmp_path / "bf16")
     torch.testing.assert_close(logits, our_logits(tmp_path / "bf16", tokens), rtol=0, atol=1e-4)
@@ -104,9 +99,9 @@ def test_block_fp8_is_what_quantise_writes_and_others_read(wide, export, tmp_pat
     assert 0 < (exact - quantised).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("step", [3, 4])
-def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path, step):
-    """Over the policy after step 0 they give the exported policy, of a checkpoint and of a step without one."""
+def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path):
+    """Over the policy after step 0 they give the exported policy."""
+    step = 3
     for name, of, form in (("base", 0, "bf16"), ("merged", step, "bf16"), ("adapter", step, "peft")):
         code, printed, errors = export(adapted.folder, tmp_path / name, "--step", of, "--format", form)
         assert code == 0, errors
@@ -142,17 +137,6 @@ def test_a_step_without_a_checkpoint_is_restored(whole_run, export, tmp_path):
     head = exported.tensors["lm_head.weight"]
     assert not torch.equal(head, earlier["lm_head.weight"].bfloat16())
     assert not torch.equal(head, later["lm_head.weight"].bfloat16())
-
-
-def test_a_damaged_checkpoint_is_not_exported_but_restored(run_copy, whole_run, export, tmp_path):
-    weights = run_copy.folder / "checkpoints" / "00004" / "policy" / "model.safetensors"
-    held = weights.read_bytes()
-    weights.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
-    code, _, errors = export(run_copy.folder, tmp_path / "bf16", "--step", 4)
-    assert code == 0
-    assert "00004: the checkpoint is damaged" in errors
-    assert (tmp_path / "bf16" / "model.safetensors").read_bytes() == held
-    assert origin(tmp_path / "bf16")["weights_digest"] == whole_run.records[4]["weights_digest"]
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(whole_run, export, tmp_path):

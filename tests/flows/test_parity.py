@@ -19,7 +19,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 from flows.cli import main
 from flows.parity import parity
-from flows.parity_plan import ParityRequest, VariantName, refuse
+from flows.parity_plan import VariantName
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
@@ -95,23 +95,6 @@ def _is_posted_and_logged(shelf: Path, headline: str) -> None:
     assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0
     names = {one.path for one in mlflow.list_artifacts(run.info.run_id)}
     assert names == {"verdict.json", "report.html", "report.md"}
-
-
-def test_a_bound_that_is_crossed_fails_the_flow_run(judge_small: Callable[..., Any]) -> None:
-    bound = {"parity.error_mismatched": {"limit": 1.000001, "reason": "to see it fail"}}
-    state = judge_small(bound, name="red", seeds=[0], steps=1, variants=["fp8-rollout"])
-    assert state.is_failed()
-    assert state.message.startswith("FAIL: fp8-rollout: largest probability error 1.0")
-
-
-def test_as_many_seeds_as_configured(tmp_path: Path) -> None:
-    def seeds(named: tuple[int, ...] | None, **settings: Any) -> tuple[int, ...]:
-        asked = ParityRequest("tiny-nightly", "n", named, 1, ("bf16",), {"runs": str(tmp_path), **settings})
-        return refuse(asked, "2026-11-22").seeds
-
-    assert seeds(None) == tuple(range(12))
-    assert seeds(None, **{"parity.seeds": 2}) == (0, 1)
-    assert seeds((7, 3)) == (7, 3)
 
 
 @pytest.mark.parametrize(

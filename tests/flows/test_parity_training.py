@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 STEPS = """\
 import os
 import signal
-import time
 from pathlib import Path
 
 from tasks import reward as ours
@@ -34,8 +33,6 @@ def reward(run, index, options, prompts, rollouts):
     how = Path("how").read_text()
     if index == 2 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    while index == 2 and how == "waits" and not Path("go").exists():
-        time.sleep(0.1)
     return ours.reward(run, index, options, prompts, rollouts)
 """
 

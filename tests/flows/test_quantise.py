@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from flows.cli.quantise import add_command
+from flows.cli.checkpoint import add_commands
 from fp8core.models.quantised_checkpoint import plan_quantisation, write_checkpoint
 from fp8core.numerics.recipe import RECIPES
 
 
 def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
-    add_command(parser.add_subparsers(required=True))
+    add_commands(parser.add_subparsers(required=True))
     options = parser.parse_args([str(argument) for argument in arguments])
     return int(options.command(options))
 

@@ -61,7 +61,6 @@ def test_repair_puts_files_back_and_says_so(run_copy, replay):
     [
         (["--step", "9"], "run whole: step 9 is not committed; steps 0 to 4 are"),
         (["--from", "9"], "--from 9: the last step is 4"),
-        (["--step", "1", "--to", "2"], "--to: names the last of several steps; give the first by --from"),
         (["--step", "1", "--set", "seeed=1"], "seeed: unknown key; did you mean seed? (--set)"),
     ],
 )

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifest_chain import first_broken_link
 
 from flows import cli
 from flows.run_lookup import load_settings
 from flows.tracking.store import default_tracking_uri
 from fp8core.errors import UserError
 from fp8core.report.run_data import read_run
-from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import LedgerView
 from fp8core.store.manifest import StepManifest, current_code, record_digest
-from fp8core.store.run_view import RunView
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -60,16 +57,6 @@ def moved(begun: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(begun.folder, tmp_path / "elsewhere" / "renamed"))
 
 
-def of_other_code(folder: Path) -> Path:
-    """Let every process so far have had another code version."""
-    for path in (folder / LEDGER, folder / "run.json"):
-        path.write_text(path.read_text().replace(current_code(), "0" * 64))
-    return folder
-
-
-# --- continuing ---
-
-
 @pytest.mark.slow
 def test_a_moved_run_is_extended_in_its_mlflow_run(
     launch: Any,
@@ -94,17 +81,10 @@ def test_a_moved_run_is_extended_in_its_mlflow_run(
     assert "continues after step 2; 0 updates redone" in out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["weights_digest"] == whole_run.ledger.steps()[3].weights_digest, "that of a run never continued"
-    first, second = RunView.read(moved).process_seconds
-    assert (summary["steps"], summary["seconds"]["total"]) == (3, pytest.approx(first + second))
-    trained = [LedgerView.read(moved / LEDGER).tasks(step)["train"].seconds for step in (1, 2, 3)]
-    assert summary["seconds"]["train"] == pytest.approx(sum(trained))
-    assert summary["seconds"]["warm_start"] > begun.summary["seconds"]["warm_start"] / 2
     assert summary["mlflow_run_id"] == begun.mlflow_run().info.run_id
     head = f"3:{record_digest(StepManifest.model_validate_json((moved / 'manifests/00003.json').read_bytes()))}"
     assert summary["chain_head"] == begun.mlflow_run().data.tags["chain_head"] == head
     assert f"  chain      {head}\n" in out
-    assert begun.mlflow_run().info.status == "FINISHED"
-    assert LedgerView.read(moved / LEDGER).last_step() == 3
     assert [path.name for path in moved.parent.iterdir()] == ["renamed"], "no second MLflow store"
 
 
@@ -112,17 +92,10 @@ def test_an_extended_run_goes_on_to_its_new_end(run_copy: Any) -> None:
     run_copy.resume(steps=6)
     run_copy.cut_after(6, "rollout")
     assert [load_settings(str(run_copy.folder), given).steps for given in ({}, {"steps": 7}, ["steps=5"])] == [6, 7, 5]
-    # Nor is it forgotten where no new step is committed.
-    run_copy.cut_after(4, "record")
-    with run_copy.opened(steps=8):
-        pass
-    assert load_settings(str(run_copy.folder), {}).steps == 8
-    run_copy.resume(steps=6)
-    run_copy.cut_after(6, "rollout")
     assert read_run(run_copy.folder, "extended").status == "5 of 6 steps"
     run_copy.resume(steps=6)
     extended = read_run(run_copy.folder, "extended")
-    assert (extended.status, len(extended.view.process_seconds)) == ("finished, 6 steps", 4)
+    assert extended.status == "finished, 6 steps"
     with pytest.raises(UserError, match=r"has step 6 already, and steps=5 asks for fewer"):
         run_copy.resume(steps=5)
 
@@ -141,7 +114,6 @@ def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     shutil.copytree(small_checkpoint, home / "model")
     rows = [json.dumps({"question": f"What is {n} and 7?", "answer": f"#### {n + 7}"}) for n in range(24)]
     (home / "rows.jsonl").write_text("\n".join(rows))
-    (other / "rows.jsonl").write_text("\n".join(rows[:2]))
     (home / "judge.py").write_text("def score(prompt, completion, reference, finish):\n    return 1.0\n")
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "evaluation.prompts=1"]
     own = ["model=model", "data.source=rows.jsonl", "reward.verifier=judge.py:score"]
@@ -158,40 +130,28 @@ def test_relative_paths_are_those_of_the_folder_it_was_begun_in(
     ask("resume", "--set", "steps=2", "--json", "summary.json")
     assert json.loads((other / "summary.json").read_text())["steps"] == 2
     assert LedgerView.read(home / "runs" / "relative" / LEDGER).last_step() == 2
-    ask("replay", "--step", "2")
     ask("export", "exported", "--step", "1")
     assert (other / "exported" / "config.json").is_file()
     ask("evaluate", "--json", "held_out.json")
     assert json.loads((other / "held_out.json").read_text())["prompts"] == 1
-    # What the user names now lies here, where a file has the same name.
-    ask("evaluate", "--data", "rows.jsonl", "--json", "asked.json")
-    assert json.loads((other / "asked.json").read_text())["prompts"] == 2
-    (home / "rows.jsonl").rename(other / "moved.jsonl")
-    ask("evaluate", "--set", "data.source=moved.jsonl", "--json", "set.json")
-    assert json.loads((other / "set.json").read_text())["prompts"] == 1
 
 
 def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, command: Command) -> None:
-    before = LedgerView.read(of_other_code(moved) / LEDGER)
+    for path in (moved / LEDGER, moved / "run.json"):
+        path.write_text(path.read_text().replace(current_code(), "0" * 64))
+    before = LedgerView.read(moved / LEDGER)
     store = f"tracking.uri={default_tracking_uri(begun.runs)}"
     code, _, err = command("resume", str(moved), "--new-code", "--set", "steps=3", "--set", store)
     assert (code, err) == (0, "")
-    ledger, store = LedgerView.read(moved / LEDGER), ArtifactStore(moved)
+    ledger = LedgerView.read(moved / LEDGER)
     assert ledger.segments()[:-1] == before.segments()
     assert ledger.segments()[-1].code_version == current_code()
-    for step in range(3):
-        assert ledger.tasks(step) == before.tasks(step)
-    manifests = [store.get_json(ledger.steps()[step].manifest) for step in range(4)]
-    assert first_broken_link([StepManifest.model_validate_json(json.dumps(content)) for content in manifests]) is None
-
-
-# --- refusals ---
+    assert [ledger.tasks(step) for step in range(3)] == [before.tasks(step) for step in range(3)]
 
 
 def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     assert refused(str(absent)) == f"{absent}: no run (no run.json in {absent})"
-    assert refused("absent") == f"absent: no run (no run.json in {tmp_path}/absent or {tmp_path}/runs/absent)"
 
 
 ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
@@ -205,7 +165,6 @@ ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
             "steps=1",
             "run renamed exists with another configuration: steps: 2 -> 1 (a run may get more steps, not fewer)",
         ),
-        ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
         ("run=other", "run: {moved} is continued under its name and where it lies; leave run as it is"),
     ],
 )

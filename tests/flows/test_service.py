@@ -2,12 +2,10 @@
 
 import argparse
 import os
-import re
 import signal
 import socket
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -52,8 +50,8 @@ def is_there(process: psutil.Process, words: str = "") -> bool:
 
 def test_a_service_that_dies_is_named_with_its_last_words_and_the_others_end(services) -> None:
     with services:
-        services.start_worker("a server", SLEEP, lambda: True)
-        services.start_worker("a worker", ["-c", "print('out of\\nmemory'); exit(3)"], lambda: True)
+        services.start("a server", SLEEP, lambda: True)
+        services.start("a worker", ["-c", "print('out of\\nmemory'); exit(3)"], lambda: True)
         with pytest.raises(ServiceError, match=r"^a worker ended with 3: memory \(log: "):
             wait(services, lambda: None)
     assert not [child for child in psutil.Process().children() if is_there(child, "time.sleep(600)")]
@@ -66,7 +64,8 @@ def test_a_training_of_a_worker_ends_first_and_in_its_own_time_unless_there_is_n
     paused = list[bool]()
     services.pause_pools = lambda: paused.append(True)
     with services:
-        services.start_worker("a worker", ["-c", WORKER.format(folder=str(tmp_path))], (tmp_path / "began").exists)
+        arguments = ["-c", WORKER.format(folder=str(tmp_path))]
+        services.workers.append(services.start("a worker", arguments, (tmp_path / "began").exists))
         for _ in range(signals):
             services.note_signal(signal.SIGTERM, None)
         with pytest.raises(Stopped):
@@ -75,38 +74,11 @@ def test_a_training_of_a_worker_ends_first_and_in_its_own_time_unless_there_is_n
     assert (tmp_path / "finished").exists() == (signals == 1)
 
 
-def test_who_asks_for_the_end_is_told_what_it_waits_for(services, capsys) -> None:
-    services.note_signal(signal.SIGINT, None)
-    with pytest.raises(Stopped):
-        wait(services, lambda: None)
-    assert "commits its step first, a second signal ends it at once" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("option", ["prefect_port", "mlflow_port"])
-def test_a_port_that_is_taken_is_refused_by_name(option, tmp_path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
-        ports = {"prefect_port": free.getsockname()[1], "mlflow_port": free.getsockname()[1]}
-        free.close()
-        ports[option] = taken.getsockname()[1]
-        named = re.escape(f"--{option.replace('_', '-')} {ports[option]} cannot be had")
-        with pytest.raises(UserError, match=named):
-            up(argparse.Namespace(**ports, runs=tmp_path))
-
-
-def test_a_setting_that_prefect_cannot_read_is_named_in_one_line(tmp_path, free_port) -> None:
-    ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "up", *ports, "--runs", str(tmp_path / "runs")],
-        env={**os.environ, "PREFECT_HOME": str(tmp_path), "PREFECT_LOGGING_LEVEL": "loud"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (2, ""), done
-    assert done.stderr.splitlines()[-1].startswith("fp8-grpo: Prefect's settings: ")
-
-
-# --- the password of Prefect's server ---
+def test_a_port_that_is_taken_is_refused_by_name(tmp_path, free_port) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--mlflow-port {port} cannot be had"):
+            up(argparse.Namespace(prefect_port=free_port(), mlflow_port=port, runs=tmp_path))
 
 
 def test_the_password_is_made_once_and_its_file_is_its_owners(tmp_path, monkeypatch) -> None:
@@ -117,8 +89,3 @@ def test_the_password_is_made_once_and_its_file_is_its_owners(tmp_path, monkeypa
     assert stat.S_IMODE((tmp_path / "a home" / "fp8-grpo-auth").stat().st_mode) == 0o600
     assert subprocess.check_output(["sh", "-c", f"printf %s {word}"], text=True) == login
     assert prefect_login() == (login, word)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    assert prefect_login()[0] != login
-    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "mine:own")
-    login, word = prefect_login()
-    assert (login, subprocess.check_output(["sh", "-c", f"printf %s {word}"], text=True)) == ("mine:own", "mine:own")

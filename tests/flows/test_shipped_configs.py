@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
@@ -21,16 +20,6 @@ SIZES = {
     "head_dim": 32,
 }
 EIGHT_GPUS = ("llama", "qwen3", "qwen3-moe")
-FP32 = {"linear": "fp32", "kv_cache": "fp32"}
-ON_ONE_CPU = {
-    "precision.rollout": FP32,
-    "precision.training": FP32,
-    "precision.rounding_points": "stepwise",
-    "cluster.ranks": 1,
-    "training.megatron": {"expert_parallel": 1, "recompute": "none"},
-    "rollout.engine": "embedded",
-    "cluster.engines": 1,
-}
 SMALL_BATCH = {
     "rollout.prompts_per_step": 2,
     "rollout.group_size": 2,
@@ -125,16 +114,3 @@ def test_it_runs(launch, on_this_cpu, name):
 def test_its_loop_runs(loop_run, on_this_cpu, name):
     run = loop_run(f"shipped-{name}", name, steps=1, **on_this_cpu(name))
     assert {key: run.metric(key)[1] for key in EXACT} == EXACT
-
-
-@pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron Core is not installed")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EIGHT_GPUS)
-def test_what_megatron_trains_on_eight_gpus_runs(loop_run, small, checkpoint, problems, name):
-    """By Megatron, in the format and on the grid of one that it has on a CPU."""
-    config = load_open_config(name)
-    assert (config.training.trainer, config.rollout.engine) == ("megatron", "vllm")
-    overrides = {**reduced(name, config, small, checkpoint, problems), **ON_ONE_CPU}
-    run = loop_run(f"shipped-{name}", name, steps=1, **overrides)
-    assert run.metric("alignment/token_mult_prob_error")[1] == pytest.approx(1.0, abs=1e-4)
-    assert run.records[1]["executed"]["training"]["trainer"] == "megatron"

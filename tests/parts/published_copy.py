@@ -27,7 +27,7 @@ class Copy(NamedTuple):
         out = io.StringIO()
         with open_session(self.config, self.folder.name, Console(out, self.config.steps)) as session:
             session.mlflow.follow_ledger()
-            session.wake()
+            session.publisher.wake()
             yield session, out
 
     def publish(self) -> str:

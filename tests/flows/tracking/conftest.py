@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 from published_copy import Copy
 
-from flows.environment import bound_mlflow_requests
+from flows.environment import answers, bound_mlflow_requests
 from flows.tracking.backlog import write_report
 from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.store import default_tracking_uri
@@ -135,7 +134,7 @@ class Server:
             start_new_session=True,
         )
         deadline = time.monotonic() + 180
-        while not self._answers():
+        while not answers(f"{self.uri}/health"):
             assert self._process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -143,13 +142,6 @@ class Server:
     def kill(self) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _answers(self) -> bool:
-        try:
-            urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
-        except OSError:
-            return False
-        return True
 
 
 @pytest.fixture(scope="session")
@@ -170,48 +162,36 @@ class Shown(NamedTuple):
 
 @pytest.fixture(scope="session")
 def shown(runs: Path) -> Callable[..., Shown]:
-    return lambda config, root=runs: what_mlflow_shows(config, root / "mlflow.db")
+    def show(config: RunConfig, root: Path = runs) -> Shown:
+        client = MlflowClient(config.tracking.uri)
+        experiment = client.get_experiment_by_name(config.tracking.experiment)
+        assert experiment is not None
+        ids = [experiment.experiment_id]
+        models = client.search_logged_models(ids, order_by=[{"field_name": "name", "ascending": True}])
+        found = [_run_content(client, run.info.run_id, root / "mlflow.db") for run in client.search_runs(ids)]
+        return Shown(found, [_model_content(model) for model in models])
+
+    return show
 
 
-def what_mlflow_shows(config: RunConfig, database: Path) -> Shown:
-    client = MlflowClient(config.tracking.uri)
-    experiment = client.get_experiment_by_name(config.tracking.experiment)
-    if experiment is None:
-        return Shown([], [])
-    ids = [experiment.experiment_id]
-    models = client.search_logged_models(ids, order_by=[{"field_name": "name", "ascending": True}])
-    names = {model.model_id: model.name for model in models}
-    return Shown(
-        runs=[_run_content(client, run.info.run_id, names, database) for run in client.search_runs(ids)],
-        models=[_model_content(model) for model in models],
-    )
-
-
-def _run_content(client: MlflowClient, run_id: str, models: dict[str, str], database: Path) -> dict[str, Any]:
+def _run_content(client: MlflowClient, run_id: str, database: Path) -> dict[str, Any]:
     run = client.get_run(run_id)
-    files = [file.path for folder in ("", *(file.path for file in client.list_artifacts(run_id) if file.is_dir))
-             for file in client.list_artifacts(run_id, folder) if not file.is_dir]  # fmt: skip
-    traces = client.search_traces(locations=[run.info.experiment_id], run_id=run_id)
-    return {
-        "status": run.info.status,
-        "params": {key: value for key, value in run.data.params.items() if not key.startswith(("runs", "tracking"))},
-        "tags": {key: value for key, value in run.data.tags.items() if key != "run_directory"},
-        "metrics": _metric_rows(database, run_id),
-        "datasets": sorted((each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs),
-        "outputs": sorted((models[each.model_id], each.step) for each in run.outputs.model_outputs),
-        "files": sorted(files),
-        "traces": sorted((trace.info.request_preview, trace.info.response_preview) for trace in traces),
-    }
-
-
-def _metric_rows(database: Path, run_id: str) -> dict[str, list[tuple[int, float]]]:
-    """Every row, as the store has it: a client answers key by key, which takes seconds."""
+    folders = ["", *(file.path for file in client.list_artifacts(run_id) if file.is_dir)]
+    files = [file for folder in folders for file in client.list_artifacts(run_id, folder)]
+    # Every row, as the store has it: a client answers key by key, which takes seconds.
     query = "select key, step, value from metrics where run_uuid = ? and key not like 'system/%' order by key, step"
     rows: dict[str, list[tuple[int, float]]] = {}
     with sqlite3.connect(database) as connection:
         for key, step, value in connection.execute(query, (run_id,)):
             rows.setdefault(key, []).append((step, value))
-    return rows
+    return {
+        "status": run.info.status,
+        "params": {key: value for key, value in run.data.params.items() if not key.startswith(("runs", "tracking"))},
+        "tags": {key: value for key, value in run.data.tags.items() if key != "run_directory"},
+        "metrics": rows,
+        "outputs": sorted(each.step for each in run.outputs.model_outputs),
+        "files": sorted(file.path for file in files if not file.is_dir),
+    }
 
 
 def _model_content(model: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import pytest
 from flows.cli import main
 from flows.run_lookup import load_settings
 from flows.tracking.record import mark_dead, read_record, write_record
-from flows.tracking.results import tracked
 from flows.tracking.session import open_session
 from flows.tracking.store import default_tracking_uri, store_of_folder
 from fp8core.errors import UserError
@@ -71,10 +70,9 @@ ROUTES: dict[str, Callable[[Path], Any]] = {
     "resume": resume,
     "verify": lambda folder: main(["verify", str(folder)]),
     "evaluate": lambda folder: store_of_folder(read_record(folder).uri, folder),
-    "export": lambda folder: tracked(folder, 3),
     "neighbour": lambda folder: mark_dead(folder.parent, default_tracking_uri(folder.parent)),
 }
-GO_ON = ("verify", "export", "neighbour")
+GO_ON = ("verify", "neighbour")
 
 
 def named_by(folder: Path, uri: str) -> None:
@@ -82,7 +80,7 @@ def named_by(folder: Path, uri: str) -> None:
     described = json.loads((folder / "run.json").read_bytes())
     described["config"]["tracking"]["uri"] = uri
     (folder / "run.json").write_text(json.dumps(described))
-    write_record(folder, read_record(folder).changed(uri=uri, folder=str(folder), told=False))
+    write_record(folder, read_record(folder).changed(uri=uri, told=False))
 
 
 @pytest.fixture(scope="module")
@@ -110,32 +108,12 @@ def test_a_strangers_server_is_never_asked(strange, decoy, route, monkeypatch, c
         ROUTES[route](strange)
     assert Decoy.asked == []
     assert SECRET not in capsys.readouterr().out
-    if route in ("resume", "verify", "export"):
+    if route in ("resume", "verify"):
         # The user names it: the same route asks there, with the token.
         monkeypatch.setenv("MLFLOW_TRACKING_URI", decoy)
         with suppress(UserError):
             ROUTES[route](strange)
         assert any(SECRET in line for line in Decoy.asked)
-
-
-def test_a_database_elsewhere_is_not_written(strange, tmp_path, runs) -> None:
-    mine = tmp_path / "mine.db"
-    shutil.copy(runs / "mlflow.db", mine)
-    before = mine.read_bytes()
-    named_by(strange, f"sqlite:///{mine}")
-    with pytest.raises(UserError, match="only the run's folder"):
-        resume(strange)
-    assert mine.read_bytes() == before
-
-
-def test_a_folder_that_moved_with_its_store_goes_on_there(beside_its_store, tmp_path) -> None:
-    whole = tmp_path / "whole"
-    shutil.copytree(beside_its_store.parent, whole)
-    moved = whole.rename(tmp_path / "moved") / beside_its_store.name
-    named_by(moved, default_tracking_uri(whole))
-    first = read_record(moved).run_id
-    resume(moved)
-    assert (read_record(moved).uri, read_record(moved).run_id) == (default_tracking_uri(moved.parent), first)
 
 
 def test_a_strangers_store_cannot_send_artifacts_to_a_server(strange, decoy) -> None:

@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.tracking.datasets import read_prompts
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.store import default_tracking_uri
 from flows.tracking.tracker import Outage, Table
 from fp8core.config.load import load_config
-from fp8core.data.source import build_source
 from fp8core.errors import UserError
-
-METRICS = {"reward/mean": 0.5, "train/loss": 0.1 + 0.2, "alignment/token_mult_prob_error": 1.0}
 
 
 def metric_rows(runs: Path, run_id: str) -> list[tuple[str, int, float, int]]:
@@ -29,13 +24,14 @@ def artifact_text(tracker: MlflowTracker, file: str, tmp_path: Path) -> str:
 
 
 def test_a_step_that_is_logged_again_leaves_the_same_rows(runs: Path, tracker: MlflowTracker) -> None:
-    many = METRICS | {f"kv/{layer}": 1.0 for layer in range(1500)}
-    tracker.log_step(1, METRICS, 1_700_000_000_123, {})
+    few = {"reward/mean": 0.5, "train/loss": 0.1 + 0.2}
+    many = few | {f"kv/{layer}": 1.0 for layer in range(1500)}
+    tracker.log_step(1, few, 1_700_000_000_123, {})
     for _ in range(2):
         tracker.log_step(1, many, 1_700_000_000_123, {"chain_head": "1:a"})
     rows = metric_rows(runs, tracker.run_id)
     assert rows == sorted((key, 1, value, 1_700_000_000_123) for key, value in many.items())
-    assert tracker.tag("chain_head") == "1:a"
+    assert tracker.client.get_run(tracker.run_id).data.tags["chain_head"] == "1:a"
 
 
 def test_a_run_is_found_by_its_training_and_folder(open_tracker: Callable[..., MlflowTracker]) -> None:
@@ -49,11 +45,11 @@ def test_a_run_is_found_by_its_training_and_folder(open_tracker: Callable[..., M
 def test_parameters_are_json_and_one_that_changed_is_a_tag(tracker: MlflowTracker) -> None:
     config = {f"extra.{index}": index for index in range(120)}
     config |= {"steps": 80, "model": None, "exact": True, "pipeline.steps": ["x" * 7000]}
-    tracker.start(config, [])
+    tracker.start(config)
     params = tracker.client.get_run(tracker.run_id).data.params
     assert len(params) == len(config)
     assert (params["model"], params["exact"], len(params["pipeline.steps"])) == ("null", "true", 6000)
-    tracker.start(config | {"steps": 120, "new": 1}, [])
+    tracker.start(config | {"steps": 120, "new": 1})
     data = tracker.client.get_run(tracker.run_id).data
     assert data.params == params | {"new": "1"}
     assert data.tags["steps"] == "120"
@@ -82,7 +78,7 @@ def test_artifacts_are_replaced_and_tables_listed_for_the_preview(tracker: Mlflo
 
 def test_texts_of_others_are_escaped_and_without_passwords(tracker: MlflowTracker, tmp_path: Path) -> None:
     hostile = "\x1b]0;mine\x07 \u202e https://me:secret@host"
-    tracker.start({"data.source": hostile}, [])
+    tracker.start({"data.source": hostile})
     tracker.set_tags({"name": hostile})
     tracker.end("FAILED", hostile, 5_000)
     tracker.log_artifact("graph.txt", hostile)
@@ -99,7 +95,7 @@ def test_the_load_is_logged_by_mlflow_itself(runs: Path, tracker: MlflowTracker,
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.3")
     tracker.system_metrics = True
     for _ in range(2):  # An outage ends its thread; the next start goes on.
-        tracker.start({}, [])
+        tracker.start({})
         tracker._monitor._shutdown_event.wait(1.2)
     tracker.end("FINISHED", None, 1)
     steps = [step for key, step, *_ in metric_rows(runs, tracker.run_id) if key == "system/cpu_utilization_percentage"]
@@ -107,45 +103,8 @@ def test_the_load_is_logged_by_mlflow_itself(runs: Path, tracker: MlflowTracker,
     assert len(steps) == len(set(steps))
 
 
-def test_data_is_told_apart_by_what_is_in_it(tmp_path: Path, tracker: MlflowTracker) -> None:
-    def of(**settings: object) -> list[tuple[str, str]]:
-        config = load_config("tiny", {"evaluation.prompts": 4, **settings})
-        read = read_prompts(config, build_source(config.data, config.evaluation))
-        for _ in range(2):
-            tracker.start({}, read)
-        return [(each.name, each.digest) for each in read]
-
-    chain = of()
-    assert [name for name, _ in chain] == ["chain-training", "chain-heldout"]
-    assert of(seed=1) == chain
-    assert of(**{"data.chain.min_operands": 3})[0] != chain[0]
-    path = tmp_path / "problems.v2.jsonl"
-    file = {"data.source": str(path), "warm_start": None, "reward.verifier": "integer"}
-    digests = []
-    for rows in (80, 81):
-        problems = [{"question": f"{number} plus one?", "answer": str(number + 1)} for number in range(rows)]
-        path.write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
-        digests += of(**file)
-    assert [name for name, _ in digests] == 2 * ["problems-training", "problems-heldout"]
-    assert digests[0] != digests[2]
-    inputs = tracker.client.get_run(tracker.run_id).inputs.dataset_inputs
-    assert len({each.dataset.digest for each in inputs}) == len(inputs)
-
-
-def test_models_are_found_by_alignment(runs: Path, copy_of_trained) -> None:
-    copy = copy_of_trained(default_tracking_uri(runs))
-    with copy.session() as (session, _):
-        pass
-    client, experiments = session.tracker.client, [session.tracker.experiment_id]
-    assert client.search_logged_models(experiments, "metrics.`core/error_minus_1` > 0.01") == []
-    (last,) = client.search_logged_models(experiments, "metrics.`core/error_minus_1` < 0.01 AND params.step = '3'")
-    assert last.tags["checkpoint"] == str(copy.folder / "checkpoints" / "00003" / "policy")
-    assert (last.model_type, last.source_run_id) == ("policy", session.tracker.run_id)
-
-
 MISTAKES = {
     "sqlite:///{}/mlflow.db": r"tracking\.uri sqlite:.*not a database",
-    "sqlite:///{}/a_file/mlflow.db": "a_file: File exists",
     "sqlite://": "name a file",
     "http://127.0.0.1:9": r"tracking\.uri http://127\.0\.0\.1:9: no server answers there",
 }
@@ -154,7 +113,6 @@ MISTAKES = {
 @pytest.mark.parametrize("uri", MISTAKES)
 def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path, uri: str) -> None:
     (tmp_path / "mlflow.db").write_text("not a database, but long enough to have a header")
-    (tmp_path / "a_file").touch()
     config, place = load_config("tiny", {"runs": str(tmp_path)}), uri.format(tmp_path)
     with pytest.raises((UserError, Outage), match=MISTAKES[uri]):
         MlflowTracker.open(config, place, "tiny", "training", tmp_path, None)

@@ -6,7 +6,7 @@ from fp8core.config.pipeline import PipelineConfig
 from fp8core.config.step_graph import StepGraph, check_pipeline
 from fp8core.config.steps import StepSpec
 from fp8core.evaluation.measure import Counting, EvaluationResult, measure, paired_differences, score_prompt
-from fp8core.report.text import evaluation_text, pipeline_mermaid, pipeline_text, progress_markdown
+from fp8core.report.text import evaluation_text, pipeline_mermaid, pipeline_text
 from fp8core.rewards.scorer import RIGHT, crashed, wrong
 
 SPECS = {
@@ -66,13 +66,3 @@ def test_mermaid_has_a_node_a_step_and_dashed_edges_for_what_is_carried(graph: S
         'step_score -->|"scores"| step_train',
         'step_train -.->|"next_policy as policy"| step_end',
     }
-
-
-def test_progress_is_the_means_of_the_newest_steps_beside_those_before_them() -> None:
-    newest, before = ([{"step": step, "reward/mean": step / 10} for step in steps] for steps in ((3, 4), (1, 2)))
-    lines = progress_markdown("mine", 9, newest, before, {"train": 3, "rollout": 1}).splitlines()
-    assert "|  | mean of steps 1 to 2 | mean of steps 3 to 4 |" in lines
-    (reward,) = (line for line in lines if line.startswith("| Reward"))
-    assert reward.endswith("| 0.15 | 0.35 |")
-    assert lines[-1] == "2 s of tasks a step: train 75%, rollout 25%."
-    assert "|  | step 3 |" in progress_markdown("mine", 9, newest[:1], [], {}).splitlines()

@@ -1,0 +1,304 @@
+"""Commands on stored runs: `verify`, `compare`, `replay` and `gc`.
+
+`verify` and `replay` only read, also a live run: its lock is not taken, and uncommitted files are no error.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli.arguments import add_output, add_overrides, add_trust, at_least
+from flows.environment import bound_mlflow_requests, set_engine_variables
+from flows.launch import long_part, say
+from flows.run_lookup import admit_code, description_of, enter_origin, find_run
+from flows.termination import ExitCode
+from fp8core.errors import UserError, printable, without_passwords
+
+if TYPE_CHECKING:
+    from fp8core.config.run import KeepConfig
+    from fp8core.run.replay import ReplayResult
+    from fp8core.store.diff import Comparison
+    from fp8core.store.gc import Removal
+    from fp8core.store.manifest import StepManifest
+    from fp8core.store.run_view import Finding, RunView
+
+
+def add_commands(commands: Any) -> None:
+    parser = commands.add_parser("verify", help="check every digest of a run and the chain of its steps")
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder)")
+    parser.add_argument(
+        "--tracking-uri",
+        type=_store,
+        metavar="URI",
+        help="ask this MLflow for the head of the chain, not the one that the folder names; `none` asks nobody",
+    )
+    add_output(parser, "--json", "write run, findings and counts as JSON")
+    parser.set_defaults(command=verify_run)
+    parser = commands.add_parser("compare", help="name the first difference between two runs")
+    parser.add_argument("runs", metavar="RUN", nargs=2, help="two runs (names or folders)")
+    add_output(parser, "--json", "write the comparison as JSON")
+    parser.set_defaults(command=compare_runs)
+    _add_replay(commands)
+    parser = commands.add_parser("gc", help="list what artifacts.keep does not keep of a run, and remove it with --yes")
+    parser.add_argument("run", metavar="RUN", help="a run: its folder, or a name below ./runs")
+    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    add_overrides(parser, "change what the run was to keep, as in --set 'artifacts.keep={last: 2, every: 10}'")
+    parser.set_defaults(command=collect)
+
+
+def _add_replay(commands: Any) -> None:
+    parser = commands.add_parser("replay", help="make steps of a run again and compare them with what is stored")
+    parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
+    which, step = parser.add_mutually_exclusive_group(required=True), at_least(0)
+    which.add_argument("--step", type=step, metavar="N", help="the step; 0 is the warm start and first evaluation")
+    which.add_argument("--from", type=step, dest="first", metavar="N", help="the first of several steps")
+    parser.add_argument("--to", type=step, dest="last", metavar="M", help="the last of them (default: of the run)")
+    add_overrides(parser, "replay under another setting, to see what it changes")
+    parser.add_argument(
+        "--repair", action="store_true", help="put damaged files of the run back where the replay made them equal"
+    )
+    parser.add_argument(
+        "--rerun-environments", action="store_true", help="ask environments again, instead of taking recorded answers"
+    )
+    add_trust(parser)
+    add_output(parser, "--json", "write the verdicts as JSON")
+    parser.set_defaults(command=replay_steps)
+
+
+def verify_run(options: argparse.Namespace) -> int:
+    """Check, print and write; returns 1 when anything is wrong, raises UserError."""
+    from flows.tracking.chain_head import compare_head, published_head
+    from flows.tracking.store import quiet_store_logs
+    from fp8core.run.verify import verified_bytes, verify
+    from fp8core.store.manifest import Chain
+    from fp8core.store.run_view import Provenance, RunView
+
+    began, read, folder = time.perf_counter(), 0, find_run(options.run)
+    bound_mlflow_requests()
+    quiet_store_logs()
+    # Before the folder is read: a live run commits more meanwhile.
+    published = None if options.tracking_uri == "none" else published_head(folder, options.tracking_uri)
+    view, provenance, links = RunView.read(folder), Provenance(), Chain()
+
+    def report(more: int) -> None:
+        nonlocal read
+        read += more
+        progress(read >> 20, size >> 20)
+
+    def watch(manifest: "StepManifest") -> None:
+        provenance.add(manifest)
+        links.add(manifest)
+
+    size = verified_bytes(view)
+    with long_part("MiB verified") as progress:
+        findings = list(verify(view, report, watch))
+    anchors = {}
+    if published is not None:
+        compared = compare_head(published, links)
+        if isinstance(compared, str):
+            anchors["MLflow"] = compared
+        else:
+            findings.append(compared)
+    say(provenance.text(view))
+    for name, line in anchors.items():
+        say(f"{name:<16}{line}")
+    for finding in findings:
+        say(finding)
+    counts = _counts(view, findings) | {"bytes": read, "seconds": time.perf_counter() - began}
+    removed = ", {removed} removed" if counts["removed"] else ""
+    say(
+        f"verified: {{steps}} steps with the start, {{artifacts}} artifacts{removed}, {{bytes:,}} bytes, "
+        "{seconds:.1f} s; errors: {errors}, notes: {notes}".format(**counts)
+    )
+    if options.json is not None:
+        content = {
+            "run": provenance.content(view),
+            "anchors": anchors,
+            "findings": [asdict(finding) for finding in findings],
+            "counts": counts,
+        }
+        options.json.write_json(content)
+    return ExitCode.FAILED if counts["errors"] else ExitCode.DONE
+
+
+def _counts(view: "RunView", findings: "list[Finding]") -> dict[str, float]:
+    from fp8core.run.verify import references
+
+    named = {reference.ref.uri: reference.ref.digest for reference in references(view)}
+    absent = {uri for uri in named if not (view.folder / uri).is_file()}
+    return {
+        "steps": len(view.steps),
+        "artifacts": len(named) - len(absent),
+        "removed": sum(named[uri] in view.removed for uri in absent),
+        "errors": sum(finding.severity == "error" for finding in findings),
+        "notes": sum(finding.severity == "note" for finding in findings),
+    }
+
+
+def _store(text: str) -> str:
+    from pydantic import ValidationError
+
+    from fp8core.config.run import TrackingConfig
+
+    try:
+        TrackingConfig(uri=None if text == "none" else text)
+    except ValidationError:
+        expected = "none, http(s)://HOST or a database, as sqlite:///FILE"
+        raise argparse.ArgumentTypeError(f"expected {expected}, found {without_passwords(text)!r}") from None
+    return text
+
+
+def compare_runs(options: argparse.Namespace) -> int:
+    """Compare, print and write; returns 1 when the runs differ, raises UserError."""
+    from fp8core.store.diff import compare
+    from fp8core.store.run_view import RunView
+
+    found = compare(*(RunView.read(find_run(run)) for run in options.runs))
+    say(comparison_text(found))
+    if options.json is not None:
+        options.json.write_json({"equal": found.equal, **asdict(found)})
+    return ExitCode.DONE if found.equal else ExitCode.FAILED
+
+
+def comparison_text(found: "Comparison") -> str:
+    lines = [f"configuration  {difference}" for difference in found.configuration]
+    lines += [f"circumstances  {difference} (from step {step})" for step, difference in found.circumstances]
+    if found.first_step is not None:
+        lines.append("first field    step {}: {}".format(*found.first_step))
+    if found.first_metric is not None:
+        lines.append("first metric   step {}: {}".format(*found.first_metric))
+    lines += [f"note           {difference}" for difference in found.notes]
+    if found.last[0] != found.last[1]:
+        lines.append("note           the last committed steps are {} and {}".format(*found.last))
+    return "\n".join([*lines, _verdict(found)])
+
+
+def _verdict(found: "Comparison") -> str:
+    steps = f"steps {found.common[0]} to {found.common[-1]}"
+    if found.equal:
+        return f"equal: {steps}"
+    if found.first_step is None:
+        return f"different: not in what {steps} computed"
+    return f"different: from step {found.first_step[0]} on"
+
+
+def replay_steps(options: argparse.Namespace) -> int:
+    """Replay, print a verdict a step, and write them; returns 1 when a step is different, raises UserError."""
+    if options.last is not None and options.first is None:
+        raise UserError("--to: names the last of several steps; give the first by --from")
+    verdicts = []
+    for verdict in _verdicts(options):
+        say("\n".join(verdict_lines(verdict)))
+        verdicts.append(verdict)
+    equal = verdicts[-1].outcome != "different"
+    if options.json is not None:
+        content = {"equal": equal, "steps": [asdict(verdict) for verdict in verdicts]}
+        options.json.write_json(content)
+    return ExitCode.DONE if equal else ExitCode.FAILED
+
+
+def verdict_lines(verdict: "ReplayResult") -> list[str]:
+    words = {"equal": "equal", "within": "equal within the bounds", "different": "different"}
+    asked = f", {verdict.asked_again} answers of environments asked again" if verdict.asked_again else ""
+    cost = f"{verdict.level}; {verdict.artifacts} artifacts{asked}, {verdict.seconds:.1f} s"
+    lines = [f"step {verdict.step}: {words[verdict.outcome]} ({cost})", *verdict.causes]
+    labels = ("largest difference" if verdict.outcome == "within" else "first difference", "there")
+    lines += [f"{label}: {text}" for label, text in zip(labels, verdict.difference, strict=False)]
+    return [lines[0], *(f"  {line}" for line in lines[1:])]
+
+
+def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
+    from fp8core.report.console import Console
+    from fp8core.run.replay import replay
+    from fp8core.run.snapshot import RunSnapshot
+    from fp8core.store.run_directory import RunDirectory
+
+    folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
+    enter_origin(folder)
+    admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
+    locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
+    with locked as repaired:
+        original = RunSnapshot.read(folder)
+        steps = _range(options, original.ledger.last_step())
+        original.refuse_unknown(steps[0])
+        set_engine_variables(original.config(steps[0], overrides))
+        console = Console(sys.stderr, steps.stop - 1)
+        asked_again = options.rerun_environments
+        for verdict in replay(original, steps, overrides, console, repaired, rerun_environments=asked_again):
+            yield verdict
+            if verdict.outcome == "different" and verdict.step < steps[-1]:
+                after = steps[steps.index(verdict.step) + 1 :]
+                say(f"not replayed: {_named(after)}, which start from what step {verdict.step} gave", sys.stderr)
+
+
+def _range(options: argparse.Namespace, newest: int | None) -> range:
+    first = options.step if options.first is None else options.first
+    last = first if options.first is None else newest if options.last is None else options.last
+    if options.last is not None and options.last < first:
+        raise UserError(f"--to {options.last}: it is before --from {first}")
+    if last is None or last < first:
+        raise UserError(f"--from {first}: the last step is {last}")
+    return range(first, last + 1)
+
+
+def _named(steps: range) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def collect(options: argparse.Namespace) -> int:
+    """Raises UserError: a setting is none of `artifacts.keep`, a process has the run, or as `plan_removal`."""
+    from flows.tracking.record import read_record
+    from fp8core.config.load import reload_config
+    from fp8core.store.gc import plan_removal, remove
+    from fp8core.store.layout import LOCK
+    from fp8core.store.lock import RunLock
+
+    folder = find_run(options.run)
+    for setting in options.overrides:
+        if not f"{setting.partition('=')[0]}.".startswith("artifacts.keep."):
+            raise UserError(f"--set {setting}: gc takes settings of artifacts.keep alone")
+    config = reload_config(description_of(folder).config, options.overrides)
+    keep = config.artifacts.keep
+    lock = RunLock.acquire(folder / LOCK)
+    try:
+        tracked = read_record(folder)
+        published = None if tracked is None else tracked.published
+        removal = plan_removal(folder, keep, published, config.pipeline.reach)
+        say(removal_text(keep, removal))
+        if options.yes:
+            remove(folder, removal)
+        if removal.files:
+            total = f"{len(removal.files):,} files, {sum(each.size for each in removal.files):,} bytes"
+            say(f"removed {total}" if options.yes else f"nothing was removed yet: --yes removes {total}")
+    finally:
+        lock.release()
+    return ExitCode.DONE
+
+
+def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
+    from fp8core.store.run_view import spans
+
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for each in removal.files:
+        kinds[each.kind].append(each.size)
+    everything = [size for sizes in kinds.values() for size in sizes]
+    rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
+    rows.append(("in all", len(everything), sum(everything)))
+    width = max(len(kind) for kind, _, _ in rows)
+    return "\n".join(
+        [
+            f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
+            f"steps kept:     {spans(removal.kept) or 'none'}",
+            f"steps dropped:  {spans(removal.dropped) or 'none'}",
+            "",
+            f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
+            *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
+            *(printable(each.uri) for each in removal.files),
+        ]
+    )

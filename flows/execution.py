@@ -1,0 +1,180 @@
+"""A training as Prefect tasks: the edges of the step graph, its pages, and the moments at which it stops."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.futures import PrefectFuture, as_completed, wait
+from prefect.states import Completed
+from prefect.utilities.annotations import quote
+
+from flows.termination import StopRequest
+from flows.tracking.backlog import step_speed
+from flows.tracking.session import Session
+from flows.training_pages import TrainingPages
+from fp8core.config.step_graph import PlannedStep, StepGraph
+from fp8core.report.console import StyleAccuracy, shows_sample
+from fp8core.report.summary import overhead_ms
+from fp8core.run.commit import step_metrics
+from fp8core.run.context import RunContext, live_run
+from fp8core.run.execute import TaskResult, run_step
+from fp8core.run.loop import Execution, next_step, save_last
+from fp8core.run.precision_gap import gap_line
+from fp8core.run.rollouts import written_sample
+from fp8core.store.artifacts import Ref
+from fp8core.store.ledger import START
+from fp8core.store.metrics import Interval
+
+T = TypeVar("T")
+
+
+class FlowExecution(Execution):
+    """Every part of a training as a Prefect task, with MLflow and Prefect's pages beside it."""
+
+    def __init__(self, session: Session, pages: TrainingPages, stop: StopRequest) -> None:
+        graph = session.run.graph
+        self._session, self._pages, self._stop = session, pages, stop
+        self._steps = {planned.name: _prefect_step(planned) for planned in graph.steps}
+        self._producers = {planned.name: _producers(graph, planned) for planned in graph.steps}
+        self._calls: dict[str, Any] = {}
+        self._last: list[State[Any]] = []
+        """Tasks of the open step, or of step 0, that the next one comes after."""
+        self._began, self._intervals = 0.0, list[Interval]()
+
+    def call(self, run: RunContext, name: str, index: int, body: Callable[[], T]) -> T:
+        """It comes after what came before it in its flow run."""
+
+        def timed() -> T:
+            began = time.perf_counter()
+            result = body()
+            self._intervals.append((began, time.perf_counter()))
+            return result
+
+        if index == START and self._stop.requested:
+            run.console.note(f"stopped before {name} of step 0")
+            self._stop.carry_out()
+        if name not in self._calls:
+            self._calls[name] = _as_task(name)(_run_body)
+        with self._pages.place():
+            # Quoted: Prefect need not look for futures in it.
+            state = self._calls[name](
+                run.directory.path, index, quote(timed), wait_for=self._last or None, return_state=True
+            )
+        result: T = state.result()
+        self._last = [state]
+        return result
+
+    def steps(self, run: RunContext, index: int, inputs: Mapping[str, Ref]) -> dict[str, TaskResult]:
+        """Each step begins when the steps whose artifacts it reads have ended, whatever else is under way.
+
+        An update of the live trainer runs in this thread. So does the first of those that may begin where none is under
+        way: a call costs less than a submission.
+        """
+        artifacts, results = dict(inputs), dict[str, TaskResult]()
+        states, under_way = dict[str, State[Any]](), dict[PrefectFuture[Any], str]()
+
+        def arguments(planned: PlannedStep) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            ports = {port: artifacts[artifact] for port, artifact in planned.inputs.items()}
+            after = [states[producer] for producer in sorted(self._producers[planned.name])]
+            return (run.directory.path, index, quote(ports)), {"wait_for": after or None}
+
+        run.halted.clear()
+        try:
+            with self._pages.place():
+                while len(results) < len(run.graph.steps):
+                    waiting = [each for each in run.graph.ready({*results}) if each.name not in under_way.values()]
+                    updates = [each for each in waiting if each.spec.redo]
+                    own = next(iter(updates or ([] if under_way else waiting)), None)
+                    for planned in waiting:
+                        if planned is not own and not planned.spec.redo:
+                            values, options = arguments(planned)
+                            under_way[self._steps[planned.name].submit(*values, **options)] = planned.name
+                    if own is not None:
+                        values, options = arguments(own)
+                        name, state = own.name, self._steps[own.name](*values, **options, return_state=True)
+                    else:
+                        future = next(as_completed([*under_way]))
+                        future.wait()
+                        name, state = under_way.pop(future), future.state
+                    results[name], states[name] = state.result(), state
+                    artifacts |= results[name].entry.outputs
+        except BaseException:
+            run.halted.set()
+            raise
+        finally:
+            wait([*under_way])
+        self._last = [states[name] for name in states.keys() - set().union(*self._producers.values())]
+        return results
+
+    def stage_done(self, run: RunContext, name: str, result: TaskResult) -> None:
+        if name == "first_evaluation" and not result.reused:
+            styles = run.directory.store.get_json(result.entry.outputs["evaluation"]).get("styles", [])
+            if styles:
+                run.console.styles([StyleAccuracy(**style) for style in styles])
+        if name == "precision_gap" and not result.reused:
+            run.console.note(gap_line(run.directory.store.get_json(result.entry.outputs["precision_gap"])))
+
+    def restored(self, run: RunContext, redone: int) -> None:
+        self._session.mlflow.follow_ledger()
+        self._session.publisher.wake()
+        if next_step(run) > START + 1:
+            run.console.note(f"continues after step {next_step(run) - 1}; {redone} updates redone from rollouts")
+
+    def before_step(self, run: RunContext, index: int) -> None:
+        if self._stop.requested:
+            save_last(run, self)
+            run.console.note(f"stopped after step {index - 1}")
+            self._stop.carry_out()
+        self._began, self._intervals = time.perf_counter(), []
+        self._pages.begin_step(index, self._last)
+        self._last = []
+
+    def lost(self, run: RunContext, error: Exception) -> None:
+        # A scheduler sends SIGTERM to every process of a job: some may end before this step has.
+        if self._stop.requested:
+            run.console.note(f"stopped without this step: {error}")
+            self._stop.carry_out()
+
+    def written(self, run: RunContext) -> None:
+        self._session.publisher.wake()
+
+    def step_done(self, run: RunContext, index: int, results: Mapping[str, TaskResult]) -> None:
+        self._pages.end_step(Completed())
+        began, ended = self._began, time.perf_counter()
+        intervals = [*self._intervals, *(result.interval for result in results.values())]
+        self._session.overheads.append(overhead_ms((began, ended), intervals))
+        seconds = {name: result.entry.seconds for name, result in results.items()}
+        run.console.step({**step_metrics(run, index), **step_speed(run, index), "step": index}, ended - began, seconds)
+        if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
+            run.console.sample(*found)
+        self._pages.step_done(index)
+        self._session.publisher.wake()
+
+
+def _as_task(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a Prefect task of a function of (folder, index, ...). The ledger persists and caches, not Prefect."""
+    return task(name=name, task_run_name=f"{name}-{{index}}", persist_result=False, cache_policy=NO_CACHE)
+
+
+def _producers(graph: StepGraph, reader: PlannedStep) -> set[str]:
+    read = set(reader.inputs.values())
+    return {step.name for step in graph.steps if not read.isdisjoint(step.outputs.values())}
+
+
+def _prefect_step(planned: PlannedStep) -> Any:
+    @_as_task(planned.name)
+    def body(folder: Path, index: int, inputs: dict[str, Ref]) -> Any:
+        result = run_step(live_run(folder), index, planned, inputs)
+        # Shown as cached, so that a user sees what a resumed run did not repeat.
+        return Completed(name="Cached", data=result) if result.reused else result
+
+    return body
+
+
+def _run_body(folder: Path, index: int, body: Callable[[], T]) -> T:
+    live_run(folder)  # Torch's thread count belongs to a thread.
+    return body()
