@@ -17,7 +17,7 @@ from flows.environment import bound_mlflow_requests
 from flows.evaluation import EvaluatedPolicy, EvaluationRequest, opened, parted, problems, questions, refuse, variants
 from flows.launch import long_part, say
 from flows.orchestration import failed, prepare_logs
-from flows.parameters import FlowOverrides, OptionalConfigName
+from flows.parameters import FlowOverrides
 from flows.tracking.results import log_evaluation
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 def evaluate(
     target: Annotated[str, Field(min_length=1)],
     step: Annotated[int | None, Field(ge=0)] = None,
-    config: OptionalConfigName = None,
+    config: str | None = None,
     data: str | None = None,
     split: str | None = None,
     prompts: Annotated[int | None, Field(ge=1, le=1_000_000)] = None,

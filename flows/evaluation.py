@@ -13,7 +13,7 @@ from flows.run_lookup import description_of, find_run, reload_own
 from fp8core.config.load import Overrides, load_config, merged_overrides, refuse_contradiction
 from fp8core.config.run import RunConfig, without_adapters
 from fp8core.data.prompt import Problem, refuse_unfit
-from fp8core.data.references import Readable, Unreadable, counted, first_readable, readable
+from fp8core.data.references import Readable, Unreadable, counted, readable
 from fp8core.data.source import SUFFIXES, RowSource, build_source
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import Counting, Precision, all_problems, contract_in, has_fp8, heldout_problems
@@ -167,11 +167,11 @@ def problems(asked: EvaluationRequest, config: RunConfig, verifier: Verifier) ->
     found = readable(heldout_problems(config) if own else all_problems(config, asked.prompts), config, verifier)
     if not found.left_out:
         return found
-    found = (
-        _heldout(config, verifier)
-        if own
-        else first_readable(all_problems(config, None), asked.prompts, config, verifier)
-    )
+    if own:
+        found = _heldout(config, verifier)
+    else:
+        every, left_out = readable(all_problems(config, None), config, verifier)
+        found = Readable(every[: asked.prompts], left_out)
     if len(found.problems) < (asked.prompts or 1):
         total = len(found.problems) + len(found.left_out)
         raise UserError(f"{config.data.source}: {counted(found.left_out, total)}; {len(found.problems)} are left")

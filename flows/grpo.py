@@ -17,7 +17,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests, kernel_folders, set_engine_variables
 from flows.execution import FlowExecution
 from flows.orchestration import LoggedLines, failed, prepare_logs
-from flows.parameters import ConfigName, FlowOverrides, RunName
+from flows.parameters import FlowOverrides, RunName
 from flows.run_lookup import load_settings
 from flows.termination import stop_on_sigterm
 from flows.tracking.backlog import write_report
@@ -59,7 +59,7 @@ from fp8core.training.trainer import UpdateError
 # Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-grpo", persist_result=False)
 def grpo(
-    config: ConfigName = "tiny",
+    config: str = "tiny",
     run: RunName | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,

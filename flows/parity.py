@@ -14,7 +14,7 @@ from pydantic import Field
 from flows.environment import bound_mlflow_requests
 from flows.launch import say
 from flows.orchestration import failed, prepare_logs, unanswered
-from flows.parameters import ConfigName, FlowOverrides, ParityName
+from flows.parameters import FlowOverrides, ParityName
 from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
 from flows.parity_training import train_one
 from flows.tracking.results import log_parity
@@ -34,7 +34,7 @@ PAGE, WORDS = "report.html", "report.md"
 # Prefect's form takes bounds from the types and descriptions from the docstring.
 @flow(name="fp8-parity", persist_result=False)
 def parity(
-    config: ConfigName = "tiny-nightly",
+    config: str = "tiny-nightly",
     name: ParityName | None = None,
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=100)] | None = None,
     steps: Annotated[int | None, Field(ge=1, le=10_000_000)] = None,

@@ -15,7 +15,7 @@ from flows.environment import search_last
 from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
 from fp8core.config.run import CLUSTER, RunConfig, own_code, public_dump
-from fp8core.errors import UserError, meant, not_unicode, printable
+from fp8core.errors import UserError, meant, printable
 
 if TYPE_CHECKING:
     from fp8core.store.run_directory import RunDescription
@@ -28,8 +28,6 @@ def find_run(text: str, runs: Path | None = None) -> Path:
     """
     from fp8core.store.run_directory import read_description  # Imports torch.
 
-    if not_unicode(text) is not None:
-        raise UserError(f"RUN {text!a}: the name is not valid text")
     places = [Path(text), Path(runs or RunConfig.model_fields["runs"].default, text)]
     for folder in places:
         if read_description(folder) is not None:

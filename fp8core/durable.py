@@ -8,7 +8,6 @@ the last one can be torn: by a kill or a power cut in the middle of an append th
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -32,15 +31,10 @@ Report = Callable[[int], None]
 """Called with the number of bytes that were read since its last call."""
 
 _TEMPORARY = re.compile(r"^\..+\.[0-9a-f]{32}\.tmp$")
-_DIGEST_BLOCK, _COPY_BLOCK = 1 << 18, 1 << 22
-
-# Folders whose names this process made durable: each costs one fsync, not one for each file that is written there.
-_durable_folders = set[Path]()
-_NOT_SYNCED = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+_COPY_BLOCK = 1 << 22
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """The error for a file that cannot be written."""
     if isinstance(error, IsADirectoryError):
         return StoredFileError(f"cannot write {path}: a folder lies in its place; move that elsewhere, then go on")
     return UserError(f"cannot write {path}: {why_not_written(error)}")
@@ -72,9 +66,6 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     `mode` is that of every folder made here, less the process's umask; `PRIVATE` keeps other users out.
     """
     if folder.is_dir():
-        if folder not in _durable_folders:
-            # Its maker may have been killed between the creation and this.
-            _sync_name(folder)
         return
     make_folder(folder.parent, mode)
     try:
@@ -82,20 +73,6 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         sync_path(folder.parent)
     except OSError as error:
         raise UserError(f"cannot create the folder {folder}: {error.strerror}") from error
-    _durable_folders.add(folder)
-
-
-def _sync_name(folder: Path) -> None:
-    """Make the name of a folder that is there durable. Raises UserError."""
-    try:
-        # The name of a mount, or of a link to one, lies in a file system that need not take part.
-        if folder.stat().st_dev == folder.parent.stat().st_dev:
-            sync_path(folder.parent)
-    except OSError as error:
-        # In a folder that this process may not read, another user made it. Some file systems sync no folders.
-        if error.errno not in _NOT_SYNCED:
-            raise UserError(f"cannot make the name of the folder {folder} durable: {error.strerror}") from error
-    _durable_folders.add(folder)
 
 
 def refuse_unwritable(folder: Path) -> None:
@@ -120,15 +97,14 @@ def write_file(path: Path, data: bytes) -> None:
 def _replaced(path: Path) -> Iterator[BinaryIO]:
     """The new content of a file, which takes its name when the block ends well (errors: `write_file`)."""
     make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary, content = _temporary(path)
         try:
-            with content as file:
+            with temporary.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                # Before the file is closed, which would leave it to `sweep`.
-                temporary.replace(path)
+            temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
         sync_path(path.parent)
@@ -136,41 +112,23 @@ def _replaced(path: Path) -> Iterator[BinaryIO]:
         raise unwritable(path, error) from error
 
 
-def _temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, locked (flock) until it is closed, or its writer is killed. Raises OSError."""
-    while True:
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        file = temporary.open("x+b")  # NFS locks no file that is only written.
-        with suppress(OSError):  # A file system without locks can hold no run, so that nothing is swept there.
-            fcntl.flock(file, fcntl.LOCK_SH)
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
-        file.close()  # A sweep came before the lock.
-
-
 def ensure_file(path: Path, data: bytes) -> None:
     """Write `data` durably, unless the file holds it already. Raises UserError."""
     try:
-        intact = path.read_bytes() == data
-        if intact:
-            # Its writer may have been killed between the rename and this.
-            sync_path(path.parent)
+        if path.read_bytes() == data:
+            return
     except OSError:
-        # Missing or unreadable: `write_file` replaces it, or raises.
-        intact = False
-    if not intact:
-        write_file(path, data)
+        pass  # Missing or unreadable: it is replaced, or the error is raised there.
+    write_file(path, data)
 
 
 def ensure_copy(path: Path, source: Path, digest: str) -> None:
     """Copy a file of this SHA-256 durably, in pieces, unless it is there already. Raises UserError with the path."""
     try:
         if file_digest(path) == digest:
-            # Its writer may have been killed between the rename and this.
-            sync_path(path.parent)
             return
     except OSError:
-        pass  # Missing or unreadable: it is replaced, or the error is raised there.
+        pass
     with _replaced(path) as file, source.open("rb") as content:
         shutil.copyfileobj(content, file, _COPY_BLOCK)
 
@@ -186,29 +144,21 @@ def remove_folder(folder: Path) -> None:
 
 
 def temporary_files(folder: Path) -> list[Path]:
-    """The temporary files under a folder, sorted: in use, or left by killed writers."""
     return sorted(
         Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
     )
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep(folder: Path, unchanged_seconds: float = 0.0) -> list[Path]:
     """Remove the temporary files that killed writers left under a folder; returns them sorted.
 
-    Not every writer holds the run's lock: one of another process goes on. Files that another user owns stay.
+    `unchanged_seconds`: where living writers may be at work, since when a file must be as it is.
     """
-    return [path for path in temporary_files(folder) if _remove_abandoned(path)]
-
-
-def _remove_abandoned(temporary: Path) -> bool:
-    try:
-        with temporary.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.unlink()
-    except OSError:
-        # It took its name meanwhile, is being written, or is another user's. No run waits for its end.
-        return False
-    return True
+    before = time.time() - unchanged_seconds
+    left = [path for path in temporary_files(folder) if path.stat().st_mtime <= before]
+    for path in left:
+        path.unlink()
+    return left
 
 
 def read_lines(path: Path) -> tuple[list[bytes], int]:
@@ -236,12 +186,10 @@ def append_durably(file: FileIO, data: bytes) -> None:
 
 def file_digest(path: Path, report: Report | None = None) -> str:
     """SHA-256 (64 hex digits) of a file of any size. Raises OSError."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_DIGEST_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while read := file.readinto(block):
-            digest.update(block[:read])
-            if report is not None:
-                report(read)
+        digest = hashlib.file_digest(file, "sha256")
+    if report is not None:
+        report(path.stat().st_size)
     return digest.hexdigest()
 
 

@@ -23,7 +23,7 @@ class StoredFileError(UserError):
 
 
 class ProcessLost(RuntimeError):
-    """A process that a run started ended before the run did; the message has the reason as far as known."""
+    """A process that a run started ended before the run did."""
 
 
 class EngineLost(ProcessLost):
@@ -95,23 +95,14 @@ def first_line(error: BaseException) -> str:
     return _LIST.sub("", line.rstrip()) if more else line
 
 
-# Lines of Prefect and uvicorn below a traceback, and the end of one with lines of SQLAlchemy.
-_LAST_LINE = re.compile(r"\s*|An exception occurred\.|ERROR: +Application startup failed\. Exiting\.")
-_LAST_ERROR = re.compile(
-    r"^([A-Za-z_][\w.]*(?:Error|Exception)\b.*)"
-    r"(?:\n\[SQL: (?:(?!\nTraceback)[\s\S])*?\])?(?:\n\[parameters: .*\])?(?:\n\(Background on .*\))?\Z",
-    re.MULTILINE,
-)
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b")
 
 
 def last_words(output: str) -> str:
-    """The reason in the output of a process that ended: its exception, else its last line with content."""
-    lines = output.splitlines()
-    while lines and _LAST_LINE.fullmatch(lines[-1].strip()):
-        lines.pop()
-    said = "\n".join(lines)
-    found = _LAST_ERROR.search(said)
-    return (found[1] if found else said.rpartition("\n")[2]).strip() or "it said nothing"
+    """The reason in the output of a process that ended: its last exception, else its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    return (errors or lines or ["it said nothing"])[-1]
 
 
 def whole_characters(text: str) -> str:
@@ -124,15 +115,6 @@ def described_error(error: BaseException, file: str | None = None) -> str:
     passed = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" ({Path(file).name}:{passed[-1]})" if file is not None and passed else ""
     return f"{type(error).__name__}: {first_line(error)}{where}"
-
-
-def not_unicode(text: str) -> int | None:
-    """Index of the first lone surrogate, which stands for a byte that is not UTF-8; None: the text is valid."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
 
 
 def printable(text: str) -> str:

@@ -2,10 +2,7 @@
 
 A file is executed from the bytes that its digest is of. Its module hides no other one: where another module has the
 name of the file, its own is made of the digest. Elsewhere it is that of the file, so that other processes can unpickle
-its functions. After `find_neighbours` it finds the files beside it. Their code is in no digest, and all else that the
-process imports may find them too.
-
-Imported by child processes, hence free of everything heavy.
+its functions. After `find_neighbours` it finds the files beside it. Their code is in no digest.
 """
 
 import hashlib
@@ -18,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8core.errors import UserError, described_error, meant, nearest
+from fp8core.errors import UserError, described_error, meant
 
 
 class UserCode(NamedTuple):
@@ -91,19 +88,18 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
         absent = isinstance(error, ModuleNotFoundError) and error.name == place
-        near = meant(place, _own_modules()) if absent else ""
-        raise UserError(f"{place} cannot be imported: {described_error(error)}{near}") from error
+        near = meant(place, [file.stem for file in Path().glob("*.py")]) if absent else ""
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+        where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+        raise UserError(f"{place} cannot be imported: {described_error(error)}{where}{near}") from error
 
 
 def _source(file: Path) -> bytes:
     try:
-        if file.exists() and not file.is_file():  # A pipe would wait for a writer.
-            raise UserError(f"{file} is no regular file")
         return file.read_bytes()
     except OSError as error:
-        near = nearest(file.stem, _own_modules(file.parent))
-        hint = "" if near is None else f"; did you mean {near}.py?"
-        raise UserError(f"{file} cannot be read: {error.strerror}{hint}") from error
+        near = meant(file.name, [other.name for other in file.parent.glob("*.py")])
+        raise UserError(f"{file} cannot be read: {error.strerror}{near}") from error
 
 
 def _digest(source: bytes) -> str:
@@ -142,25 +138,12 @@ def import_attribute(path: str, place: str) -> Any:
     """The object at an import path `package.module:name`; raises UserError, which begins with `place`."""
     module_name, _, attribute = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing == module_name or module_name.startswith(f"{missing}."):
-            raise UserError(f"{place}: there is no module {missing}{meant(missing, _own_modules())}") from error
-        raise UserError(f"{place}: {module_name} imports {missing}, which is not installed") from error
-    except ImportError as error:
-        raise UserError(f"{place}: {module_name} cannot be imported: {error}") from error
-    except SyntaxError as error:
-        raise UserError(f"{place}: {error.filename}:{error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # Whatever a module of the user's own does when it is imported.
-        raise UserError(f"{place}: {_raised_at(error)}{described_error(error)}") from error
+        module = _imported(module_name, lambda: importlib.import_module(module_name))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
     if not hasattr(module, attribute):
         raise UserError(f"{place}: module {module_name} has no {attribute}{meant(attribute, _defined_in(module))}")
     return getattr(module, attribute)
-
-
-def _own_modules(folder: Path = Path()) -> list[str]:
-    return [file.stem for file in folder.glob("*.py")]
 
 
 def _defined_in(module: ModuleType) -> list[str]:
@@ -169,9 +152,3 @@ def _defined_in(module: ModuleType) -> list[str]:
         for name, found in vars(module).items()
         if callable(found) and getattr(found, "__module__", None) == module.__name__
     ]
-
-
-def _raised_at(error: BaseException) -> str:
-    """The line of a module that was being imported, `file:line: `; nothing for one that is no Python."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""

@@ -39,12 +39,12 @@ def add_commands(commands: Any) -> None:
 
 
 def graph(options: argparse.Namespace) -> int:
-    from fp8core.config.load import load_open_config
+    from fp8core.config.load import load_config
     from fp8core.report.text import pipeline_mermaid, pipeline_text
     from fp8core.run.checks.settings import pipeline_of
 
     search_last(Path.cwd())
-    plan = pipeline_of(load_open_config(options.config, options.overrides))
+    plan = pipeline_of(load_config(options.config, options.overrides))
     say(f"{pipeline_text(plan)}\n\n{pipeline_mermaid(plan)}")
     return ExitCode.DONE
 

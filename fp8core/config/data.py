@@ -31,13 +31,6 @@ class ChainTaskConfig(Section):
             raise ValueError(f"max_operands={self.max_operands} is below min_operands={self.min_operands}")
         return self
 
-    @field_validator("operations")
-    @classmethod
-    def _once(cls, operations: str) -> str:
-        if len({*operations}) < len(operations):
-            raise ValueError(f"operations={operations}: one is there twice")
-        return operations
-
 
 class DataConfig(Section):
     """Where prompts come from."""

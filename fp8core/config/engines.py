@@ -64,8 +64,7 @@ class VllmConfig(Section):
         1, ge=1, le=64, description="GPUs of one host that share an engine; needs cluster.placement=separate."
     )
     experts: Literal["deep_gemm", "triton"] = Field(
-        "deep_gemm",
-        description="Kernel of FP8 experts; batch_invariant needs triton.",
+        "deep_gemm", description="Kernel of FP8 experts; batch_invariant needs triton."
     )
 
 
@@ -73,8 +72,7 @@ class SglangConfig(Section):
     """Settings of SGLang; `rollout.max_batch` is its max_running_requests."""
 
     model: Literal["stock", "aligned"] = Field(
-        "stock",
-        description="stock: SGLang's own model; aligned: ours, with pages of a multiple of 16 tokens.",
+        "stock", description="stock: SGLang's own model; aligned: ours, with pages of a multiple of 16 tokens."
     )
     mem_fraction_static: Annotated[float, SAME_SPEED] = Field(
         0.8, gt=0, le=0.98, description="Share of the device's memory for weights and KV cache; graphs come on top."
@@ -90,8 +88,5 @@ class SglangConfig(Section):
     )
     page_size: int = Field(1, ge=1, le=1024, description="Tokens of a cache page, the unit of prefix caching.")
     graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
-    batch_invariant: bool = Field(
-        False,
-        description="SGLang's deterministic inference.",
-    )
+    batch_invariant: bool = Field(False, description="SGLang's deterministic inference.")
     sleep: bool = Field(False, description="Free weights, cache and graphs between rollout and sync.")

@@ -11,7 +11,7 @@ below, too. A mapping over a list of named items (the steps of the pipeline) mer
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -82,7 +82,6 @@ def _lines(node: yaml.Node, source: str, prefix: str) -> Iterator[tuple[str, str
 
 
 def layer_of(values: Mapping[str, Any], place: str) -> Layer:
-    """A layer of one place."""
     return Layer(dict(values), {key: place for key, _ in nodes(values)})
 
 
@@ -122,8 +121,13 @@ def stacked(layers: Iterable[Layer]) -> Layer:
                 raise UserError(f"pipeline.{key}: unknown key; {suggestion(key, known)} ({written[f'pipeline.{key}']})")
         tree, places = _merged(tree, values, "", written), places | written
         for edit, asked in edits.items():
-            steps, moved = _edited(tree["pipeline"].get("steps"), edit, asked, places)
-            tree["pipeline"]["steps"], places = steps, places | moved
+            before, place = dict(nodes(tree)), written[f"pipeline.{edit}"]
+            try:
+                tree["pipeline"]["steps"] = _edited(tree["pipeline"].get("steps"), edit, asked)
+            except UserError as error:
+                raise UserError(f"{error} ({place})") from error
+            changed = (key for key, value in nodes(tree) if key not in before or before[key] != value)
+            places |= dict.fromkeys(changed, place)
         # A port that a list named, and a value of a mapping that was replaced, are no keys any more.
         present = {key for key, _ in nodes(tree)}
         places = {key: place for key, place in places.items() if key in present}
@@ -161,59 +165,37 @@ EDITS = {
 """Edits of the pipeline, in the order in which they are carried out, with their form."""
 
 
-def _edited(
-    below: Any, edit: str, asked: Any, places: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The steps below with an edit carried out, and the places of what it has set."""
-    place, moved = places[f"pipeline.{edit}"], dict[str, str]()
+def _edited(below: Any, edit: str, asked: Any) -> list[dict[str, Any]]:
+    """The steps below with an edit carried out."""
     if not _is_named_list(below):
-        raise UserError(f"pipeline: there are no named steps to edit ({place})")
+        raise UserError("pipeline: there are no named steps to edit")
     if not _is_well_formed(edit, asked):
-        raise UserError(f"pipeline.{edit}: {EDITS[edit]} ({place})")
+        raise UserError(f"pipeline.{edit}: {EDITS[edit]}")
     steps = list(below)
 
     def index(name: Any) -> int:
         names = [step["name"] for step in steps]
         if name not in names:
-            raise UserError(f"pipeline.{edit}: there is no step {name}; {suggestion(str(name), names)} ({place})")
+            raise UserError(f"pipeline.{edit}: there is no step {name}; {suggestion(str(name), names)}")
         return names.index(name)
 
-    if edit == "remove":
+    if edit == "replace":
+        for name, step in asked.items():
+            steps[index(name)] = {"name": name, **step}
+    elif edit == "insert":
+        for item in asked if isinstance(asked, list) else [asked]:
+            side = "after" if "after" in item else "before"
+            steps.insert(index(item[side]) + (side == "after"), item["step"])
+    elif edit == "remove":
         for name in asked:
             del steps[index(name)]
-        return steps, moved
-    carried_out = {"replace": _replaced, "insert": _inserted, "rewire": _rewired}[edit]
-    for old, new, value in carried_out(steps, asked, index):
-        for key in ("", *(f".{key}" for key, _ in nodes(value))):
-            moved[f"pipeline.steps.{new}{key}"] = places.get(f"pipeline.{edit}.{old}{key}", place)
-    return steps, moved
-
-
-Moves = Iterator[tuple[str, str, Any]]
-"""Keys below the edit and below the steps where a value was written and now is, and the value."""
-
-
-def _replaced(steps: list[dict[str, Any]], asked: Mapping[str, Any], index: Callable[[str], int]) -> Moves:
-    for name, step in asked.items():
-        steps[index(name)] = {"name": name, **step}
-        yield name, step.get("name", name), step
-
-
-def _inserted(steps: list[dict[str, Any]], asked: Any, index: Callable[[str], int]) -> Moves:
-    for number, item in enumerate(asked if isinstance(asked, list) else [asked]):
-        side, step = "after" if "after" in item else "before", item["step"]
-        steps.insert(index(item[side]) + (side == "after"), step)
-        yield f"{number}.step" if isinstance(asked, list) else "step", step["name"], step
-
-
-def _rewired(steps: list[dict[str, Any]], asked: Mapping[str, Any], index: Callable[[str], int]) -> Moves:
-    for name, ports in asked.items():
-        step = steps[index(name)]
-        written = step.get("needs", [])
-        needs = dict(written) if isinstance(written, Mapping) else {port: port for port in written}
-        connected = {port: artifact for port, artifact in (needs | ports).items() if artifact is not None}
-        steps[index(name)] = {**step, "needs": connected}
-        yield name, f"{name}.needs", connected
+    else:
+        for name, ports in asked.items():
+            written = steps[index(name)].get("needs", [])
+            needs = dict(written) if isinstance(written, Mapping) else {port: port for port in written}
+            connected = {port: artifact for port, artifact in (needs | ports).items() if artifact is not None}
+            steps[index(name)] = {**steps[index(name)], "needs": connected}
+    return steps
 
 
 def _is_well_formed(edit: str, asked: Any) -> bool:

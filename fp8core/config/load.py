@@ -22,11 +22,6 @@ from fp8core.errors import StoredFileError, UserError, meant, nearest, without_p
 Overrides = Mapping[str, Any] | Sequence[str]
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
-BARE_NAME = r"^[\w-]+$"
-"""Of a shipped configuration; anything else is a path."""
-
-UNDECIDED = "(undecided)"
-
 # Settings that may differ between two runs that compute the same numbers.
 NON_NUMERIC_KEYS = (
     *("steps", "run", "runs", "alignment", "checkpoint", "artifacts", "replay", "tracking", "cluster", "parity"),
@@ -37,8 +32,7 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
     """The configuration of a shipped name (`tiny`) or a YAML file, with overrides.
 
     `overrides` are `key.path=value` strings, or a mapping from (dotted) keys to values. In a string, the value of a
-    text is that text, and any other is YAML. Raises UserError, one line with the key and the file and line, for every
-    mistake in them.
+    text is that text, and any other is YAML. Raises UserError, with the key and its place.
     """
     tree = _tree(name_or_path, overrides)
     if tree.values.get("model") is None and tree.values.get("architecture") is None:
@@ -46,14 +40,6 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
             "model: not set, and there is no architecture to build; add the checkpoint to train, a folder or a hub id: "
             "--set model=FOLDER_OR_HUB_ID"
         )
-    return _validated(tree)
-
-
-def load_open_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
-    """As `load_config`, for looking at an iteration: the model may be left open, and is then called UNDECIDED."""
-    tree = _tree(name_or_path, overrides)
-    if tree.values.get("model") is None and tree.values.get("architecture") is None:
-        tree.values["model"] = UNDECIDED
     return _validated(tree)
 
 
@@ -71,13 +57,13 @@ def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ())
 
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
-    """Where each value comes from: dotted key -> `file:line`, `--set`, `overrides` or `default`."""
+    """Dotted key -> `file:line`, `--set`, `overrides` or `default`."""
     written = written_places(name_or_path, overrides)
     return {key: written.get(key, "default") for key in leaves(public_dump(load_config(name_or_path, overrides)))}
 
 
 def written_places(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
-    """Where each key and each section was written last: dotted key -> `file:line`, `--set` or `overrides`."""
+    """Where each key and each section was written last: as `origins`."""
     return _tree(name_or_path, overrides).places
 
 
@@ -86,17 +72,14 @@ def config_digest(config: RunConfig) -> str:
 
     Its length, its own name (`run`), its upkeep and its tracking are left out (NON_NUMERIC_KEYS).
     """
-    return dump_digest(public_dump(config))
+    dump = public_dump(config)
+    values = _numeric(dump, dump)
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def config_digest_at(config: RunConfig, level: str) -> str:
     """`config_digest` with another `replay.level`, at which a run may go on; each record names its own."""
     return config_digest(config.model_copy(update={"replay": config.replay.model_copy(update={"level": level})}))
-
-
-def dump_digest(dump: Mapping[str, Any]) -> str:
-    values = _numeric(dump, dump)
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -233,7 +216,8 @@ def _declared_changes(layers: Sequence[Layer]) -> list[str]:
 
 
 def _locate(name_or_path: str) -> Path:
-    bare = not name_or_path or re.fullmatch(BARE_NAME, name_or_path)
+    # Anything else is a path.
+    bare = re.fullmatch(r"[\w-]*", name_or_path)
     path = SHIPPED / f"{name_or_path}.yaml" if bare else Path(name_or_path)
     if path.is_file():
         return path

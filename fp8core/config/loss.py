@@ -11,12 +11,11 @@ from fp8core.config.section import Section, UserSource, check_choice, name_patte
 
 
 class LossTraits(NamedTuple):
-    """A shipped policy loss, in the settings that several losses share.
+    """Settings that a shipped policy loss takes, of those that several share.
 
     Attributes:
-        dual_clip: whether it reads `loss.dual_clip`.
-        by_rows: whether its source defines it as a mean over rows only.
-        weighted_in_bypass: whether it takes weights in bypass mode, where a ratio of others would count them twice.
+        by_rows: its source defines it as a mean over rows only.
+        weighted_in_bypass: it takes weights in bypass mode, where a ratio of others would count them twice.
     """
 
     dual_clip: bool = False
@@ -45,12 +44,6 @@ class ClipCovConfig(Section):
     share: float = Field(2e-4, gt=0, le=1, description="Largest share of the tokens of an update; one at least.")
     low: float = Field(1.0, description="Only tokens with a covariance above this are drawn from.")
     high: float = Field(5.0, description="And below this.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "ClipCovConfig":
-        if not self.low < self.high:
-            raise ValueError(f"low={self.low} is not below high={self.high}")
-        return self
 
 
 class KlCovConfig(Section):
@@ -95,8 +88,7 @@ class LogprobsConfig(Section):
     """The log-probs of the policy before an update, which the objective calls old."""
 
     source: Literal["pass", "training", "rollout"] = Field(
-        "pass",
-        description="A pass of its own, the update's forward, or the rollout (docs/concepts/iteration.md).",
+        "pass", description="A pass of its own, the update's forward, or the rollout (docs/concepts/iteration.md)."
     )
     audit_share: float = Field(
         1 / 16,
@@ -142,8 +134,7 @@ class LossConfig(Section):
         "k1", description="Estimate of that divergence by token."
     )
     reference_kl_gradient: Literal["estimate", "unbiased", "importance"] = Field(
-        "estimate",
-        description="What the estimate is multiplied by (docs/guides/losses.md).",
+        "estimate", description="What the estimate is multiplied by (docs/guides/losses.md)."
     )
     entropy: float = Field(0.0, ge=0, le=100, description="Weight of the entropy bonus, at each written token.")
     clip_cov: ClipCovConfig = Field(default_factory=ClipCovConfig, description="Of policy=clip_cov.")

@@ -34,8 +34,7 @@ class PipelineConfig(Section):
     """The steps of one iteration, what one iteration hands to the next, and whether generation waits for the update."""
 
     mode: Literal["synchronous", "one_step_off", "asynchronous"] = Field(
-        "synchronous",
-        description="What is generated beside the update (docs/guides/asynchronous.md).",
+        "synchronous", description="What is generated beside the update (docs/guides/asynchronous.md)."
     )
     max_staleness: int = Field(
         1, ge=0, le=100, description="Versions that a token may be older than the policy that learns from it."

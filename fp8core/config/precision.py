@@ -62,16 +62,12 @@ class PrecisionContract(Section):
 
     rollout: SidePrecision = Field(default_factory=SidePrecision)
     training: TrainingPrecision = Field(default_factory=TrainingPrecision)
-    scale_rule: RecipeName = Field(
-        "fp32_activations",
-        description="Recipe of block FP8 (docs/concepts/precision.md).",
-    )
+    scale_rule: RecipeName = Field("fp32_activations", description="Recipe of block FP8 (docs/concepts/precision.md).")
     attention: AttentionProducts | None = Field(
         None, description="Q and P of attention over an FP8 cache; null: as in the recipe."
     )
     rounding_points: PointsName = Field(
-        "stepwise",
-        description="Places where a forward rounds (docs/concepts/precision.md).",
+        "stepwise", description="Places where a forward rounds (docs/concepts/precision.md)."
     )
     bf16_first_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the start.")
     bf16_last_layers: int = Field(0, ge=0, description="Decoder layers kept in BF16 at the end.")

@@ -1,26 +1,14 @@
 """Settings of rewards: the verifier of answers, and what may be added to its score."""
 
+from typing import Annotated
+
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
-_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict", "length", "format")
-
-
-class LengthRewardConfig(Section):
-    """A reward for short completions: 0 up to `longest - buffer` characters, from there falling to -1 at `longest`."""
-
-    weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
-    longest: int = Field(ge=1, le=1 << 22, description="Characters at which it is -1; the step `shape` counts tokens.")
-    buffer: int = Field(ge=1, le=1 << 22, description="Characters below `longest` over which it falls.")
-
-    @model_validator(mode="after")
-    def _buffer_fits(self) -> "LengthRewardConfig":
-        if self.buffer > self.longest:
-            raise ValueError(f"buffer={self.buffer} is above longest={self.longest}")
-        return self
+_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict", "format")
 
 
 class FormatRewardConfig(Section):
@@ -30,14 +18,9 @@ class FormatRewardConfig(Section):
     """
 
     weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
-    tags: list[str] = Field(min_length=1, max_length=16, description="Texts such as `<think>` and `</think>`.")
-
-    @field_validator("tags")
-    @classmethod
-    def _not_empty(cls, tags: list[str]) -> list[str]:
-        if not all(tags) or len({*tags}) < len(tags):
-            raise ValueError("one is empty, or there twice")
-        return tags
+    tags: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1, max_length=16, description="Texts such as `<think>` and `</think>`."
+    )
 
 
 class OtherVerifierConfig(Section):
@@ -70,7 +53,6 @@ class RewardConfig(Section):
         description="chain, integer, math-verify, or your function: `module:function` or `path/to/file.py:function`.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
-    length: LengthRewardConfig | None = None
     format: FormatRewardConfig | None = None
     others: list[OtherVerifierConfig] = Field(
         default_factory=list,

@@ -1,11 +1,9 @@
-"""JSON schemas (draft 2020-12): of a configuration file, for editors, and of overrides, for who submits them.
+"""The JSON schema (draft 2020-12) of a configuration file, for editors.
 
 A file may leave out whatever its base gives, and overrides everything. Rules between settings, such as two that exclude
 each other, are left to loading.
 """
 
-import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8core.config.run import RunConfig
@@ -58,55 +56,3 @@ def file_schema() -> dict[str, Any]:
         del layered["required"]
     schema["properties"] = {"base": {"description": _BASE, "type": "string"}, **schema["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fp8-grpo run"}
-
-
-def override_schema() -> dict[str, Any]:
-    """The schema of overrides as a mapping: a key is a section or a dotted path, and its value has type and bounds.
-
-    Nothing in it refers to a definition or describes, as it becomes a part of other schemas. Below an open mapping,
-    such as the options of a verifier, every key is allowed.
-    """
-    schema = file_schema()
-    del schema["properties"]["base"]
-    paths = dict(_paths(_inlined(schema, schema["$defs"]), ""))
-    opened = sorted(path for path, value in paths.items() if _is_open(value))
-    return {
-        "type": "object",
-        "properties": paths,
-        "patternProperties": {rf"^({'|'.join(map(re.escape, opened))})\.": {}},
-        # Beside a pattern it is refused in fewer words than by `additionalProperties`, which would quote the pattern.
-        "unevaluatedProperties": False,
-    }
-
-
-# A section that is merged into the one below may leave out every key.
-_DROPPED = ("title", "description", "default", "format", "required", "oneOf", "$defs")
-
-
-def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
-    if not isinstance(node, Mapping):
-        return node
-    if "$ref" in node:
-        node = definitions[node["$ref"].rpartition("/")[2]]
-    return {
-        key: {name: _inlined(inner, definitions) for name, inner in value.items()}
-        if key == "properties"
-        else _inlined(value, definitions)
-        for key, value in node.items()
-        if key not in _DROPPED
-    }
-
-
-def _paths(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for key, value in section["properties"].items():
-        yield prefix + key, value
-        options = [option for option in value.get("anyOf", [value]) if option != _NULL]
-        if len(options) == 1 and "properties" in options[0]:
-            yield from _paths(options[0], f"{prefix}{key}.")
-
-
-def _is_open(value: Mapping[str, Any]) -> bool:
-    options = value.get("anyOf", [value])
-    return any(option.get("type") == "object" and option.get("additionalProperties") is not False for option in options)

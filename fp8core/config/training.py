@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fp8core.config.section import Section
 
@@ -19,13 +19,6 @@ class LoraConfig(Section):
         min_length=1,
         description="Linears of every layer that have an adapter; all else is frozen.",
     )
-
-    @field_validator("targets")
-    @classmethod
-    def _each_once(cls, targets: list[LoraTarget]) -> list[LoraTarget]:
-        if len(set(targets)) < len(targets):
-            raise ValueError("one is named twice")
-        return targets
 
 
 class MegatronConfig(Section):
@@ -69,13 +62,11 @@ class TrainingConfig(Section):
     """Optimisation of the policy."""
 
     trainer: Literal["torch", "megatron"] = Field(
-        "torch",
-        description="torch: exact on a CPU, packed on a GPU; megatron: Megatron Core.",
+        "torch", description="torch: exact on a CPU, packed on a GPU; megatron: Megatron Core."
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Of the torch trainer.")
     packed: bool | None = Field(
-        None,
-        description="Torch trainer for packed sequences; false: the exact trainer; null packs on a GPU.",
+        None, description="Torch trainer for packed sequences; false: the exact trainer; null packs on a GPU."
     )
     learning_rate: float = Field(1e-4, gt=0, le=1, description="Of AdamW, at its highest.")
     warmup_steps: int = Field(5, ge=0, le=1_000_000, description="Linear learning-rate warm-up in optimiser updates.")
@@ -112,23 +103,15 @@ class TrainingConfig(Section):
         return self.device == "cuda" if self.packed is None else self.packed
 
     @model_validator(mode="after")
-    def _adapters_are_torch(self) -> "TrainingConfig":
+    def _settings_agree(self) -> "TrainingConfig":
         if self.lora is not None and self.trainer == "megatron":
             raise ValueError("lora with trainer=megatron, which has no adapters; set trainer to torch, or lora to null")
-        return self
-
-    @model_validator(mode="after")
-    def _exact_on_a_cpu(self) -> "TrainingConfig":
         if self.device == "cuda" and self.packed is False:
             raise ValueError("device=cuda with packed=false: the exact trainer computes on a CPU; set packed to null")
-        return self
-
-    @model_validator(mode="after")
-    def _narrow_moments_move(self) -> "TrainingConfig":
         # One step changes the second moment by 1 - beta2 of itself; BF16 resolves 2^-8.
         if self.optimiser_state == "bf16" and self.beta2 > 0.99:
             raise ValueError(f"beta2={self.beta2}: a second moment in BF16 would not move; lower it to 0.99 or less")
-        # BF16 resolves 2^-8, so that at 0.99 the first moment stops short of a steady gradient by a sixth.
+        # At 0.99 the first moment stops short of a steady gradient by a sixth.
         if self.trainer == "torch" and self.computes_packed and self.optimiser_state == "bf16" and self.beta1 > 0.95:
             raise ValueError(f"beta1={self.beta1}: a first moment in BF16 stops too soon; lower it to 0.95 or less")
         return self
@@ -138,12 +121,10 @@ class WeightingConfig(Section):
     """Importance weights (fp8core/rl/correction.py)."""
 
     level: Literal["none", "token", "sequence", "geometric"] = Field(
-        "token",
-        description="What has one weight: each token, or each row by the product or mean of its ratios.",
+        "token", description="What has one weight: each token, or each row by the product or mean of its ratios."
     )
     action: Literal["keep", "truncate", "clip", "band", "mask"] = Field(
-        "truncate",
-        description="What happens outside the bounds (docs/reference/numerics.md).",
+        "truncate", description="What happens outside the bounds (docs/reference/numerics.md)."
     )
     low: float = Field(0.0, ge=0, le=1e6, description="Lower bound of a weight.")
     high: float = Field(2.0, gt=0, le=1e6, description="Upper bound of a weight.")
@@ -179,8 +160,7 @@ class CorrectionConfig(Section):
         "joint", description="Of custom: tests look at all tokens, or at what earlier ones left."
     )
     denominator: Literal["kept", "all"] | None = Field(
-        None,
-        description="Of custom: rejected tokens leave the loss's denominator (kept), or stay in it with weight 0.",
+        None, description="Of custom: rejected tokens leave the loss's denominator (kept), or stay in it with weight 0."
     )
     mode: Literal["decoupled", "bypass"] = Field(
         "decoupled", description="Of custom: bypass takes rollout for old, and corrects anew at every update."
@@ -196,24 +176,16 @@ class CorrectionConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _preset_is_named(self) -> "CorrectionConfig":
+    def _settings_are_read(self) -> "CorrectionConfig":
         if self.method == "preset" and self.preset is None:
             raise ValueError("method=preset needs the name of one: set correction.preset")
         if self.method != "preset" and self.preset is not None:
             raise ValueError(f"correction.preset={self.preset} needs correction.method=preset, not {self.method}")
-        return self
-
-    @model_validator(mode="after")
-    def _custom_settings_are_read(self) -> "CorrectionConfig":
         # `none` switches off whatever else is set.
         if self.method in ("token_tis", "preset"):
             for name in ("weighting", "filters", "veto", "normalise", "normalise_over", "order", "denominator", "mode"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                     raise ValueError(f"{name}: method=custom alone reads it, not {self.method}; unset one of both")
-        return self
-
-    @model_validator(mode="after")
-    def _bypass_corrects_parts(self) -> "CorrectionConfig":
         if self.method == "custom" and self.mode == "bypass":
             if self.normalise != "none":
                 raise ValueError(

@@ -99,9 +99,6 @@ class ChainSource:
             )
         return [_problem(question) for question in found]
 
-    def contradiction(self) -> None:
-        return None
-
     def to_check(self) -> list[Problem]:
         one = "1".zfill(self._config.digits)
         return [_problem(self._config.operations[0].join([one] * self._config.max_operands) + "=")]

@@ -5,7 +5,6 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,9 +57,7 @@ class TrainingSet(NamedTuple):
 class PromptSource(Protocol):
     """Problems for training and for evaluation. No state: the step number is the position in the data."""
 
-    def training_set(self) -> TrainingSet:
-        """The problems that `training` draws from, whatever the step and the seed."""
-        ...
+    def training_set(self) -> TrainingSet: ...
 
     def digest(self) -> str | None:
         """SHA-256 of all problems that were read, of training and held out; None where settings determine them."""
@@ -80,17 +77,12 @@ class PromptSource(Protocol):
         """
         ...
 
-    def contradiction(self) -> str | None:
-        """The first row that has a question's second reference, which is not used, in a line; None: there is none."""
-        ...
-
     def to_check(self) -> Iterable[Problem]:
         """Problems that show, before any work, what may be wrong with any of them: all rows, or the longest made."""
         ...
 
 
 def problems_digest(problems: Iterable[Problem]) -> str:
-    """SHA-256 over questions and references in order, and other columns where there are any."""
     digest = hashlib.sha256()
     for row in problems:
         parts = [row.asked, row.reference, *([row.columns] if row.columns else [])]
@@ -118,7 +110,9 @@ def generator(seed: int, purpose: str, index: int) -> np.random.Generator:
 
 
 # More than tokenizers put around a text.
-ADDED_TOKENS = 8
+_ADDED_TOKENS = 8
+# No character, so templates leave it alone.
+_CUT = "\ufdd0"
 
 
 def encode_prompt(
@@ -134,25 +128,21 @@ def encode_prompt(
             the tokenizer lacks.
     """
     text, chat = prompt_text(problem, config, tokenizer)
-    mark = _mark_outside(text)
     try:
-        tokens = tokenizer.encode_pieces(_cut_text(problem, config, tokenizer, mark).split(mark), first=not chat)
+        if _CUT in text:
+            raise ValueError("the prompt has the code point U+FDD0, which is no character")
+        tokens = tokenizer.encode_pieces(_cut_text(problem, config, tokenizer).split(_CUT), first=not chat)
     except ValueError as error:
         raise UserError(f"{problem.place}: {error}" if problem.place else str(error)) from error
     refuse_length(problem, len(tokens), "tokens", config, max_positions)
     return text, tokens
 
 
-def _mark_outside(text: str) -> str:
-    """A text that is nowhere in this one: code points that are no characters, so templates leave it alone."""
-    return next(mark for number in count() if (mark := f"\ufdd0{number}\ufdd1") not in text)
-
-
-def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer, mark: str) -> str:
+def _cut_text(problem: Problem, config: RunConfig, tokenizer: Tokenizer) -> str:
     """`prompt_text` with marks inside the control tokens of the question and the messages before it."""
     cuts = {"assistant": tokenizer.assistant_pieces}
-    before = [Message(role, mark.join(cuts.get(role, tokenizer.plain_pieces)(text))) for role, text in problem.before]
-    marked = replace(problem, question=mark.join(tokenizer.plain_pieces(problem.question)), before=tuple(before))
+    before = [Message(role, _CUT.join(cuts.get(role, tokenizer.plain_pieces)(text))) for role, text in problem.before]
+    marked = replace(problem, question=_CUT.join(tokenizer.plain_pieces(problem.question)), before=tuple(before))
     return prompt_text(marked, config, tokenizer)[0]
 
 
@@ -165,18 +155,8 @@ def refuse_length(problem: Problem, tokens: int, of_what: str, config: RunConfig
         raise UserError(
             f"{place}prompt {problem.prompt_id} ({problem.question[:40]!r}) has {tokens} {of_what}; {fitting} "
             f"(data.max_prompt_tokens={config.data.max_prompt_tokens}, {max_positions} positions of model and engine, "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}){_cure(problem, tokens, config, max_positions)}"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}); change one of these, or the row"
         )
-
-
-def _cure(problem: Problem, tokens: int, config: RunConfig, max_positions: int) -> str:
-    """The end of a message: settings and rows to change so that a prompt of so many tokens fits."""
-    cures = ["remove the row"] if problem.place else []
-    if 0 < tokens <= max_positions - config.rollout.max_new_tokens:
-        cures.insert(0, "raise data.max_prompt_tokens")
-    elif 0 < tokens < max_positions:
-        cures.insert(0, "lower rollout.max_new_tokens")
-    return f"; {', or '.join(cures)}" if cures else ""
 
 
 def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
@@ -185,7 +165,7 @@ def refuse_unfit(problem: Problem, config: RunConfig, tokenizer: Tokenizer, max_
     A token stands for a byte at least; where a tokenizer's normaliser lengthens a text, `encode_prompt` still refuses.
     """
     text, _ = prompt_text(problem, config, tokenizer)
-    long = len(text.encode()) + ADDED_TOKENS > longest_prompt(config, max_positions)
+    long = len(text.encode()) + _ADDED_TOKENS > longest_prompt(config, max_positions)
     if long or tokenizer.may_lack_characters:
         encode_prompt(problem, config, tokenizer, max_positions)
 
@@ -205,7 +185,6 @@ def refuse_unread_turns(problem: Problem, config: RunConfig, tokenizer: Tokenize
 
 
 def question_text(problem: Problem, config: RunConfig) -> str:
-    """The question within `data.template`: the user's message."""
     return config.data.template.replace("{question}", problem.question)
 
 

@@ -1,27 +1,25 @@
 """References that a verifier cannot read: all of them are found before a run, and refused or left out.
 
-A file below `runs` has the results by reference and verifier: neither a resume nor another run checks them again.
+A file below `runs` has the results of a verifier that takes long: neither a resume nor another run checks them again.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel
-
 from fp8core import durable
 from fp8core.config.run import RunConfig
 from fp8core.data.prompt import Problem
-from fp8core.errors import StoredFileError, UserError
+from fp8core.errors import UserError
 from fp8core.progress import tell_progress
 from fp8core.rewards.scorer import MATH_VERIFY
 from fp8core.rewards.verifier import Verifier
-from fp8core.store.json_text import canonical_json, parse_model
+from fp8core.store.json_text import canonical_json
 from fp8core.store.manifest import current_code
 
-_FOLDER = "checked_references"
 _AT_ONCE = 512
 _NAMED = 5
 """Rows in a message."""
@@ -64,92 +62,44 @@ def counted(left_out: Sequence[Unreadable], total: int) -> str:
     return f"{len(left_out):,} of {total:,} references cannot be read ({', '.join(named)}{more})"
 
 
-def first_readable(problems: Sequence[Problem], count: int | None, config: RunConfig, verifier: Verifier) -> Readable:
-    """As `readable`, of the first `count` that can be read; None: of all."""
-    wanted = len(problems) if count is None else count
-    found, left_out, position = list[Problem](), list[Unreadable](), 0
-    while len(found) < wanted and position < len(problems):
-        part = problems[position : position + wanted - len(found)]
-        more = readable(part, config, verifier)
-        found, left_out, position = found + more.problems, left_out + more.left_out, position + len(part)
-    return Readable(found, left_out)
-
-
 def _at(row: Problem) -> str:
     return f"{row.place}: " if row.place else ""
 
 
 def _faults(problems: Sequence[Problem], config: RunConfig, verifier: Verifier) -> dict[str, str]:
     """The fault of each reference that has one. It depends on the reference and the verifier alone."""
+    file = _results_file(config, verifier)
+    known: dict[str, str | None] = {}
+    with suppress(OSError, ValueError):  # One that is missing or damaged is begun again.
+        known = {} if file is None else json.loads(file.read_bytes())
     first = dict[str, Problem]()
     for row in problems:
         first.setdefault(row.reference, row)
-    memory = _Memory.of(config, verifier)
-    # A refusal is worth another look: the verifier may have been too slow, and its message names the question.
-    unknown = [row for row in first.values() if not memory.knows(row, faults=config.data.unreadable == "skip")]
-    try:
-        for begin in range(0, len(unknown), _AT_ONCE):
-            tell_progress(begin, len(unknown))
-            part = unknown[begin : begin + _AT_ONCE]
-            memory.note(part, verifier.faults([(row.question, row.reference) for row in part]))
-    finally:
-        if unknown:
-            memory.store()
-    return {reference: fault for reference, row in first.items() if (fault := memory.fault(row)) is not None}
+    # A fault is worth another look: the verifier may have been too slow, and its message names the question.
+    unknown = [row for reference, row in first.items() if known.get(_name(reference), "") is not None]
+    for begin in range(0, len(unknown), _AT_ONCE):
+        tell_progress(begin, len(unknown))
+        part = unknown[begin : begin + _AT_ONCE]
+        faults = verifier.faults([(row.question, row.reference) for row in part])
+        known.update((_name(row.reference), fault) for row, fault in zip(part, faults, strict=True))
+    if file is not None and unknown:
+        with suppress(UserError):  # The next start checks again.
+            durable.write_file(file, canonical_json(known, "references"))
+    return {reference: fault for reference in first if (fault := known[_name(reference)]) is not None}
 
 
-class _Content(BaseModel):
-    """A file of the memory. References are named by the first half of their SHA-256."""
-
-    readable: set[str] = set()
-    faults: dict[str, str] = {}
-
-
-class _Memory:
-    """Results of one verifier by reference, in a file; without one, those of this process."""
-
-    def __init__(self, file: Path | None, content: _Content) -> None:
-        self._file, self._content = file, content
-
-    @classmethod
-    def of(cls, config: RunConfig, verifier: Verifier) -> "_Memory":
-        """A file that is missing or damaged is begun again. Other verifiers take no longer than to read a file."""
-        reward = config.reward
-        if MATH_VERIFY not in (reward.verifier, *(other.verifier for other in reward.others)):
-            return cls(None, _Content())
-        asked = reward.model_dump(
-            mode="json", include={"verifier", "options", "others", "timeout_seconds", "cpu_seconds", "memory_mb"}
-        )
-        parts = {"settings": asked, "verifier": verifier.describe(), "code": current_code()}
-        key = hashlib.sha256(canonical_json(parts, "reward")).hexdigest()
-        file = config.runs.absolute() / _FOLDER / f"{key}.json"
-        try:
-            return cls(file, parse_model(file.read_bytes(), _Content, file))
-        except (OSError, StoredFileError):
-            return cls(file, _Content())
-
-    def knows(self, row: Problem, *, faults: bool) -> bool:
-        """`faults`: whether they count as known."""
-        return _name(row) in self._content.readable or (faults and _name(row) in self._content.faults)
-
-    def note(self, rows: Sequence[Problem], faults: Sequence[str | None]) -> None:
-        for row, fault in zip(rows, faults, strict=True):
-            self._content.faults.pop(_name(row), None)
-            if fault is None:
-                self._content.readable.add(_name(row))
-            else:
-                self._content.faults[_name(row)] = fault
-
-    def fault(self, row: Problem) -> str | None:
-        return self._content.faults.get(_name(row))
-
-    def store(self) -> None:
-        """Where that fails, the next start checks again."""
-        if self._file is not None:
-            content = {"readable": sorted(self._content.readable), "faults": self._content.faults}
-            with suppress(UserError):
-                durable.write_file(self._file, canonical_json(content, "references"))
+def _results_file(config: RunConfig, verifier: Verifier) -> Path | None:
+    """None of a verifier that takes no longer than to read a file."""
+    reward = config.reward
+    if MATH_VERIFY not in (reward.verifier, *(other.verifier for other in reward.others)):
+        return None
+    asked = reward.model_dump(
+        mode="json", include={"verifier", "options", "others", "timeout_seconds", "cpu_seconds", "memory_mb"}
+    )
+    parts = {"settings": asked, "verifier": verifier.describe(), "code": current_code()}
+    key = hashlib.sha256(canonical_json(parts, "reward")).hexdigest()
+    return config.runs.absolute() / "checked_references" / f"{key}.json"
 
 
-def _name(row: Problem) -> str:
-    return hashlib.sha256(row.reference.encode()).hexdigest()[:32]
+def _name(reference: str) -> str:
+    return hashlib.sha256(reference.encode()).hexdigest()[:32]

@@ -9,10 +9,9 @@ import math
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from decimal import Decimal
-from io import BufferedReader
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
@@ -41,7 +40,7 @@ from fp8core.errors import InvalidReply, UserError, first_line
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import Verifier
-from fp8core.user_files import json_kind, open_input
+from fp8core.user_files import json_kind
 
 
 def problem_from_row(row: object, data: DataConfig, place: str) -> Problem:
@@ -83,10 +82,9 @@ def _columns(row: dict[str, object], names: Sequence[str], place: str) -> str:
     if not names:
         return ""
     try:
-        text = json.dumps({name: _field(row, name, place) for name in names}, allow_nan=False)
+        return json.dumps({name: _field(row, name, place) for name in names}, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{place}: data.columns={', '.join(names)}: a value is not JSON ({error})") from error
-    return text
 
 
 Row = TypeVar("Row")
@@ -111,8 +109,6 @@ class RowSource:
         # A question that is held out is asked as its own row has it, also where the training file has another answer.
         self._rows = [*(unique | held).values()]
         self._heldout = sorted(held.values(), key=lambda row: row.prompt_id)
-        known = ((kept[row.asked], row) for kept, part in ((unique, rows), (held, heldout or ())) for row in part)
-        self._contradictions = [(kept, row) for kept, row in known if kept.reference != row.reference]
         self._training = [row for question, row in unique.items() if question not in held]
         if not self._training:
             raise UserError(f"{place}: all {len(unique)} questions are held out, none is left to train on")
@@ -138,13 +134,6 @@ class RowSource:
                 f"{HELDOUT_ONE_IN}, or all of evaluation.source); {lower}, or set evaluation.source"
             )
         return self._heldout[:count]
-
-    def contradiction(self) -> str | None:
-        if not self._contradictions:
-            return None
-        (kept, row), *others = self._contradictions
-        more = f" (and {len(others):,} more such rows)" if others else ""
-        return f"{row.place}: the question of {kept.place} with another reference, and the first is kept{more}"
 
     def to_check(self) -> list[Problem]:
         return self._rows
@@ -194,19 +183,8 @@ def _field(row: dict[str, object], field: str, place: str) -> object:
     return value
 
 
-class JsonNumber(float):
-    """A number with a fraction or an exponent in a JSON text. `written`: its characters there, as 3.10."""
-
-    written: str
-
-    def __new__(cls, written: str) -> Self:
-        number = super().__new__(cls, written)
-        number.written = written
-        return number
-
-
 def _answer(row: dict[str, object], field: str, place: str) -> str:
-    """A reference; a number is the text of it, without an exponent where there is no JSON text of it."""
+    """A reference; a number is its text without an exponent."""
     value = _field(row, field, place)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return _text_field(row, field, place)
@@ -214,8 +192,6 @@ def _answer(row: dict[str, object], field: str, place: str) -> str:
         return str(value)
     if not math.isfinite(value):
         raise UserError(f"{place}: field {field!r} is {value}, which is no number to compare with")
-    if isinstance(value, JsonNumber):
-        return value.written
     return np.format_float_positional(value, trim="0") if isinstance(value, float) else f"{value:f}"
 
 
@@ -239,69 +215,45 @@ def read_file(path: Path, data: DataConfig) -> list[Problem]:
     """Every row of a file of one of the SUFFIXES, in order. Raises UserError, with the place of a bad row."""
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{path}: only .jsonl, .jsonl.gz and .parquet files are read")
-    return read_parquet(path, data) if path.suffix == ".parquet" else read_jsonl(path, data)
-
-
-def read_parquet(path: Path, data: DataConfig) -> list[Problem]:
-    """Every row in file order, counted from 0. Raises UserError on a bad row, and where there is none."""
-    rows: list[Problem] = []
+    read = _parquet_rows if path.suffix == ".parquet" else _json_rows
     try:
-        with _opened(path) as file:
-            for batch in pq.ParquetFile(file).iter_batches():
-                found = enumerate(batch.to_pylist(), start=len(rows))
-                rows += [problem_from_row(row, data, f"{path}, row {number}") for number, row in found]
-    except (pa.ArrowException, ValueError) as error:
-        raise UserError(f"{path}: damaged parquet data ({first_line(error)})") from error
-    if not rows:
-        raise UserError(f"{path}: the file has no rows")
-    return rows
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    try:
-        with open_input(path) as file:
-            yield file
+        rows = [problem_from_row(row, data, place) for place, row in read(path)]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except gzip.BadGzipFile as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: damaged gzip data ({error})") from error
+    except pa.ArrowException as error:
+        raise UserError(f"{path}: damaged parquet data ({first_line(error)})") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
-
-
-def read_jsonl(path: Path, data: DataConfig) -> list[Problem]:
-    """Every row in file order; blank lines are skipped.
-
-    Raises UserError with `file:line` on a line that is no row, and with the file when it has none or cannot be read.
-    """
-    rows = [problem_from_row(_parse(line, place), data, place) for place, line in _lines(path)]
     if not rows:
         raise UserError(f"{path}: the file has no rows")
     return rows
 
 
-def _lines(path: Path) -> list[tuple[str, bytes]]:
-    """Place and content of every line that is not blank; all, so that a checksum is verified before any is parsed."""
-    try:
-        with _opened(path) as file, gzip.open(file) if path.suffix == ".gz" else file as content:
-            # Ends at line feeds alone: JSON text may hold other line separators.
-            lines = content.read().removeprefix(BOM_UTF8).split(b"\n")
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"{path}: damaged gzip data ({error})") from error
-    return [(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """Place and content of every row, counted from 0."""
+    numbers = count()
+    for batch in pq.ParquetFile(path).iter_batches():
+        for row in batch.to_pylist():
+            yield f"{path}, row {next(numbers)}", row
 
 
-def _parse(line: bytes, place: str) -> object:
-    try:
-        row: object = json.loads(line.decode("utf-8"), parse_float=JsonNumber)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error.msg.removesuffix(' at')}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: JSON beyond limits (a number of thousands of digits, or nested too deep)") from error
-    return row
+def _json_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """Place and content of every line that is not blank. All are read before: so a checksum is verified."""
+    with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else file as content:
+        # Ends at line feeds alone: JSON text may hold other line separators.
+        lines = content.read().removeprefix(BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        place = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            yield place, json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 (byte {error.start + 1} of the line)") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not JSON ({error.msg.removesuffix(' at')}, column {error.colno})") from error
 
 
 def read_hub_dataset(data: DataConfig) -> list[Problem]:
@@ -344,19 +296,13 @@ def read_hub_dataset(data: DataConfig) -> list[Problem]:
 
 
 def build_source(data: DataConfig, evaluation: EvaluationConfig) -> PromptSource:
-    """The source of prompts for training and evaluation.
-
-    Raises UserError on data that cannot be read.
-    """
-    source: PromptSource
+    """Raises UserError on data that cannot be read."""
+    heldout = evaluation.source
     if data.source != "chain":
-        heldout = evaluation.source
-        source = RowSource(read_rows(data), data.source, read_file(Path(heldout), data) if heldout else None)
-    elif evaluation.source is not None:
-        raise UserError(f"evaluation.source={evaluation.source}: the chain task holds out prompts of its own; unset it")
-    else:
-        source = ChainSource(data.chain)
-    return source
+        return RowSource(read_rows(data), data.source, read_file(Path(heldout), data) if heldout else None)
+    if heldout is not None:
+        raise UserError(f"evaluation.source={heldout}: the chain task holds out prompts of its own; unset it")
+    return ChainSource(data.chain)
 
 
 def read_rows(data: DataConfig) -> list[Problem]:
@@ -381,10 +327,7 @@ class CheckedSource(NamedTuple):
 def check_problems(
     source: PromptSource, config: RunConfig, tokenizer: Tokenizer, max_positions: int, verifier: Verifier
 ) -> CheckedSource:
-    """Raises UserError on a reference that is no answer (but see `readable`), an unfit prompt, and too few rows.
-
-    The first two name the place (file:line).
-    """
+    """Raises UserError on a reference that is no answer (but see `readable`), an unfit prompt, and too few rows."""
     every = list(source.to_check())
     problems, left_out = readable(every, config, verifier)
     if left_out:
@@ -400,7 +343,6 @@ def check_problems(
 
 
 def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
-    """Raises UserError as `refuse_unfit` at the first prompt that it refuses, with the number of the others."""
     first, count = "", 0
     for row in problems:
         try:
@@ -414,9 +356,7 @@ def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer:
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
     """The failure of the main verifier at a reference as the answer, in a line; None: it does not fail.
 
-    So a bug in it shows before the warm start. It is for people: a verifier may be unable to read its own reference.
-
-    Raises UserError: what it returned is no verdict, whatever the completion.
+    So a bug in it shows before the warm start. Raises UserError: what it returned is no verdict.
     """
     answer = Answer(problem.question, problem.reference, problem.reference, "stop", problem.columns)
     (verdict,) = verifier.main.verify([answer])

@@ -13,8 +13,7 @@ Control tokens come from the template alone: texts of an environment are cut ins
 Without a chat template messages follow one another, and `=` precedes each observation (`3*4` -> `[3*4]$=12`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +22,13 @@ from fp8core.config.run import RunConfig
 from fp8core.environments.protocol import Action, Said, Tool, Turn
 from fp8core.environments.tool_calls import TOOL_CALLS, instructions
 from fp8core.errors import UserError
-from fp8core.models.tokenizer import PiecesOf, Tokenizer
+from fp8core.models.tokenizer import Tokenizer
 
 OBSERVATION = "="
 _THOUGHT = "<think>"
+# A mark inside control tokens, and one for the policy's turns: code points that are no characters. Templates neither
+# strip nor escape them.
+_CUT, _GAP = "\ufdd0", "\ufdd1"
 
 
 class ObservationError(ValueError):
@@ -34,8 +36,7 @@ class ObservationError(ValueError):
 
 
 def tool_calls_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> str:
-    """The name of the format of tool calls (`TOOL_CALLS`).
-    Raises UserError: it is to be that of the chat template, which writes no tool calls that are known."""
+    """A key of `TOOL_CALLS`. Raises UserError: the chat template writes no tool calls that are known."""
     if config.format != "auto":
         return config.format
     if not tokenizer.has_template:
@@ -61,17 +62,11 @@ class Talk:
 
     @classmethod
     def of(cls, config: RunConfig, tokenizer: Tokenizer) -> "Talk":
-        """That of a configuration with an environment. Raises UserError as `tool_calls_of`."""
         assert config.environment is not None, "a talk is with an environment"
         return cls(tokenizer, tool_calls_of(config.environment, tokenizer), config.data.template_arguments)
 
     def open(self, turn: Turn) -> "Conversation":
-        """Begin a conversation with an environment's first turn.
-
-        Raises:
-            ObservationError: its text cannot be put into tokens.
-            UserError: the chat template refuses its messages.
-        """
+        """Raises ObservationError: a text cannot be put into tokens; UserError: the template refuses the messages."""
         return Conversation(self, turn)
 
 
@@ -86,22 +81,18 @@ class Conversation:
         self._messages: list[Said | None] = [*turn.messages]
         # The part of the policy's present turn that the template has written.
         self._begun = ""
-        if talk.tokenizer.has_template:
-            cut, gap = self._marks()
-            rendered = self._rendered(cut, gap)
-            if turn.tools and rendered == self._rendered(cut, gap, tools=()):
-                (role, content), *others = turn.messages
-                told = instructions(talk.tool_calls, turn.tools)
-                self._messages = [Said(role, f"{told}\n\n{content}"), *others]
-                cut, gap = self._marks()
-            self._begun = _thought_at_end(rendered)
-            self.prompt = self._encoded(self._rendered(cut, gap).split(cut))
-        else:
-            text = "".join(said.content for said in turn.messages)
-            self.prompt = self._encoded(self._cut(text), first=True)
+        if not talk.tokenizer.has_template:
+            self.prompt = self._encoded(self._plain("".join(said.content for said in turn.messages)), first=True)
+            return
+        rendered = self._rendered(self._messages)
+        if turn.tools and rendered == self._rendered(self._messages, tools=()):
+            (role, content), *others = turn.messages
+            told = instructions(talk.tool_calls, turn.tools)
+            self._messages = [Said(role, f"{told}\n\n{content}"), *others]
+        self._begun = _thought_at_end(rendered)
+        self.prompt = self._encoded(self._rendered(self._messages).split(_CUT))
 
     def action(self, tokens: Sequence[int], finish: str) -> Action:
-        """The policy's turn with its tool calls; `finish` is that of the turn."""
         written = tokens[:-1] if finish == "stop" else tokens
         text = self._begun + self._talk.tokenizer.decode(written, special=True)
         calls, malformed = self._talk.parse(text, self._tools)
@@ -118,23 +109,20 @@ class Conversation:
             ObservationError: its text cannot be put into tokens.
             UserError: the template rewrites what was before the observation.
         """
-        tokenizer = self._talk.tokenizer
-        if not tokenizer.has_template:
-            self._messages += [None, *messages]
-            return self._encoded(self._cut("".join(OBSERVATION + said.content for said in messages)))
-        before = [*self._messages]
+        tokenizer, before = self._talk.tokenizer, [*self._messages]
         self._messages += [None, *messages]
-        cut, gap = self._marks()
-        tokens = self._encoded(self._rendered_after(before, cut, gap).split(cut))
+        if not tokenizer.has_template:
+            return self._encoded(self._plain("".join(OBSERVATION + said.content for said in messages)))
+        tokens = self._encoded(self._rendered_after(before).split(_CUT))
         ended = last is not None and tokens and tokens[0] in tokenizer.eos_ids
         return tokens[1:] if ended else tokens
 
-    def _rendered_after(self, before: Sequence[Said | None], cut: str, gap: str) -> str:
+    def _rendered_after(self, before: Sequence[Said | None]) -> str:
         """The template's text after these messages and the policy's turn. Raises UserError: it rewrites them."""
-        whole, asked = self._rendered(cut, gap), self._rendered(cut, gap, before)
-        stands, mark, after = whole.rpartition(gap)
-        if not mark or not (stands == asked or self._only_begun(stands, asked, cut, gap, before)):
-            first = asked + gap
+        whole, asked = self._rendered(self._messages), self._rendered(before)
+        stands, mark, after = whole.rpartition(_GAP)
+        if not mark or not (stands == asked or self._only_begun(stands, asked, before)):
+            first = asked + _GAP
             place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(whole))
             raise UserError(
                 f"{self._talk.tokenizer.where}: the chat template rewrites what is before an observation: it has "
@@ -143,52 +131,49 @@ class Conversation:
         self._begun = _thought_at_end(whole)
         return after
 
-    def _only_begun(self, stands: str, asked: str, cut: str, gap: str, before: Sequence[Said | None]) -> bool:
+    def _only_begun(self, stands: str, asked: str, before: Sequence[Said | None]) -> bool:
         """True if a turn of the policy merely begins in another way in `stands` than in `asked`, the prompt for it.
 
         Templates leave out of earlier turns a `<think>` that they write in a prompt, or close it.
         """
-        said = self._rendered(cut, gap, before, add_generation_prompt=False)
+        said = self._rendered(before, add_generation_prompt=False)
         begun, now = asked.removeprefix(said), stands.removeprefix(said)
-        both = 0 < len(begun) < len(asked) and len(now) < len(stands) and gap not in now
+        both = 0 < len(begun) < len(asked) and len(now) < len(stands) and _GAP not in now
         return both and (begun.startswith(now) or now.startswith(begun))
-
-    def _marks(self) -> tuple[str, str]:
-        """A mark inside control tokens, and one for the policy's turns: neither is in a text of the environment."""
-        texts = [said.content for said in self._messages if said is not None]
-        texts += [text for tool in self._tools for text in _texts(_function(tool))]
-        for number in count():
-            # Code points that are no characters: templates neither strip nor escape them.
-            marks = f"\ufdd0{number}\ufdd1", f"\ufdd2{number}\ufdd1"
-            if not any(mark in text for mark in marks for text in texts):
-                return marks
-        raise AssertionError("numbers have an end")
 
     def _rendered(
         self,
-        cut: str,
-        gap: str,
-        messages: Sequence[Said | None] | None = None,
+        messages: Sequence[Said | None],
         tools: Sequence[Tool] | None = None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation in the chat template, its texts cut at `cut`; `messages`, `tools`: others."""
+        """Messages in the chat template, with marks in their texts; `tools`: others than those that there are."""
         told = [
-            {"role": "assistant", "content": gap}
+            {"role": "assistant", "content": _GAP}
             if said is None
-            else {"role": said.role, "content": cut.join(self._cut(said.content))}
-            for said in (self._messages if messages is None else messages)
+            else {"role": said.role, "content": self._cut(said.content)}
+            for said in messages
         ]
         functions = [
-            {"type": "function", "function": _cut(_function(tool), cut, self._cut)}
+            {"type": "function", "function": self._cut(tool._asdict())}
             for tool in (self._tools if tools is None else tools)
         ]
         return self._talk.tokenizer.render(told, functions, add_generation_prompt, self._talk.arguments)
 
-    def _cut(self, text: str) -> list[str]:
-        """The text in pieces without control tokens. Raises ObservationError: it cannot be put into tokens."""
+    def _cut(self, value: Any) -> Any:
+        """JSON whose strings are cut inside control tokens."""
+        if isinstance(value, str):
+            return _CUT.join(self._plain(value))
+        if isinstance(value, Mapping):
+            return {self._cut(key): self._cut(below) for key, below in value.items()}
+        return [self._cut(below) for below in value] if isinstance(value, list | tuple) else value
+
+    def _plain(self, text: str) -> list[str]:
+        """The text in pieces without control tokens."""
         if text not in self._pieces:
+            if _CUT in text or _GAP in text:
+                raise ObservationError("a text has code points that are no characters")
             try:
                 self._pieces[text] = self._talk.tokenizer.plain_pieces(text)
             except ValueError as error:
@@ -203,28 +188,4 @@ class Conversation:
 
 
 def _thought_at_end(rendered: str) -> str:
-    """The thought that a generation prompt has begun, for readers of calls."""
     return _THOUGHT if rendered.rstrip().endswith(_THOUGHT) else ""
-
-
-def _cut(value: Any, cut: str, pieces_of: PiecesOf) -> Any:
-    """JSON whose strings are cut inside control tokens."""
-    if isinstance(value, str):
-        return cut.join(pieces_of(value))
-    if isinstance(value, Mapping):
-        return {_cut(key, cut, pieces_of): _cut(below, cut, pieces_of) for key, below in value.items()}
-    return [_cut(below, cut, pieces_of) for below in value] if isinstance(value, list | tuple) else value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The strings of JSON, keys included."""
-    if isinstance(value, str):
-        yield value
-    below = [*value, *value.values()] if isinstance(value, Mapping) else value
-    if isinstance(below, list | tuple):
-        for each in below:
-            yield from _texts(each)
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}

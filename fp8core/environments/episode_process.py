@@ -3,21 +3,77 @@
 An exception of the environment becomes an outcome of its episode, and so does a reply that is none.
 """
 
+import hashlib
+import importlib
+import inspect
+import json
 import random
+import re
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
-from fp8core.environments.loading import LoadedEnvironment, load_environment
-from fp8core.environments.protocol import Action, Environment, Outcome, Task, Turn
-from fp8core.environments.replies import checked_reply
-from fp8core.errors import UserError, described_error, whole_characters
+from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
+from fp8core.environments.protocol import Action, Ending, Environment, Outcome, Role, Said, Task, Tool, Turn
+from fp8core.errors import InvalidReply, UserError, described_error, whole_characters
 from fp8core.processes.host import Service
-from fp8core.rewards.scorer import DETAIL_CHARACTERS
+from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
+from fp8core.user_code import file_of, find_neighbours, load_code
+
+_INFO_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-class Trial(NamedTuple):
-    """A request to make an environment and close it; the reply is the failure, or an empty text."""
+class LoadedEnvironment(NamedTuple):
+    """A maker of the environment of an episode, its name and the digest of its source, and for errors a user's file."""
+
+    create: Callable[[], Environment]
+    description: dict[str, str]
+    file: str | None
+
+
+def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
+    """The environment of a name: a shipped one, `module:Class` or `path/to/file.py:Class`.
+
+    A class method `prepare(**options)` is called here, and returns what makes the environment of an episode.
+
+    Raises UserError: there is none, importing it fails, it has not the methods of an environment, or not these options.
+    """
+    if name in SHIPPED_ENVIRONMENTS:
+        module = importlib.import_module("fp8core.environments.shipped")
+        made, digest = getattr(module, SHIPPED_ENVIRONMENTS[name]), _digest_of_shipped()
+    else:
+        find_neighbours(name)
+        made, _, digest = load_code(name, "class")
+    prepare = getattr(made, "prepare", None)
+    _refuse_options(prepare or made, made.__name__, options)
+    if lacking := [part for part in ("start", "step", "close") if inspect.isclass(made) and not hasattr(made, part)]:
+        raise UserError(f"{made.__name__} has no method {lacking[0]}")
+    create = partial(made, **options) if prepare is None else prepare(**options)
+    return LoadedEnvironment(create, {"environment": name, "source": digest}, file_of(made))
+
+
+def _digest_of_shipped() -> str:
+    """Of all that observations depend on."""
+    folder = Path(__file__).parent
+    content = b"".join((folder / name).read_bytes() for name in ("shipped.py", "sandbox.py", "interpreter.py"))
+    return hashlib.sha256(content).hexdigest()
+
+
+def _refuse_options(called: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(called)
+    except ValueError:
+        return  # One written in C may have none to read.
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        given = ", ".join(f"{option}=..." for option in options)
+        raise UserError(
+            f"it is called as {name}({given}), and is defined as {name}{signature}: {error}; "
+            "environment.options={} drops options of a base"
+        ) from error
 
 
 def serve_environment(settings: Mapping[str, Any]) -> Service:
@@ -27,17 +83,14 @@ def serve_environment(settings: Mapping[str, Any]) -> Service:
 
 
 class EpisodeHandler:
-    """Answers a `Task` and then every `Action`, or a `Trial`."""
+    """Answers a `Task` and then every `Action`."""
 
     def __init__(self, loaded: LoadedEnvironment, reply_bytes: int) -> None:
         self._loaded, self._reply_bytes = loaded, reply_bytes
         self._environment: Environment | None = None
         self.finished = False
 
-    def answer(self, request: Task | Action | Trial) -> Turn | Outcome | str:
-        if isinstance(request, Trial):
-            self.finished = True
-            return self._tried()
+    def answer(self, request: Task | Action) -> Turn | Outcome:
         try:
             reply = checked_reply(self._asked(request), isinstance(request, Task), self._reply_bytes)
             if isinstance(reply, Outcome):
@@ -57,30 +110,95 @@ class EpisodeHandler:
     def _asked(self, request: Task | Action) -> Turn | Outcome:
         if isinstance(request, Task):
             _seed(request.seed)
-            self._environment = self._loaded.create()
+            try:
+                self._environment = self._loaded.create()
+            except Exception as error:
+                raise InvalidReply(f"it cannot be made: {described_error(error, self._loaded.file)}") from error
             return self._environment.start(request)
         assert self._environment is not None, "an action follows a turn"
         return self._environment.step(request)
 
-    def _tried(self) -> str:
-        """The fault of the options, or of the methods of the environment that they make; empty without one."""
-        try:
-            made = self._loaded.create()
-            for name in ("start", "step", "close"):
-                if not callable(getattr(made, name, None)):
-                    return f"it makes {type(made).__name__}, which has no method {name}"
-        except UserError as error:
-            return str(error)
-        except BaseException as error:  # noqa: BLE001 - the pool says what was raised
-            return described_error(error, self._loaded.file)
-        # Closed after the reply: whatever that raises may be about what `start` makes.
-        self._environment = made
-        return ""
-
 
 def _seed(seed: int) -> None:
     """All episodes are forked from one process: without this they would draw the same numbers."""
-    # Seeds of earlier versions had a sign, which `random` ignores: older episodes are played again with their numbers.
+    # `random` ignores a sign, and stored seeds had one: older episodes are played again with their numbers.
     random.seed(min(seed, 2**64 - seed))
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def checked_reply(reply: object, first: bool, most_bytes: int) -> Turn | Outcome:
+    """A reply of plain texts and numbers; `first` is whether it answers `start`. Raises ValueError naming the field."""
+    if isinstance(reply, Turn):
+        checked = _turn(reply, first)
+        texts = [said.content for said in checked.messages] + [json.dumps(tool) for tool in checked.tools]
+        size = sum(len(text.encode()) for text in texts)
+        if size > most_bytes:
+            raise ValueError(f"a reply of {size:,} bytes; at most {most_bytes:,}")
+        return checked
+    if not isinstance(reply, Outcome):
+        raise InvalidReply(f"the environment returned {type(reply).__name__}, neither a Turn nor an Outcome")
+    if reply.outcome not in get_args(Ending):
+        raise InvalidReply(f"outcome is {reply.outcome!r:.60}; there are: {', '.join(get_args(Ending))}")
+    return Outcome(reply.outcome, detail=_text(reply.detail, "detail")[:DETAIL_CHARACTERS], **_numbers(reply))
+
+
+def _turn(turn: Turn, first: bool) -> Turn:
+    messages = tuple(_said(said, first) for said in turn.messages)
+    if not messages:
+        raise ValueError("messages are empty; the policy would have nothing to answer")
+    tools = tuple(map(_tool, turn.tools))
+    if tools and not first:
+        raise ValueError("tools are told at the start only")
+    if len({tool.name for tool in tools}) < len(tools):
+        raise ValueError("two tools have one name")
+    return Turn(messages, tools, **_numbers(turn))
+
+
+def _said(said: Any, first: bool) -> Said:
+    if not isinstance(said, Said):
+        raise InvalidReply(f"a message is {said!r:.60}, not a Said")
+    roles = get_args(Role) if first else ("user", "tool")
+    if said.role not in roles:
+        raise InvalidReply(f"role is {said.role!r:.60}; there are: {', '.join(roles)}")
+    return Said(said.role, _text(said.content, "content"))
+
+
+def _tool(tool: Tool) -> Tool:
+    """Raises ValueError on parameters that templates, `instructions` or a parser of calls cannot read."""
+    try:
+        # NaN differs from itself: an environment that is asked again would seem to answer otherwise.
+        parameters = json.loads(json.dumps(dict(tool.parameters), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"parameters of a tool are no JSON: {error}") from error
+    if not isinstance(parameters.get("properties", {}), dict) or not isinstance(parameters.get("required", []), list):
+        raise ValueError("parameters of a tool are no JSON schema of an object")
+    return Tool(
+        _text(tool.name, "the name of a tool"), _text(tool.description, "the description of a tool"), parameters
+    )
+
+
+def _numbers(reply: Turn | Outcome) -> dict[str, Any]:
+    if type(reply.failed) is not int or reply.failed < 0:
+        raise ValueError(f"failed is {reply.failed!r:.60}, not a count")
+    info = {str(name): _number(value, f"info[{name!r:.60}]") for name, value in reply.info.items()}
+    for name in info:
+        if not _INFO_NAME.fullmatch(name):
+            raise ValueError(f"info has the name {name!r:.60}; names are like `guesses` or `tool_errors`")
+    return {"reward": _number(reply.reward, "reward"), "failed": reply.failed, "info": info}
+
+
+def _number(value: Any, name: str) -> float:
+    """A number of any library; a text is none."""
+    if not hasattr(value, "__float__"):
+        raise InvalidReply(f"{name} is {value!r:.60}, not a number")
+    number = float(value)
+    if not abs(number) <= MOST_REWARD:
+        raise ValueError(f"{name} is {number}, not a number from {-MOST_REWARD:g} to {MOST_REWARD:g}")
+    return number
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {type(value).__name__}, not a text")
+    return whole_characters(value)

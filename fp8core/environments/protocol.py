@@ -37,11 +37,9 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Action:
-    """The text of the policy in a turn, and the calls that were read in it.
+    """The text of the policy in a turn without the token that ended it, and the calls that were read in it.
 
     Attributes:
-        text: all of it, as it was decoded, without the token that ended it.
-        calls: tool calls in their order.
         malformed: why what looks like a call is none; empty where nothing does.
         finish: as a completion's: `stop`, `length`, `stop_string`.
     """
@@ -58,7 +56,7 @@ class Turn:
 
     Attributes:
         messages: new ones since the policy wrote; of `start` the whole conversation up to the policy's first turn.
-        tools: that the policy may call, told at the start only.
+        tools: told at the start only.
         reward: of the action that this answers; it adds up over the episode.
         failed: how many of the action's calls failed.
         info: numbers for metrics, by a short name.
@@ -82,8 +80,6 @@ class Outcome:
         outcome: `judge` where the configured verifier is to read the policy's last turn, else as a verdict's.
         reward: of the last action, beside what the verifier gives it; a `right` outcome adds nothing to it.
         failed: how many of the last action's calls failed.
-        detail: for people, a line.
-        info: as a turn's.
     """
 
     outcome: Ending
@@ -102,12 +98,10 @@ class Task:
     """A problem as an environment gets it.
 
     Attributes:
-        question: its text.
-        reference: what an answer is checked against; it never reaches the policy unless the environment tells it.
+        reference: it never reaches the policy unless the environment tells it.
         before: messages before the question.
         columns: other columns of its row (`data.columns`).
-        seed: of this episode, for environments that draw; unsigned, 64 bits, the same whenever the episode is begun
-            again.
+        seed: of this episode; unsigned, 64 bits, the same whenever the episode is begun again.
     """
 
     question: str
@@ -122,15 +116,10 @@ class Environment(Protocol):
 
     def start(self, task: Task) -> Turn | Outcome: ...
 
-    def step(self, action: Action) -> Turn | Outcome:
-        """Answer what the policy wrote."""
-        ...
+    def step(self, action: Action) -> Turn | Outcome: ...
 
     def close(self) -> None:
-        """Release what the episode holds; called once, also after an Outcome, or where `start` failed.
-
-        A run also makes an environment and closes it without `start`, to try its options; errors of that are ignored.
-        """
+        """Release what the episode holds; called once, also after an Outcome, or where `start` failed."""
         ...
 
 
@@ -141,7 +130,6 @@ def opening_json(turn: Turn) -> str:
 
 
 def opening_of(text: str) -> Turn:
-    """The first turn of which `opening_json` wrote this."""
     found = json.loads(text)
     return Turn(tuple(Said(**said) for said in found["messages"]), tuple(Tool(**tool) for tool in found["tools"]))
 
@@ -151,12 +139,10 @@ def said_json(messages: Iterable[Said]) -> str:
 
 
 def said_of(text: str) -> tuple[Said, ...]:
-    """The messages of which `said_json` wrote this."""
     return tuple(Said(**said) for said in json.loads(text))
 
 
 def calls_json(calls: Iterable[ToolCall]) -> str:
-    """Tool calls of the policy, as JSON."""
     return _json([call._asdict() for call in calls])
 
 

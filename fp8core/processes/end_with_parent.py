@@ -62,22 +62,18 @@ class TiedProcess:
         return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int:
-        """Wait for the child to end, and return its exit code. Raises subprocess.TimeoutExpired after `seconds`."""
+        """The exit code. Raises subprocess.TimeoutExpired after `seconds`."""
         return self._process.wait(seconds)
 
     def kill(self) -> None:
         self._process.kill()
 
-    def say(self, word: bytes) -> None:
-        assert self._process.stdin is not None, "it was started with a pipe"
-        with suppress(BrokenPipeError):  # Somebody killed it.
-            self._process.stdin.write(word)
-
     def end(self, word: bytes = b"") -> None:
         """Let the child read `word` and then the end of the file, and wait for it; a second call does nothing."""
         assert self._process.stdin is not None, "it was started with a pipe"
         if not self._process.stdin.closed:
-            self.say(word)
+            with suppress(BrokenPipeError):  # Somebody killed it.
+                self._process.stdin.write(word)
             self._process.stdin.close()
             self._process.wait()
 
@@ -110,10 +106,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def follow_parent() -> None:
-    """From now on this process ends with the one that started it by `multiprocessing`; without one nothing happens.
-
-    Raises OSError: the kernel has no descriptors of processes (Linux before 5.3).
-    """
+    """From now on this process ends with the one that started it by `multiprocessing`; without one nothing happens."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -126,9 +119,6 @@ def follow(pid: int) -> None:
     """From now on this process ends with process `pid`, at once if that is gone.
 
     A third process between them, which started this one by `multiprocessing`, ends too.
-
-    Raises:
-        OSError: the kernel has no descriptors of processes (Linux before 5.3).
     """
     parent = multiprocessing.parent_process()
     between = None if parent is None or parent.pid == pid else _opened(parent.pid)
@@ -136,7 +126,7 @@ def follow(pid: int) -> None:
 
 
 def _opened(pid: int | None) -> int | None:
-    """A descriptor of a process, which can be read from when it ends; None where it is gone."""
+    """A descriptor that can be read from when the process ends; None where it is gone."""
     assert pid is not None
     try:
         return os.pidfd_open(pid)

@@ -4,10 +4,9 @@
     pool -> host: a socket                host -> pool, by that socket: Ended, when its process has ended
     pool -> process: requests, None last  process -> pool: (seconds, reply) to each
 
-The pool and a process answer one another by pickles: both run the user's own code. The host has one thread, and runs
-none of that code after it was loaded. It kills a process when the pool shuts its socket down, and all of them when the
-process of the pool ends. Orphans become children of the host, which kills those whose process has ended. So daemons end
-too, on Linux; elsewhere they outlive it.
+The host has one thread, and runs none of that code after it was loaded. It kills a process when the pool shuts its
+socket down, and all of them when the process of the pool ends. Orphans become children of the host, which kills those
+whose process has ended. So daemons end too, on Linux.
 """
 
 import ctypes
@@ -45,22 +44,18 @@ class Limits(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a process: its exit code, negative for a signal; None: the host could not fork it."""
+    """The end of a process: its exit code, negative for a signal."""
 
-    code: int | None
+    code: int
 
 
 class Handler(Protocol):
-    """The work of a process."""
+    """The work of a process, which is `finished` after its last answer. Exceptions of user code become answers."""
 
     @property
-    def finished(self) -> bool:
-        """True after the last answer."""
-        ...
+    def finished(self) -> bool: ...
 
-    def answer(self, request: Any) -> Any:
-        """The reply to a request; an exception of user code becomes one too."""
-        ...
+    def answer(self, request: Any) -> Any: ...
 
     def close(self) -> None: ...
 
@@ -75,7 +70,6 @@ class Service(NamedTuple):
 def serve(channel: int, function: str) -> None:
     """Load a service by `module:function`, which gets the pool's settings, and fork until the pool ends."""
     os.set_inheritable(channel, False)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with Connection(channel) as control:
         module, _, name = function.partition(":")
@@ -108,7 +102,6 @@ class _Host:
         self._events = select.poll()
 
     def run(self) -> None:
-        """Returns when the pool has closed its end, or its process has ended."""
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wake, False)
@@ -132,19 +125,13 @@ class _Host:
                 return
 
     def _fork(self) -> bool:
-        """Fork a process for the socket that the pool has sent; False: there is none, the pool is closed."""
+        """False: there is no socket, the pool is closed."""
         with socket.socket(fileno=os.dup(self._control.fileno())) as control:
             _, files, _, _ = socket.recv_fds(control, 1, 1)
         if not files:
             return False
         connection = Connection(files[0])
-        try:
-            pid = os.fork()
-        except OSError:
-            connection.send(Ended(None))
-            connection.close()
-            return True
-        if pid == 0:
+        if (pid := os.fork()) == 0:
             self._control.close()
             signal.set_wakeup_fd(-1)
             _work(connection, self._service, self._limits)

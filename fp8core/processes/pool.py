@@ -1,21 +1,19 @@
-"""Processes that answer requests of this one within limits; a host forks them (host.py).
+"""Processes that answer requests of this one within limits; a host forks them (host.py). Safe for threads.
 
-Not safe for threads. It has no thread: it moves when it is called. A process that is late is killed with all that it
-has started, and costs nothing but the answer that it was to give.
+A process that is late is killed with all that it has started, and costs nothing but the answer that it was to give.
 """
 
-import math
 import os
 import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,140 +41,91 @@ _VARIABLES = {
 
 
 class Answer(NamedTuple):
-    """A reply of a process to a request, and the seconds that it took."""
+    """A reply of a process, and the seconds that it took."""
 
-    request: Any
     reply: Any
     seconds: float
 
 
 class Failure(NamedTuple):
-    """The end of a process before it answered."""
+    """The end of a process before it answered, after so many seconds."""
 
     outcome: Literal["timeout", "crashed"]
     detail: str
+    seconds: float
 
 
 class PoolProcess:
-    """One process of a pool.
+    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+        self._connection, self._limits = Connection(connected.detach()), limits
+        self._lock = threading.Lock()
 
-    Attributes:
-        pending: requests that it has not answered, of which it works on the first.
-    """
+    def ask(self, request: Any) -> Answer | Failure:
+        """Wait for the reply to a request. A process that fails is gone."""
+        with self._lock:
+            began = time.monotonic()
+            with suppress(BrokenPipeError, ConnectionResetError):  # Its end lies in the channel.
+                self._connection.send(request)
+            if not self._connection.poll(self._limits.timeout_seconds):
+                self.kill()
+                late = f"no reply after {self._limits.timeout_seconds:g} s"
+                return Failure("timeout", late, time.monotonic() - began)
+            try:
+                said = self._connection.recv()
+            except (EOFError, OSError, pickle.UnpicklingError):
+                said = Ended(-signal.SIGKILL)  # Together with its host.
+        if isinstance(said, Ended):
+            return self._failure(said.code, time.monotonic() - began)
+        seconds, reply = said
+        return Answer(reply, seconds)
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.connection = Connection(connected.detach())
-        self.pending = deque[Any]()
-        self.since = time.monotonic()
+    def close(self) -> None:
+        """Let it end by itself, and kill it if it does not."""
+        self.ask(None)
 
-    def ask(self, request: Any) -> None:
-        """Send a request, which it reads when it has answered those before it; None ends the process."""
-        if not self.pending:
-            self.since = time.monotonic()
-        self.pending.append(request)
-        with suppress(BrokenPipeError, ConnectionResetError):  # One that is gone is noticed when it is read from.
-            self.connection.send(request)
-
-    def shut_down(self) -> None:
-        """The host kills it."""
+    def kill(self) -> None:
+        """Let the host kill it with all that it has started."""
         # A forked child may have a copy of our end.
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as connected:
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as connected:
             connected.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+
+    def _failure(self, code: int, seconds: float) -> Failure:
+        if code == -CPU_SIGNAL:
+            return Failure("timeout", f"more than {self._limits.cpu_seconds:g} s of processor time", seconds)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return Failure("crashed", f"its process ended ({how})", seconds)
 
 
 class ProcessPool:
-    """The host and its processes.
-
-    Attributes:
-        description: of the loaded code.
-    """
+    """The host of processes; `description` is of the code that it has loaded."""
 
     def __init__(self, setting: str, function: str, settings: Mapping[str, Any], limits: Limits) -> None:
         """Load the code; `function` is that of `host.serve`, and `setting` names it in errors.
 
-        Raises:
-            UserError: it cannot be loaded.
+        Raises UserError: it cannot be loaded.
         """
         self._setting, self._function, self._settings, self._limits = setting, function, settings, limits
-        self.description: dict[str, str] = {}
-        self.processes = set[PoolProcess]()
+        self._lock = threading.Lock()
         self._host: TiedProcess | None = None
+        self.description: dict[str, str] = {}
         self._load()
 
     def start(self) -> PoolProcess:
         """A new process. Raises UserError: the host was lost, and another cannot load the code as it was."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with self._lock, theirs:
             try:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
             except (BrokenPipeError, ConnectionResetError):
                 self._end_host()
                 self._load()
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-        process = PoolProcess(ours)
-        self.processes.add(process)
-        return process
-
-    def wait(self, seconds: float) -> list[tuple[PoolProcess, Answer | Failure]]:
-        """Answers and failures that have come after at most so many seconds. A process that failed is gone."""
-        now = time.monotonic()
-        deadlines = [self._deadline(process) - now for process in self.processes]
-        connections: dict[Any, PoolProcess] = {process.connection: process for process in self.processes}
-        patience = min([seconds, *deadlines])
-        ready = wait(connections, None if patience == math.inf else max(0.0, patience))
-        found = [(connections[each], said) for each in ready for said in self._received(connections[each])]
-        # A reply that lay in the channel was in time, however late this process came to read it.
-        now = time.monotonic()
-        for process in [each for each in self.processes if each.connection not in ready]:
-            if now > self._deadline(process):
-                self.end(process)
-                found.append((process, Failure("timeout", f"no reply after {self._limits.timeout_seconds:g} s")))
-        return found
-
-    def end(self, process: PoolProcess) -> None:
-        """Kill it with all that it has started; a second call does nothing."""
-        if process in self.processes:
-            self.processes.remove(process)
-            process.shut_down()
+        return PoolProcess(ours, self._limits)
 
     def close(self) -> None:
         """End all processes; a second call does nothing."""
-        for process in [*self.processes]:
-            self.end(process)
-        self._end_host()
-
-    def unusable(self, reason: str) -> UserError:
-        return UserError(f"{self._setting}: {reason}")
-
-    def _deadline(self, process: PoolProcess) -> float:
-        return process.since + self._limits.timeout_seconds if process.pending else math.inf
-
-    def _received(self, process: PoolProcess) -> list[Answer | Failure]:
-        found = list[Answer | Failure]()
-        while process in self.processes:
-            try:
-                if not process.connection.poll():
-                    return found
-                said = process.connection.recv()
-            except (EOFError, OSError, pickle.UnpicklingError):
-                said = Ended(-signal.SIGKILL)  # Together with its host.
-            if isinstance(said, Ended):
-                self.end(process)
-                found.append(self._failure(said.code))
-            else:
-                seconds, reply = said
-                found.append(Answer(process.pending.popleft(), reply, seconds))
-                process.since = time.monotonic()
-        return found
-
-    def _failure(self, code: int | None) -> Failure:
-        if code is None:
-            return Failure("crashed", "no process can be started")
-        if code == -CPU_SIGNAL:
-            return Failure("timeout", f"more than {self._limits.cpu_seconds:g} s of processor time")
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return Failure("crashed", f"its process ended ({how})")
+        with self._lock:
+            self._end_host()
 
     def _load(self) -> None:
         self._control, theirs = socket.socketpair()
@@ -185,22 +134,26 @@ class ProcessPool:
             passed = {**variables(), **_VARIABLES}
             self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], passed)
         try:
-            with Connection(self._control.dup().detach()) as connection:
-                connection.send((self._limits, dict(self._settings)))
-                if not connection.poll(_START_SECONDS):
-                    raise self.unusable(f"it was not imported after {_START_SECONDS:g} s")
-                loaded, failed = connection.recv()
-            if failed is not None:
-                raise self.unusable(failed)
-            if self.description not in ({}, loaded):
-                raise self.unusable(f"it changed while it was used: {self.description}, now {loaded}")
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            self._end_host()
-            raise self.unusable("its process ended while it was imported") from error
+            self.description = self._loaded()
         except BaseException:
             self._end_host()
             raise
-        self.description = loaded
+
+    def _loaded(self) -> dict[str, str]:
+        try:
+            with Connection(self._control.dup().detach()) as connection:
+                connection.send((self._limits, dict(self._settings)))
+                if not connection.poll(_START_SECONDS):
+                    raise UserError(f"{self._setting}: it was not imported after {_START_SECONDS:g} s")
+                description, reason = connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise UserError(f"{self._setting}: its process ended while it was imported") from error
+        if reason is not None:
+            raise UserError(f"{self._setting}: {reason}")
+        if self.description not in ({}, description):
+            raise UserError(f"{self._setting}: it changed while it was used: {self.description}, now {description}")
+        found: dict[str, str] = description
+        return found
 
     def _end_host(self) -> None:
         if self._host is None:

@@ -5,54 +5,41 @@ waits for the rest. Equal answers are checked once. Results are dropped when `ve
 depends on lives here.
 """
 
-import math
 import threading
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from pydantic import JsonValue
 
 from fp8core.processes.host import Limits
-from fp8core.processes.pool import Answer as ProcessAnswer
-from fp8core.processes.pool import PoolProcess, ProcessPool
+from fp8core.processes.pool import Failure, PoolProcess, ProcessPool
 from fp8core.rewards.scorer import Answer, Verdict
 
-_LARGEST_BATCH = 64
-_BATCH_CHARACTERS = 1 << 14
-"""What is sent at once fits into a socket's buffer, so that no process keeps this one waiting."""
 Request = tuple[str, ...]
 """An answer, or (prompt, reference) to check."""
 
 
 class VerifierPool:
-    """Processes that serve one scorer; see Verifier. Safe for threads, which wait in turn."""
+    """Processes that serve one scorer, each with a thread that waits for it; see Verifier. Safe for threads."""
 
     def __init__(
         self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int, columns: bool
     ) -> None:
-        """Load the scorer; `workers` processes check answers.
-
-        `key` is the setting that names it; `columns` as of `load_scorer`.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
-        self._setting, self._workers = f"{key}={name}", workers
-        self._lock = threading.Lock()
-        self._waiting = deque[Request]()
-        self._verdicts: dict[Request, Verdict] = {}
-        self._known = set[Request]()
+        """Load the scorer that the setting `key` names; `columns` as of `load_scorer`. Raises UserError."""
+        self._setting = f"{key}={name}"
         settings = {"name": name, "options": dict(options), "columns": columns}
         self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)
+        self._threads = ThreadPoolExecutor(workers, "verifier")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._verdicts: dict[Request, Future[Verdict]] = {}
 
     @property
     def main(self) -> "VerifierPool":
         return self
 
     def begin(self, answers: Sequence[Answer]) -> None:
-        with self._lock:
-            self._enqueue(answers)
-            self._move(0)
+        self._begun(answers)
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
         return self._wait_for(answers)
@@ -65,45 +52,31 @@ class VerifierPool:
         return dict(self._pool.description)
 
     def close(self) -> None:
-        with self._lock:
-            self._pool.close()
+        self._pool.close()
+        self._threads.shutdown(cancel_futures=True)
 
     def _wait_for(self, requests: Sequence[Request]) -> list[Verdict]:
+        begun = self._begun(requests)
+        verdicts = [verdict.result() for verdict in begun]
         with self._lock:
-            self._enqueue(requests)
-            while any(request not in self._verdicts for request in requests):
-                self._move(math.inf)
-            verdicts = [self._verdicts[request] for request in requests]
-            self._known -= self._verdicts.keys()
-            self._verdicts.clear()
-            return verdicts
+            for request in requests:
+                self._verdicts.pop(request, None)
+        return verdicts
 
-    def _enqueue(self, requests: Iterable[Request]) -> None:
-        new = [request for request in dict.fromkeys(map(tuple, requests)) if request not in self._known]
-        self._known.update(new)
-        self._waiting.extend(new)
+    def _begun(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
+        with self._lock:
+            for request in requests:
+                if request not in self._verdicts:
+                    self._verdicts[request] = self._threads.submit(self._check, request)
+            return [self._verdicts[request] for request in requests]
 
-    def _move(self, seconds: float) -> None:
-        """Hand out work, wait at most so long for a verdict, and replace processes that ended."""
-        while self._waiting and len(self._pool.processes) < self._workers:
-            self._give(self._pool.start())
-        for process in self._pool.processes:
-            if not process.pending:
-                self._give(process)
-        for process, said in self._pool.wait(seconds):
-            if isinstance(said, ProcessAnswer):
-                self._verdicts[said.request] = said.reply
-            elif process.pending:
-                first, *behind = process.pending
-                self._verdicts[first] = Verdict(0.0, said.outcome, said.detail)
-                self._waiting.extendleft(reversed(behind))
-
-    def _give(self, process: PoolProcess) -> None:
-        # Small enough that no process is left with much while the others have nothing.
-        most = min(_LARGEST_BATCH, math.ceil(len(self._waiting) / (2 * self._workers)))
-        characters = 0
-        while self._waiting and len(process.pending) < most:
-            characters += sum(map(len, self._waiting[0]))
-            if process.pending and characters > _BATCH_CHARACTERS:
-                return
-            process.ask(self._waiting.popleft())
+    def _check(self, request: Request) -> Verdict:
+        process: PoolProcess | None = getattr(self._of_thread, "process", None)
+        if process is None:
+            process = self._of_thread.process = self._pool.start()
+        said = process.ask(request)
+        if isinstance(said, Failure):
+            self._of_thread.process = None
+            return Verdict(0.0, said.outcome, said.detail)
+        verdict: Verdict = said.reply
+        return verdict

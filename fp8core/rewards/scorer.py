@@ -32,7 +32,7 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The score of an answer, why it was given, and a short detail for people (empty when right).
+    """The score of an answer, and a short detail for people (empty when right).
 
     `added` are the scores of further verifiers; the detail names those that failed.
     """
@@ -44,7 +44,6 @@ class Verdict:
 
     @property
     def reward(self) -> float:
-        """The score, and the weighted sum of those that are added."""
         return self.score if not self.added else self.score + sum(part.weight * part.score for part in self.added)
 
 
@@ -56,17 +55,14 @@ MOST_REWARD = 1e9
 
 
 def wrong(detail: str) -> Verdict:
-    """An answer that was read and is not the reference's."""
     return Verdict(0.0, "wrong", detail)
 
 
 def unparsed(detail: str) -> Verdict:
-    """A completion in which no answer could be read."""
     return Verdict(0.0, "unparsed", detail)
 
 
 def crashed(detail: str) -> Verdict:
-    """A completion on which the verifier failed: nothing is known of its answer."""
     return Verdict(0.0, "crashed", detail)
 
 
@@ -94,7 +90,7 @@ class Scorer(Protocol):
     """Scores completions one at a time, without state."""
 
     def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        """The verdict on an answer. Raises UserError as `check` does."""
+        """Raises UserError as `check` does."""
         ...
 
     def check(self, prompt: str, reference: str) -> None:
@@ -140,10 +136,7 @@ class FunctionScorer:
 
 
 class LoadedScorer(NamedTuple):
-    """A scorer, and what goes into the record of every step: versions of its libraries, or the digest of its source.
-
-    `file` is that of a user's function, for errors.
-    """
+    """A scorer; versions of its libraries or the digest of its source, for records; a user's file, for errors."""
 
     scorer: Scorer
     description: dict[str, str]
@@ -153,8 +146,7 @@ class LoadedScorer(NamedTuple):
 def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedScorer:
     """The scorer of a name: `math-verify`, `module:function` or `path/to/file.py:function`.
 
-    Raises UserError: there is no such module, file or function, importing it fails, or it cannot be called. `columns`
-    is whether answers have any; a function that demands them has nothing to do without.
+    `columns` is whether answers have any. Raises UserError: it cannot be imported, or not be called so.
     """
     if name == MATH_VERIFY:
         # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
@@ -169,7 +161,7 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
 
 
 class ScorerHandler:
-    """Answers with a verdict on each `Answer`, and on each (prompt, reference) whether it is one."""
+    """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
 
     finished = False
 
@@ -198,17 +190,14 @@ class ScorerHandler:
 
 
 def serve_scorer(settings: Mapping[str, Any]) -> Service:
-    """The service of a pool of verifiers (`processes.host`); settings are the arguments of `load_scorer`."""
+    """The service of a pool of verifiers; settings are the arguments of `load_scorer`."""
     loaded = load_scorer(**settings)
     return Service(loaded.description, lambda: ScorerHandler(loaded))
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
     """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # One written in C may have none to read.
+    signature = inspect.signature(function)
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UserError("it is a coroutine or a generator; a plain function returns its answer")
     given = [*(["columns"] if takes_columns(function, options) else []), *options]
@@ -225,10 +214,7 @@ def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any
 
 def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:
     """True if a function has a parameter for the row's other columns that no option fills."""
-    try:
-        return "columns" in inspect.signature(function).parameters.keys() - options.keys()
-    except ValueError:
-        return False  # One written in C may have no signature to read.
+    return "columns" in inspect.signature(function).parameters.keys() - options.keys()
 
 
 def check_reward(value: float, key: Key) -> None:

@@ -1,4 +1,4 @@
-"""The protocol of verifiers, the verifier of the chain task, and the one place where a configuration becomes one."""
+"""The protocol of verifiers, those without processes of their own, and how a configuration becomes one."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
-from fp8core.config.reward import FormatRewardConfig, LengthRewardConfig, RewardConfig
+from fp8core.config.reward import FormatRewardConfig, RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.host import Limits
 from fp8core.rewards.integer import IntegerVerifier
@@ -30,16 +30,13 @@ class ChainVerifier:
         if finish != "stop":
             return unparsed("cut off before the end of sequence")
         if len(answer) != len(reference) or not _NUMBER.fullmatch(answer):
-            return unparsed(f"the text after {MARKER} is not {_spelt(reference)}")
+            digits = "one digit" if len(reference) == 1 else f"{len(reference)} digits"
+            return unparsed(f"the text after {MARKER} is not {digits}")
         return RIGHT if answer == reference else wrong(f"answer {answer}")
 
     def check(self, prompt: str, reference: str) -> None:
         if not _NUMBER.fullmatch(reference):
             raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
-
-
-def _spelt(reference: str) -> str:
-    return "one digit" if len(reference) == 1 else f"{len(reference)} digits"
 
 
 __all__ = ["Answer", "InProcess", "Scorer", "Verdict", "Verifier", "build_verifier"]
@@ -50,7 +47,7 @@ class Verifier(Protocol):
 
     @property
     def main(self) -> "Verifier":
-        """The verifier of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
+        """That of `reward.verifier` alone, whose verdicts are the outcomes and the held-out accuracy."""
         ...
 
     def begin(self, answers: Sequence[Answer]) -> None:
@@ -69,7 +66,7 @@ class Verifier(Protocol):
         ...
 
     def describe(self) -> dict[str, JsonValue]:
-        """The source of the verdicts: name, and the versions or the digest of its code."""
+        """Its name, and the versions or the digest of its code."""
         ...
 
     def close(self) -> None:
@@ -100,34 +97,20 @@ class InProcess:
             raise UserError(f"{self.key}={self.name}: {error}") from error
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
-        return [self._fault(prompt, reference) for prompt, reference in references]
-
-    def _fault(self, prompt: str, reference: str) -> str | None:
-        try:
-            self.scorer.check(prompt, reference)
-        except UserError as error:
-            return f"{self.key}={self.name}: {error}"
-        return None
+        found: list[str | None] = []
+        for prompt, reference in references:
+            try:
+                self.scorer.check(prompt, reference)
+                found.append(None)
+            except UserError as error:
+                found.append(f"{self.key}={self.name}: {error}")
+        return found
 
     def describe(self) -> dict[str, JsonValue]:
         return {"verifier": self.name}
 
     def close(self) -> None:
         return
-
-
-@dataclass(frozen=True)
-class LengthScorer:
-    """See `LengthRewardConfig`."""
-
-    config: LengthRewardConfig
-
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        over = (len(completion) - self.config.longest + self.config.buffer) / self.config.buffer
-        return Verdict(-min(1.0, over) if over > 0 else 0.0, "right" if over <= 0 else "wrong", "")
-
-    def check(self, prompt: str, reference: str) -> None:
-        """Any reference will do."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +151,18 @@ class WeightedVerifiers:
             verifier.begin(answers)
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """Raises UserError also when another verifier could check none of the answers."""
         verdicts = self._main.verify(answers)
         for name, weight, verifier in self._others:
             found = verifier.verify(answers)
             failed = [verdict for verdict in found if verdict.outcome in ("timeout", "crashed")]
             if failed and len(failed) == len(found):
                 raise UserError(f"reward.others: {name}: no answer could be checked: {failed[0].detail}")
-            verdicts = [
-                replace(
-                    verdict,
-                    added=(*verdict.added, Added(name, other.score, weight, other.outcome)),
-                    detail=_detail(verdict, name, other),
-                )
-                for verdict, other in zip(verdicts, found, strict=True)
-            ]
+            for place, (verdict, other) in enumerate(zip(verdicts, found, strict=True)):
+                detail = verdict.detail
+                if other in failed:
+                    detail = "; ".join(filter(None, (detail, f"{name}: {other.detail}")))
+                added = (*verdict.added, Added(name, other.score, weight, other.outcome))
+                verdicts[place] = replace(verdict, added=added, detail=detail)
         return verdicts
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
@@ -201,13 +181,6 @@ class WeightedVerifiers:
         return [self._main, *(verifier for _, _, verifier in self._others)]
 
 
-def _detail(verdict: Verdict, name: str, other: Verdict) -> str:
-    """The detail of a verdict, and the reason why another verifier has none of its own."""
-    if other.outcome not in ("timeout", "crashed"):
-        return verdict.detail
-    return "; ".join(filter(None, (verdict.detail, f"{name}: {other.detail}")))
-
-
 def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifier:
     """The verifiers that the configuration names; those with processes of their own have started them.
 
@@ -217,8 +190,6 @@ def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifie
         main = _one_verifier(config, "reward.verifier", bool(columns))
         started.callback(main.close)
         others: list[tuple[str, float, Verifier]] = []
-        if config.length is not None:
-            others.append(("length", config.length.weight, InProcess("length", LengthScorer(config.length))))
         if config.format is not None:
             others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
         for other in config.others:
@@ -231,7 +202,6 @@ def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifie
 
 
 def _one_verifier(config: RewardConfig, key: str, columns: bool) -> Verifier:
-    """The verifier of `config.verifier` alone, which the user has named by the setting `key`."""
     if config.verifier == "chain":
         return InProcess("chain", ChainVerifier(), key)
     if config.verifier == "integer":

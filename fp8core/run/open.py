@@ -12,14 +12,13 @@ from fp8core.config.load import config_digest
 from fp8core.config.loss import SHIPPED_LOSSES
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.config.step_graph import StepGraph
-from fp8core.data.prompt import PromptSource
 from fp8core.data.source import build_source, failed_answer
 from fp8core.environments.chat import tool_calls_of
 from fp8core.errors import UserError
 from fp8core.freed_memory import keep_freed_memory
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.report.console import Console
-from fp8core.rewards.verifier import Verifier, build_verifier
+from fp8core.rewards.verifier import build_verifier
 from fp8core.rl.user_loss import loss_source
 from fp8core.run.build import BaseModel, build_base, build_environment, open_cluster
 from fp8core.run.checks.continuation import other_code, refuse_other_data, refuse_other_run
@@ -79,11 +78,6 @@ def _segment(code_version: str, steps: int, data: str | None, left_out: int) -> 
     )
 
 
-def _remarks(source: PromptSource, config: RunConfig, verifier: Verifier) -> Iterator[str]:
-    """Contradictory rows of the data, and a verifier that fails on the first one."""
-    yield from filter(None, (source.contradiction(), failed_answer(next(iter(source.to_check())), config, verifier)))
-
-
 @contextmanager
 def open_run(
     config: RunConfig,
@@ -120,8 +114,8 @@ def open_run(
         is_new = replayed is None and not directory.ledger.holds_work()
         if is_new:
             check_new(config, base, source, teacher)
-            for remark in _remarks(source, config, verifier):
-                console.note(remark)
+            if (failure := failed_answer(next(iter(source.to_check())), config, verifier)) is not None:
+                console.note(failure)
         environment, described = None, {} if replayed is None else {**(replayed.environment or {})}
         if config.environment is not None:
             tool_calls_of(config.environment, base.tokenizer)

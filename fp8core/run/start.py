@@ -213,7 +213,7 @@ def shared_weights(run: RunContext, config: WarmStartConfig) -> tuple[Ref, FileT
             run.directory.store.put_back(ref, store)
             return ref, weights
     # Of the size of the weights, from trainings that were killed; those that others write stay.
-    durable.sweep(shelf)
+    durable.sweep(shelf, unchanged_seconds=3600)
     ref = _train(run, config, rows, store)
     durable.write_file(entry, ref.model_dump_json().encode())
     run.directory.store.put_back(ref, store)

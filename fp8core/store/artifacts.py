@@ -257,9 +257,7 @@ class RolloutShards:
             path.unlink()
         self._maker.unlink(missing_ok=True)
         if self._folder.is_dir():
-            # Only the run writes here; a forked child of a killed one may hold a lock for a while.
-            for left in durable.temporary_files(self._folder):
-                left.unlink()
+            durable.sweep(self._folder)
             self._folder.rmdir()
 
     def _committed(self) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from fp8core import durable
-from fp8core.errors import StoredFileError, UserError, not_unicode
+from fp8core.errors import StoredFileError, UserError
 from fp8core.store.artifacts import ArtifactStore, RolloutShards
 from fp8core.store.json_text import parse_model
 from fp8core.store.layout import CHECKPOINTS, DESCRIPTION, FOLDERS, LEDGER, LOCK, shards_of_steps
@@ -91,8 +91,6 @@ class RunDirectory:
         """Writes run.json and returns it; a later one keeps the run's `id`. Raises UserError when the disk refuses."""
         assert not self.ledger.holds_work(), "no work may depend on another run.json"
         begun_in = os.getcwd()
-        if not_unicode(begun_in) is not None:
-            raise UserError(f"the working directory {begun_in!a}: its name is not valid text, which run.json needs")
         known = self.description()
         description = RunDescription(
             id=uuid.uuid4().hex if known is None else known.id,

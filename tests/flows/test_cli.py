@@ -81,7 +81,10 @@ def test_config_names_the_origin_of_every_value(capsys, workplace):
     [
         ("stpes=3", "stpes: unknown key; did you mean steps? (--set)"),
         ("learning_rate=1", "did you mean warm_start.learning_rate or training.learning_rate?"),
-        (REWARD.replace("USES", "raising:score"), "uses raising:score: WORKPLACE/raising.py:3: KeyError: 'API_KEY'"),
+        (
+            REWARD.replace("USES", "raising:score"),
+            "raising cannot be imported: KeyError: 'API_KEY' (WORKPLACE/raising.py:3)",
+        ),
         ("tracking.uri=http://127.0.0.1:1", "no server answers there (Connection refused)"),
     ],
 )

@@ -1,6 +1,5 @@
-"""What Prefect's form shows of the flow's parameters, and what it refuses when a run is submitted."""
+"""What Prefect's form shows of the flow's parameters, and the deployments."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
-from prefect.utilities.schema_tools.validation import ValidationError, is_valid_schema, validate
+from prefect.utilities.schema_tools.validation import is_valid_schema, validate
 
 from flows.evaluate import evaluate
 from flows.grpo import grpo
@@ -23,60 +22,13 @@ FLOWS = {
 """By entrypoint: the flow, and the parameters that a deployment leaves to who starts it."""
 
 
-@functools.cache
-def checked_form(deployed: Flow[..., Any]) -> dict[str, Any]:
-    """What the form shows, itself a valid schema."""
+@pytest.mark.parametrize("deployed", [deployed for deployed, _ in FLOWS.values()], ids=lambda deployed: deployed.name)
+def test_every_parameter_is_described_in_the_form(deployed: Flow[..., Any]) -> None:
     form = parameter_schema(deployed).model_dump_for_openapi()
     is_valid_schema(form)
-    return form
-
-
-@pytest.fixture(params=[deployed for deployed, _ in FLOWS.values()], ids=lambda deployed: deployed.name)
-def deployed(request: pytest.FixtureRequest) -> Flow[..., Any]:
-    return request.param
-
-
-@pytest.fixture
-def form(deployed: Flow[..., Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A server checks the form at every submission, for a second each time. Here that is done once, above."""
-    form = checked_form(deployed)
-    validator = "prefect.utilities.schema_tools.validation._VALIDATOR"
-    monkeypatch.setattr(f"{validator}.check_schema", lambda *_, **__: None)
-    return form
-
-
-def refusal(parameters: dict[str, Any], form: dict[str, Any]) -> str:
-    """What a server says of parameters at submission; empty if it takes them."""
-    try:
-        validate(parameters, form, raise_on_error=True)
-    except ValidationError as refused:
-        return str(refused)
-    return ""
-
-
-def test_every_parameter_is_described_in_the_form(form) -> None:
     assert form["properties"]
     assert all(field["description"] for field in form["properties"].values())
-
-
-WRONG_OVERRIDES = [
-    ({"training.lerning_rate": 1e-4}, "'training.lerning_rate' was unexpected"),
-    ({"training": {"learning_rate": 0}}, "'overrides.training.learning_rate'"),
-    ({"training.learning_rate": "fast"}, "training.learning_rate"),
-    (["training.lerning_rate=1e-4"], "'overrides'"),
-]
-
-
-def test_a_server_refuses_a_wrong_override_at_submission_and_names_it(form) -> None:
-    right = {"target": "runs/first", "overrides": {"training.learning_rate": 1e-4, "seed": 3}}
-    assert refusal(right, form) == ""
-    for wrong, place in WRONG_OVERRIDES:
-        parameters = {**right, "overrides": wrong}
-        said = refusal(parameters, form)
-        assert place in said, f"{wrong} was {'refused otherwise' if said else 'taken'}"
-        # The form in the UI does not look into alternatives.
-        (shown,) = validate(parameters, form)
-        assert isinstance(wrong, list) or "any of the given schemas" not in shown.message, wrong
+    validate({"target": "runs/first", "overrides": {"training.learning_rate": 1e-4}}, form, raise_on_error=True)
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=[f"{d['entrypoint']}-{d['name']}" for d in DEPLOYMENTS])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8core.config.load import load_open_config, shipped_names
+from fp8core.config.load import load_config, shipped_names
 from fp8core.models.checkpoint import initial_weights, save_checkpoint
 from fp8core.models.hub import PUBLISHED
 from fp8core.run.build import build_base
@@ -83,12 +83,16 @@ FIRST_TIER = ("tiny", "careful", "llama-aligned")
 EXACT = {"alignment/token_mult_prob_error": 1.0, "alignment/tokens_differing": 0}
 
 
+def loaded(name):
+    return load_config(name, {"model": "Qwen/Qwen3-0.6B"} if name.startswith("gsm8k") else {})
+
+
 @pytest.fixture
 def on_this_cpu(small, checkpoint, problems, taught):
     """on_this_cpu(name): settings that make a shipped configuration run here."""
 
     def settings(name):
-        config = load_open_config(name)
+        config = loaded(name)
         # What trains on a GPU has the references of its kernels here.
         here = {
             "rollout.engine": "embedded",

@@ -44,6 +44,7 @@ def _begun(problem: Problem, config: RunConfig, pool: Pool, seed: int) -> Turn |
     asked = {"messages": messages_of(problem, config), "reference": problem.reference, "columns": problem.columns}
     pool.begin((0, 0), task_of(asked, sample_seed(seed, 0, 0, 0)))
     ((_, reply, _),) = pool.replies(wait=True)
+    refuse_invalid([reply], config)
     return reply
 
 

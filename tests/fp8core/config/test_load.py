@@ -8,12 +8,9 @@ import pytest
 from fp8core.config.layers import leaves
 from fp8core.config.load import (
     SHIPPED,
-    UNDECIDED,
     config_differences,
     config_digest,
-    dump_digest,
     load_config,
-    load_open_config,
     may_continue,
     merged_overrides,
     numeric_differences,
@@ -61,12 +58,6 @@ def needs(config: RunConfig, name: str) -> dict[str, str]:
 def test_every_shipped_file_is_a_configuration_or_the_base_of_one() -> None:
     assert {"gsm8k", "tiny"} <= set(shipped_names())
     assert {path.stem for path in SHIPPED.glob("*.yaml")} - set(shipped_names()) == {"pipeline"}
-
-
-def test_the_model_may_be_open_for_a_look_at_the_iteration() -> None:
-    assert refused("gsm8k").endswith(": --set model=FOLDER_OR_HUB_ID")
-    assert load_open_config("gsm8k").model == UNDECIDED
-    assert load_open_config("gsm8k", ["model=somewhere"]) == load_config("gsm8k", ["model=somewhere"])
 
 
 def test_a_file_extends_a_base_and_mappings_merge_while_lists_replace(tmp_path: Path) -> None:
@@ -122,20 +113,15 @@ def test_overrides_come_as_strings_dotted_keys_or_nested(overrides: object) -> N
     ("override", "value"),
     [
         ("data.subset=null", None),
-        ("rollout.top_k=~", None),
         ("artifacts.keep={last: 10}", {"last": 10, "every": None, "best": None}),
         ("training.deterministic=false", False),
         ("steps=1_000", 1000),
         ("training.learning_rate=1e-4", 1e-4),
-        ("training.learning_rate=.5", 0.5),
         ("data.template=Q: {question} #### N", "Q: {question} #### N"),
         ('data.template="{question}\\n"', "{question}\n"),
-        ("data.split='it''s # 1'", "it's # 1"),
         ("data.split=3.10", "3.10"),
-        ("runs=/tmp/a #1", "/tmp/a #1"),
         ("rollout.stop_strings=['#a', \"b\"]", ["#a", "b"]),
         ("pipeline.steps.rollout.with.x.y=[1, 2.5, true]", [1, 2.5, True]),
-        ("pipeline.steps.reward.uses=mine:score", "mine:score"),
     ],
 )
 def test_a_value_on_the_command_line_has_the_type_of_its_setting(override: str, value: object) -> None:
@@ -144,8 +130,8 @@ def test_a_value_on_the_command_line_has_the_type_of_its_setting(override: str, 
     assert {**leaves(dump), "artifacts.keep": dump["artifacts"]["keep"]}[key] == value
 
 
-@pytest.mark.parametrize("text", ["/data/\N{GRINNING FACE}", 'caf\xe9 "x" # y', "1"])
-def test_a_value_that_a_command_adds_is_the_value(text: str) -> None:
+def test_a_value_that_a_command_adds_is_the_value() -> None:
+    text = '1 caf\xe9 "x" # y'
     assert load_config("tiny", merged_overrides(["seed=1"], {"data.split": text})).data.split == text
 
 
@@ -214,14 +200,13 @@ CALCULATOR = {"environment": {"name": "calculator"}}
         ({"logprobs.source": "training"}, {"logprobs": None, "train": "train:train_scoring"}),
     ],
 )
-@pytest.mark.parametrize("name", ["tiny", "dapo"])
-def test_mode_environment_and_source_choose_the_steps_below_the_users_changes(name, settings, changed) -> None:
-    plain, config = load_config(name), load_config(name, settings)
+def test_mode_environment_and_source_choose_the_steps_below_the_users_changes(settings, changed) -> None:
+    plain, config = load_config("dapo"), load_config("dapo", settings)
     expected = uses(plain) | {step: path and f"tasks.{path}" for step, path in changed.items()}
     assert uses(config) == {step: path for step, path in expected.items() if path is not None}
     graph = pipeline_of(config)
     train = next(planned for planned in graph.steps if planned.name == "train")
-    assert train.inputs["rewards"] == ("rewards" if name == "tiny" else "filtered")
+    assert train.inputs["rewards"] == "filtered"
     readers = {step.name for step in config.pipeline.steps if "turns" in step.inputs()}
     assert readers == ({"reward", "train", "record"} if "environment" in settings else set())
     assert ("next_stream" in graph.carries.values()) == ("pipeline.mode" in settings)
@@ -252,61 +237,45 @@ def test_a_list_of_steps_that_does_not_fit_the_settings_is_refused(settings, lin
         ("a..b=1", "--set a..b: the key has an empty part"),
         ("steps=[1", "--set steps:1:3: expected ',' or ']'"),
         ("training.lerning_rate=1", "training.lerning_rate: unknown key; did you mean learning_rate?"),
-        ("zzz=1", "zzz: unknown key; known here: name, run, "),
         ("clip_low=1", "clip_low: unknown key; did you mean loss.clip_low?"),
+        (
+            "pipeline.steps.rollout={usess: 1, uses: 3}",
+            "rollout.usess: unknown key; did you mean uses? (--set) (and 1 more)",
+        ),
         ("steps=eighty", 'steps: must be a valid integer, got "eighty" (--set)'),
-        ("loss=5", "loss: must be a mapping, got 5"),
         ("data={split: 3.10}", "data.split: must be a valid string, got 3.1; quote it to make it a string (--set)"),
         ("steps=0", "steps: must be greater than or equal to 1, got 0"),
-        ("rollout.temperature=1e-300", "rollout.temperature: must be greater than or equal to 0.000001, got 1e-300"),
         ("pipeline.mode=async", """got "async"; did you mean asynchronous? (--set)"""),
-        ("precision.rollout.linear=fp8", "did you mean fp8_block? (--set)"),
         ("reward.verifier=math-verfy", "did you mean math-verify? (--set)"),
-        ("loss.policy=gpso", "did you mean gspo? (--set)"),
         ("architecture.num_heads=3", "architecture: num_heads=3 is not a multiple of num_kv_heads=2"),
         ("model=x", "exactly one of `model`"),
-        ("evaluation.source=''", "evaluation.source: must have at least 1 "),
-        ("run=mlflow.db", "run: mlflow.db is the name of something beside the run folders"),
         ("tracking.uri=mlruns", "tracking.uri: expected http(s)://HOST, sqlite:///FILE, "),
         ("tracking.uri=http://me:secret@host", "has a password, which `ps` shows and Prefect stores: set MLFLOW"),
         ("base=tiny", "base: it belongs in a configuration file, whose lowest layer it names (--set)"),
         ("pipeline.max_staleness=2", "pipeline: max_staleness=2 needs mode=asynchronous, not synchronous (--set)"),
         ("pipeline.steps.rollot.with.x=1", "pipeline.steps.rollot: there is no step rollot; did you mean rollout?"),
-        ("pipeline.inserts=[]", "pipeline.inserts: unknown key; did you mean insert?"),
         ("pipeline.insert=[{after: reward}]", "pipeline.insert: must list items"),
         ("pipeline.rewire={trainn: {rewards: x}}", "pipeline.rewire: there is no step trainn; did you mean train?"),
         ("loss.policy=gspo", "loss: policy=gspo is a mean over rows: set aggregation to seq-mean-token-mean, and"),
-        ("loss={policy: cispo, dual_clip: 3.0}", "loss: dual_clip: policy=cispo has none; set it to null (--set)"),
-        ("loss={reference_kl: 0.1, reference_kl_estimate: k1}", "reference_kl_estimate=k1 has a derivative of zero"),
         ("correction.veto=0.1", "correction: veto: method=custom alone reads it, not token_tis; unset one of both"),
-        ("rollout.top_k=1", "rollout.top_k: must be greater than or equal to 2, got 1"),
-        ("training={packed: true, optimiser_state: bf16, beta1: 0.96}", "training: beta1=0.96: a first moment in BF16"),
     ],
 )
 def test_a_bad_override_is_refused(override: str, message: str) -> None:
     assert message in refused("tiny", [override])
 
 
-def test_several_mistakes_are_counted_and_the_misspelt_key_comes_first() -> None:
-    message = refused("tiny", ["pipeline.steps.rollout={usess: 1}", "steps=0", "seed=-1"])
-    assert message == "pipeline.steps.rollout.usess: unknown key; did you mean uses? (--set) (and 2 more)"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("base: tiny\nsteps: [1\n", "mine.yaml:3:1: expected ',' or ']'"),
-        ("base: tiny\nname: a: b\n", "mine.yaml:2:8: mapping values are not allowed here"),
         ("base: tiny\nsteps: 1\nsteps: 2\n", "mine.yaml:3:1: key steps is already given in line 2"),
         ("base: tiny\nsteps: !!python/name:os.system x\n", "mine.yaml:2:8: could not determine a constructor"),
         ("base: tiny\n\nsteps: 0\n", "steps: must be greater than or equal to 1, got 0 ("),
         ("base: tiny\npipeline: {remove: [a]}\n", "pipeline.remove: there is no step a; known here: prompts, rollout"),
         ("base: tyni\n", "mine.yaml:1: base: there is no file tyni"),
-        ("base: [a]\n", "mine.yaml:1: base: must be one file"),
         ("base: mine.yaml\n", "mine.yaml:1: base: mine.yaml -> mine.yaml is a cycle"),
         ("pipeline: {remove: [a]}\n", "pipeline: there are no named steps to edit ("),
         ("", "mine.yaml: must hold a mapping of keys"),
-        ("a: \x00\n", "mine.yaml: unacceptable character"),
         ("model: x\nname: n\n", "pipeline: missing; a configuration has it from its base, as in `base: tiny`"),
     ],
 )
@@ -318,7 +287,6 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, message
     ("name", "line"),
     [
         ("zzz", "configuration zzz: there is no such shipped configuration; shipped: careful, dapo, "),
-        ("nowhere/tiny.yaml", "configuration nowhere/tiny.yaml: there is no such file; did you mean tiny?"),
         ("tinny", "configuration tinny: there is no such shipped configuration; did you mean tiny?"),
         ("pipeline", "configuration pipeline: only a base for others; shipped: careful, dapo, "),
     ],
@@ -392,7 +360,7 @@ def test_a_stored_run_keeps_its_rule_of_scales_and_its_digest() -> None:
     del old["precision"]["attention"]
     again = reload_config(old)
     assert again.precision.recipe == POW2
-    assert dump_digest(old) == config_digest(again)
+    assert config_digest(again) == config_digest(load_config("tiny", {"precision.scale_rule": "pow2"}))
     assert numeric_differences(old, public_dump(again)) == []
     now = public_dump(load_config("tiny"))
     assert may_continue(old, now) == ['precision.scale_rule: "pow2" -> "fp32_activations"']

@@ -6,7 +6,7 @@ from fp8core.config.load import load_config
 from fp8core.config.run import WarmStartConfig
 from fp8core.data.demonstrations import own_batches, own_demonstrations
 from fp8core.data.prompt import encode_prompt
-from fp8core.data.source import read_jsonl
+from fp8core.data.source import read_file
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import character_tokenizer
 
@@ -34,7 +34,7 @@ def test_a_demonstration_has_the_prompt_of_a_rollout_and_ends(write, bpe_tokeniz
     path = write("It is 7.<|im_end|>\n#### 7", count=3)
     config = of(path)
     rows = own_demonstrations(config, config.warm_start, bpe_tokenizer, 512)
-    for problem, row in zip(read_jsonl(path, config.data), rows, strict=True):
+    for problem, row in zip(read_file(path, config.data), rows, strict=True):
         assert row.prompt == encode_prompt(problem, config, bpe_tokenizer, 512)[1]
         *written, last = row.completion
         assert bpe_tokenizer.decode(written) == "It is 7.<|im_end|>\n#### 7"

@@ -10,7 +10,7 @@ import pytest
 
 from fp8core.config.data import DataConfig
 from fp8core.data.prompt import problem
-from fp8core.data.source import read_file, read_jsonl, read_parquet
+from fp8core.data.source import read_file
 from fp8core.errors import UserError
 from fp8core.rewards.integer import reference_integer
 
@@ -51,22 +51,6 @@ def test_rows_of_verl(tmp_path: Path, name: str) -> None:
     assert [row.columns for row in rows] == ['{"extra_info.index": 1}', '{"extra_info.index": 2}']
 
 
-def test_the_configuration_for_files_of_verl_trains(loop_run, small_checkpoint: Path, tmp_path: Path) -> None:
-    data = {"messages_field": "prompt", "answer_field": "reward_model.ground_truth", "template": "{question}"}
-    stored(tmp_path / "train.parquet", [verl_row(n) for n in range(24)])
-    stored(tmp_path / "test.parquet", [verl_row(n) for n in range(24, 28)])
-    settings = {
-        "data": data | {"source": str(tmp_path / "train.parquet")},
-        "evaluation": {"source": str(tmp_path / "test.parquet"), "prompts": 4},
-    }
-    small = {"model": str(small_checkpoint), "architecture": None, "warm_start": None, "steps": 1}
-    run = loop_run("verl", **settings | small, reward={"verifier": "integer"})
-    prompts = run.store.get_table(run.ledger.artifacts(1)["prompts"])
-    text, reference = (prompts[column][0].as_py() for column in ("text", "reference"))
-    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-    assert f"<|im_start|>user\n{int(reference) - 1}+1=? Let's think" in text
-
-
 @pytest.mark.parametrize(
     ("field", "message"),
     [
@@ -79,15 +63,15 @@ def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, 
     row = json.loads(json.dumps(verl_row(1), sort_keys=True))
     path = stored(tmp_path / "rows.parquet", [row])
     with pytest.raises(UserError) as caught:
-        read_parquet(path, NESTED.model_copy(update={"answer_field": field}))
+        read_file(path, NESTED.model_copy(update={"answer_field": field}))
     assert str(caught.value).startswith(f"{path}, row 0: {message}")
 
 
-@pytest.mark.parametrize("text", ["42", "-7", "3.10", "3.0", "1E3", "0.1", "1" * 400])
+@pytest.mark.parametrize("text", ["42", "-7", "3.5", "3.0", "1" * 400])
 def test_an_answer_that_is_a_number_is_its_text_in_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"question": "q", "answer": {text}, "score": 2.50}}\n')
-    assert read_jsonl(path, DataConfig(source="rows.jsonl", columns=["score"])) == [
+    assert read_file(path, DataConfig(source="rows.jsonl", columns=["score"])) == [
         problem("q", text, columns='{"score": 2.5}')
     ]
 
@@ -97,7 +81,7 @@ def test_an_answer_that_is_a_number_is_its_text_in_json(tmp_path: Path, text: st
 )
 def test_an_answer_that_is_a_number_in_parquet(tmp_path: Path, value: float | Decimal, text: str) -> None:
     path = stored(tmp_path / "rows.parquet", [{"question": "q", "answer": value}])
-    assert read_parquet(path, DataConfig()) == [problem("q", text)]
+    assert read_file(path, DataConfig()) == [problem("q", text)]
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,9 @@ import ctypes, os, sys, threading, time
 
 from fp8core.environments.protocol import Outcome, Said, Tool, Turn
 
-DEEP = {}
-for _ in range(100_000):
-    DEEP = {"a": DEEP}
-
 
 class Hostile:
-    def __init__(self, *, greeting="hello", refuse=False):
-        if refuse:
-            raise ValueError("refused as asked\nand a hint")
+    def __init__(self, *, greeting="hello"):
         self.greeting = greeting
         self.at_close = ""
 
@@ -68,11 +62,6 @@ class Hostile:
     def do_allocate(self, text):
         bytearray(2**40)
 
-    def do_grow(self, text):
-        kept = []
-        while True:
-            kept.append(bytearray(2**25))
-
     def do_recurse(self, text):
         return self.do_recurse(text)
 
@@ -82,15 +71,6 @@ class Hostile:
     def do_quit(self, text):
         sys.exit(4)
 
-    def do_interrupt(self, text):
-        raise KeyboardInterrupt
-
-    def do_leave(self, text):
-        raise GeneratorExit("early")
-
-    def do_abort(self, text):
-        os.abort()
-
     def do_segfault(self, text):
         ctypes.string_at(0)
 
@@ -99,11 +79,6 @@ class Hostile:
         os.write(1, b"more" * 1_000_000)
         os.write(2, b"more" * 1_000_000)
         return self.do_say("printed")
-
-    def do_close(self, text):
-        os.closerange(0, 4096)
-        time.sleep(1000 if text else 0)
-        return self.do_say("closed")
 
     def do_copy(self, text):
         # The copy answers first, or raises.
@@ -127,23 +102,10 @@ class Hostile:
             time.sleep(0.005)
         return self.do(then)
 
-    def do_threads(self, text):
-        while True:
-            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-
     def do_later(self, text):
         # Between two turns, when nothing is asked.
         threading.Thread(target=lambda: (time.sleep(0.5), self.do(text))).start()
         return self.do_say("later")
-
-    def do_note(self, text):
-        with open(text, "a") as file:
-            file.write("x")
-        return self.do_say("noted")
-
-    def do_note_and_raise(self, text):
-        self.do_note(text)
-        return self.do_raise("late")
 
     def do_draw(self, text):
         import random
@@ -152,13 +114,6 @@ class Hostile:
 
 def said(text):
     return Turn((Said("user", text),))
-
-
-def nested(depth):
-    found = 1
-    for _ in range(depth):
-        found = {"a": found}
-    return found
 """
 
 LIMITS = Limits(timeout_seconds=8.0, cpu_seconds=1.0, memory_mb=128)

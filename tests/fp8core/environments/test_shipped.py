@@ -140,12 +140,6 @@ def test_a_number_is_found_and_the_reward_falls_with_every_guess() -> None:
     assert isinstance(another.step(Action(str(middle))), Turn)
 
 
-def test_every_number_up_to_the_highest_is_drawn() -> None:
-    for number in "123":
-        games = [played(Guess(highest=3, guesses=1), Task("", "", seed)) for seed in range(40)]
-        assert any(game.step(Action(number)).outcome == "right" for game in games), number
-
-
 def test_a_seed_of_64_bits_draws_the_number_that_it_drew_with_a_sign() -> None:
     for signed in (-1, -12345, -(2**63), 2**63 - 1):
         number = random.Random(signed).randint(1, 100)
@@ -154,13 +148,22 @@ def test_a_seed_of_64_bits_draws_the_number_that_it_drew_with_a_sign() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "options", "error"),
+    [
+        (Calculator, {"modulus": 1}, "modulus=1 is no integer from 2 to 1,000,000,000"),
+        (Calculator, {"left_to_right": "yes"}, "left_to_right='yes' is neither true nor false"),
+        (Guess, {"highest": 0}, "highest=0 is no integer from 1 to"),
+    ],
+)
+def test_options_out_of_range(made: type, options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        made(**options)
+
+
+@pytest.mark.parametrize(
     ("name", "options", "error"),
     [
-        ("calculator", {"modulus": 1}, "ValueError: modulus=1 is no integer from 2 to 1,000,000,000"),
-        ("calculator", {"modulus": True}, "ValueError: modulus=True is no integer"),
-        ("calculator", {"left_to_right": "yes"}, "ValueError: left_to_right='yes' is neither true nor false"),
         ("calculator", {"base": 2}, "it is called as Calculator(base=...), and is defined as Calculator(*, modulus"),
-        ("guess", {"highest": 0}, "ValueError: highest=0 is no integer from 1 to"),
         ("python", {"seconds": 0.5}, "seconds=0.5 is no integer from 1 to 3,600"),
     ],
 )
@@ -186,22 +189,15 @@ def python() -> Iterator[Interpreter]:
         ("1+1", "2"),
         ("print('a')\nx = 3", "a"),
         ("x = 3\nprint('b', end='')\nx * 2", "b\n6"),
-        ("None", "(no output)"),
         ("", "(no output)"),
-        ("list({'a', 'b', 'c'})", None),
-        ("import threading\nt = threading.Thread(target=print, args=('t',))\nt.start(); t.join()", "t"),
-        ("import math, fractions, itertools, datetime; fractions.Fraction(1, 3)", "Fraction(1, 3)"),
         ("'x' * 400", "'" + "x" * 299 + "\n... (cut after 300 characters)"),
-        ("[object()] * 1000", ("[" + "<object object at 0x>, " * 20)[:300] + "\n... (cut after 300 characters)"),
         ("print('y' * 10**7)", "y" * 300 + "\n... (cut after 300 characters)"),
         ("import os; {'HOME', 'PATH', 'USER'} & os.environ.keys()", "set()"),
         ("import subprocess; subprocess.run(['echo', 'e'])", "e\nCompletedProcess(args=['echo', 'e'], returncode=0)"),
     ],
 )  # fmt: skip
-def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str | None) -> None:
-    said, failed = python.run(code)
-    assert not failed
-    assert answer is None or said == answer
+def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str) -> None:
+    assert python.run(code) == (answer, False)
 
 
 @pytest.mark.parametrize(
@@ -209,29 +205,18 @@ def test_code_prints_and_has_a_value(python: Interpreter, code: str, answer: str
     [
         ("1/0", "line 1: ZeroDivisionError: division by zero"),
         ("x = 1\nx = y_undefined", "line 2: NameError: name 'y_undefined' is not defined"),
-        ("def", "SyntaxError: invalid syntax"),
-        ("raise SystemExit", "line 1: SystemExit"),
-        ("def f(): return f()\nf()", "line 1: RecursionError"),
         ("bytearray(2**40)", "line 1: MemoryError"),
-        ("'\ud800'", "UnicodeEncodeError"),
         # Files
         ("open('/etc/passwd')", "line 1: FileNotFoundError"),
-        ("open('/var/tmp/of_the_policy', 'w')", "line 1: FileNotFoundError"),
         ("open('/of_the_policy', 'w')", "line 1: OSError: [Errno 30] Read-only file system"),
-        ("import math; open(math.__file__, 'a')", "line 1: OSError: [Errno 30] Read-only file system"),
         (f"open({__file__!r})", "line 1: FileNotFoundError"),
-        ("open('/proc/self/environ')", "line 1: FileNotFoundError"),
-        ("import os; os.write(os.memfd_create('x'), b'x')", "line 1: OSError: [Errno 27] File too large"),
-        ("import ctypes; assert ctypes.CDLL(None).mount(0, 0, 0, 0, 0) == 0", "line 1: AssertionError"),
         # The network
         ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "line 1: URLError"),
-        ("import socket; socket.create_connection(('1.1.1.1', 53), 1)", "line 1: OSError: [Errno 101]"),
         # Other processes
         ("import os; os.kill(1, 9); os.kill(os.getpid() + 1, 9)", "line 1: ProcessLookupError"),
         ("import os\nwhile True: os.fork()", "more than 16 processes; what it defined is lost"),
         ("import ctypes; ctypes.string_at(0)", "the interpreter ended (SIGSEGV); what it defined is lost"),
         ("import os; os._exit(3)", "the interpreter ended (exit code 3); what it defined is lost"),
-        ("import os; os.closerange(0, 99)", "the interpreter ended"),
     ],
     ids=lambda text: ascii(text)[:40],
 )
@@ -259,23 +244,6 @@ def test_a_call_that_takes_too_long_ends_and_says_so(python: Interpreter, code: 
     assert python.run("kept") == ("line 1: NameError: name 'kept' is not defined", True)
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("import sys; sys.stdout = None; 3", ("3", False)),
-        ("import sys; print('a'); sys.stdout = open(1, 'w', closefd=False); print('b')", ("a\nb", False)),
-        ("import sys; sys.stdout.close(); 3", ("3", False)),
-        ("class E(Exception):\n  def __str__(self): 1/0\nraise E", ("line 3: E", True)),
-    ],
-)
-def test_code_that_breaks_its_output_or_its_errors_loses_no_names(code: str, answer: tuple[str, bool]) -> None:
-    interpreter = Interpreter(seconds=1, memory_mb=256, characters=300)
-    with contextlib.closing(interpreter):
-        interpreter.run("kept = 5")
-        assert interpreter.run(code) == answer
-        assert interpreter.run("kept") == ("5", False)
-
-
 def test_processes_of_code_end_with_its_call(python: Interpreter) -> None:
     left = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(1000)"
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -293,8 +261,7 @@ def test_without_bubblewrap_the_line_says_how_to_install_it(monkeypatch: pytest.
 
 
 def test_a_command_of_the_users_runs_the_code_in_place_of_bubblewrap() -> None:
-    create, _ = Python.prepare(container=[sys.executable, "-I"])
-    tool = create()
+    tool = Python.prepare(container=[sys.executable, "-I"])()
     tool.start(Task("How many?", "", 0))
     reply = tool.step(Action("", (ToolCall("python", {"code": "import sys; sys.flags.isolated"}),)))
     assert reply == Turn((Said("tool", "1"),))

@@ -38,12 +38,9 @@ def parse(form, text, tools=ONE):
         ("qwen", f"<think>\n{QWEN}", []),
         ("qwen", f"thoughts begun by the template</think>{QWEN}", [CALL]),
         ("qwen", f"thoughts begun by the template, as {QWEN}</think>The answer is 12.", []),
-        ("qwen", f"thoughts of a <tool_call> tag</think>{QWEN}", [CALL]),
         ("qwen", SAYS_MARKS, [MARKS]),
         ("qwen", f"<think>\nI wonder\n</think>\n\n{SAYS_MARKS}", [MARKS]),
-        ("qwen", f"<think>\n{SAYS_MARKS}</think>The answer is 12.", []),
         ("qwen", f"<think>a</think>{QWEN}<think>or {QWEN}</think>{SAYS_MARKS}", [CALL, MARKS]),
-        ("qwen", "<tool<think>a</think>_call>{}", []),
         ("qwen", "The answer is 12.", []),
         ("qwen", '<tool_call>{"name": "é☃", "arguments": {"a": [1, null, {"b": 2.5}]}}</tool_call>', None),
         ("llama3", LLAMA, [CALL]),
@@ -82,26 +79,20 @@ def test_plain_calls_of_several_tools_name_them(text, calls, malformed):
     ("form", "text", "malformed"),
     [
         ("qwen", "<tool_call>{", "is not closed"),
-        ("qwen", f"{QWEN}<tool_call>", "is not closed"),
         ("qwen", f"<tool_call>{QWEN}", "no JSON"),
-        ("qwen", "<tool_call></tool_call>", "no JSON"),
         ("qwen", "<tool_call>{} {}</tool_call>", "more than one"),
         ("qwen", "<tool_call>[]</tool_call>", "an object with a name"),
         ("qwen", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', "an object with a name"),
         ("qwen", '<tool_call>{"name": "a"}</tool_call>', "arguments of a call is an object"),
-        ("qwen", '<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "arguments of a call is an object"),
         ("qwen", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no number"),
         ("qwen", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "1e999 is no number"),
-        ("qwen", f'<tool_call>{{"name": "a", "arguments": {{"x": {"9" * 9999}}}}}</tool_call>', "no JSON"),
         ("qwen", f"<tool_call>{SURROGATE}</tool_call>", "surrogates not allowed"),
         ("qwen", QWEN * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
         ("llama3", "<|python_tag|>print(1)", "no JSON"),
         ("llama3", '{"answer": 12}', "an object with a name"),
         ("llama3", f"{LLAMA} and {LLAMA}", "text after the call"),
-        ("llama3", f"{LLAMA};", "no JSON"),
         ("llama3", SURROGATE, "surrogates not allowed"),
         ("plain", "[3*4", "is not closed"),
-        ("plain", "[[3*4]]", "[ in a call"),
         ("plain", "[\ud800]", "a lone surrogate"),
         ("plain", "[1]" * (MOST_CALLS + 1), f"more than {MOST_CALLS} calls"),
     ],
@@ -115,14 +106,7 @@ def test_what_is_no_call_is_malformed_and_says_why(form, text, malformed):
 
 
 @pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        ("plain", "The list is [1, 2]"),
-        ("plain", "[3*4"),
-        ("llama3", '{"answer": 3}'),
-        ("llama3", "<|python_tag|>print(1)"),
-        ("qwen", "<tool_call>{"),
-    ],
+    ("form", "text"), [("plain", "The list is [1, 2]"), ("llama3", '{"answer": 3}'), ("qwen", "<tool_call>{")]
 )
 def test_without_tools_nothing_is_malformed(form, text):
     assert parse(form, text, ()) == ([], "")
@@ -133,7 +117,7 @@ def test_without_tools_a_whole_call_is_one_of_those_that_the_environment_has_exp
     assert parse(form, text, ()) == parse(form, text)
 
 
-@pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST - 1, DEEPEST + 2, 900, 100_000])
+@pytest.mark.parametrize("depth", [DEEPEST - 2, DEEPEST - 1, 100_000])
 @pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ('{"a":', "}")])
 def test_json_of_any_depth(depth, opened, closed):
     """What is returned can be written and sent by functions that call themselves. The call adds two levels."""

@@ -2,15 +2,12 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-
-from fp8core.processes.end_with_parent import follow_parent
 
 # Every process starts the next one; the last says that it is there.
 _PROGRAM = """
@@ -82,11 +79,6 @@ def test_what_stands_between_ends_too(start_chain):
     first, between, last = start_chain("spawn", 3, "first")
     first.kill()
     wait_until_gone(between, last)
-
-
-def test_without_a_parent_nobody_is_followed():
-    follow_parent()
-    assert "end_with_parent" not in [thread.name for thread in threading.enumerate()]
 
 
 def started_by(process: psutil.Process) -> list[psutil.Process]:

@@ -10,78 +10,41 @@ from fp8core.rewards.verifier import build_verifier
 
 # A completion names what the function does with it.
 HOSTILE = """
-import ctypes, os, sys, time
+import os, time
 
 from fp8core.rewards.scorer import Verdict
 
 
-def score(prompt, completion, reference, finish, scale=1):
+def score(prompt, completion, reference, finish):
     what, _, argument = completion.partition(" ")
-    return globals()["do_" + what](argument, reference, scale)
+    return globals()["do_" + what](argument, reference)
 
 
-def do_say(argument, reference, scale):
-    return scale * (argument == reference)
+def do_say(argument, reference):
+    return argument == reference
 
 
-def do_give(argument, reference, scale):
+def do_give(argument, reference):
     return eval(argument)
 
 
-def do_raise(argument, reference, scale):
+def do_raise(argument, reference):
     raise ValueError(f"no good: {argument}\\nand a hint")
 
 
-def do_sleep(argument, reference, scale):
+def do_sleep(argument, reference):
     time.sleep(1000)
 
 
-def do_spin(argument, reference, scale):
-    while True:
-        pass
-
-
-def do_power(argument, reference, scale):
+def do_power(argument, reference):
     return len(str(9 ** 9 ** 9)) > 0
 
 
-def do_allocate(argument, reference, scale):
-    return len(bytearray(2**40)) > 0
-
-
-def do_recurse(argument, reference, scale):
-    return do_recurse(argument, reference, scale)
-
-
-def do_exit(argument, reference, scale):
+def do_exit(argument, reference):
     os._exit(3)
 
 
-def do_quit(argument, reference, scale):
-    sys.exit(4)
-
-
-def do_segfault(argument, reference, scale):
-    ctypes.string_at(0)
-
-
-def do_print(argument, reference, scale):
-    print("noise" * 1000, flush=True)
-    os.write(1, b"more")
-    os.write(2, b"more")
-    return True
-
-
-def do_copy(argument, reference, scale):
-    # The copy returns first, or raises.
-    copy = os.fork() == 0
-    if copy and float(argument) % 2:
-        raise ValueError("of the copy")
-    time.sleep(0 if copy else 0.05)
-    return float(argument)
-
-
-def do_haunt(argument, reference, scale):
+def do_daemon(argument, reference):
     # Start a daemon in a session of its own, then end as the second word says.
     path, _, ending = argument.partition(" ")
     if os.fork() == 0:
@@ -94,10 +57,10 @@ def do_haunt(argument, reference, scale):
         os._exit(0)
     while not os.path.exists(path):
         time.sleep(0.01)
-    return ending == "return" or globals()["do_" + ending]("", reference, scale)
+    return ending == "return" or globals()["do_" + ending]("", reference)
 
 
-def do_note(argument, reference, scale):
+def do_note(argument, reference):
     with open(argument, "a") as file:
         file.write("x")
     return True

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8core.config.data import DataConfig
-from fp8core.data.source import read_jsonl
+from fp8core.data.source import read_file
 from fp8core.errors import UserError
 from fp8core.rewards.integer import IntegerVerifier
 from fp8core.rewards.scorer import Verdict
@@ -69,6 +69,6 @@ def test_a_malformed_reference_is_the_datas_mistake(reference: str) -> None:
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
 @pytest.mark.parametrize(("name", "rows"), [("train.jsonl.gz", 7473), ("test.jsonl.gz", 1319)])
 def test_every_reference_of_gsm8k_is_right(name: str, rows: int) -> None:
-    problems = read_jsonl(GSM8K / name, DataConfig())
+    problems = read_file(GSM8K / name, DataConfig())
     verdicts = [VERIFIER.score(p.question, p.reference, p.reference, "stop") for p in problems]
     assert [verdict.outcome for verdict in verdicts] == ["right"] * rows

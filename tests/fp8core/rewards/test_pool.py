@@ -1,9 +1,5 @@
-"""A verifier that fails costs its own verdict at most, with a reason; its processes end with the training."""
+"""A verifier that fails costs its own verdict at most, with a reason; tests of environments show the rest of a pool."""
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +31,7 @@ def ask(pool: VerifierPool, *completions: str) -> list[Verdict]:
 
 
 def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
-    said = [str(number % 50) for number in range(2000)]
+    said = [str(number % 50) for number in range(500)] + ["9" * 3_000_000]
     verdicts = ask(pool, *(f"say {number}" for number in said))
     assert [verdict.outcome == "right" for verdict in verdicts] == [number == "18" for number in said]
     assert pool.verify([]) == []
@@ -45,7 +41,6 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
     ("completion", "verdict"),
     [
         ("give True", RIGHT),
-        ("give 1", RIGHT),
         ("give 0.25", Verdict(0.25, "wrong", "reward 0.25")),
         ("give 2", Verdict(2.0, "right", "reward 2")),
         ("give __import__('numpy').float32(0.25)", Verdict(0.25, "wrong", "reward 0.25")),
@@ -54,20 +49,13 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
         ("give Verdict(1, 'fine', '')", "InvalidReply: the verifier returned the outcome 'fine'; there are: "),
         ("give float('nan')", "ValueError: the verifier returned nan; rewards are from -1e+09 to 1e+09"),
         ("give 'yes'", "InvalidReply: the verifier returned str, not a number, None or a Verdict"),
-        ("raise it", "ValueError: no good: it"),
         ("raise \ud800", "ValueError: no good: \\ud800"),
         ("raise " + "long " * 100_000, "ValueError: no good: long long"),
-        ("allocate", "MemoryError"),
-        ("recurse", "RecursionError: maximum recursion depth exceeded"),
         ("exit", "its process ended (exit code 3)"),
-        ("quit", "SystemExit: 4"),
-        ("segfault", "its process ended (SIGSEGV)"),
-        ("print", RIGHT),
-        ("spin", Verdict(0.0, "timeout", "more than 0.5 s of processor time")),
         ("power", Verdict(0.0, "timeout", "more than 0.5 s of processor time")),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
-)  # fmt: skip
+)
 def test_what_a_function_returns_or_raises(pool: VerifierPool, completion: str, verdict: Verdict | str) -> None:
     said, after = ask(pool, completion, "say 18")
     assert after == RIGHT
@@ -86,58 +74,23 @@ def test_those_behind_one_that_hangs_are_checked_by_another(impatient: VerifierP
     assert [verdict.outcome for verdict in verdicts[2:]] == ["right" if n == 18 else "wrong" for n in range(10, 40)]
 
 
-def test_a_copy_that_returns_has_no_verdict(pool: VerifierPool) -> None:
-    """It would be that of the next answer."""
-    scores = [0.0, 1.0, 2.0, 3.0, 0.5]
-    assert [said.score for said in ask(pool, *(f"copy {score}" for score in scores))] == scores
-
-
-@pytest.mark.parametrize("ending", ["return", "quit", "exit", "sleep"])
-def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str) -> None:
-    (said,) = ask(impatient, f"haunt {tmp_path / 'pid'} {ending}")
-    assert said.outcome == {"return": "right", "sleep": "timeout"}.get(ending, "crashed")
+@pytest.mark.parametrize(("ending", "outcome"), [("return", "right"), ("exit", "crashed"), ("sleep", "timeout")])
+def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str, outcome: str) -> None:
+    (said,) = ask(impatient, f"daemon {tmp_path / 'pid'} {ending}")
+    assert said.outcome == outcome
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid))
-    assert ask(impatient, "say 18") == [RIGHT]
 
 
-PARENT = """
-import sys
-from fp8core.config.reward import RewardConfig
-from fp8core.rewards.verifier import Answer, build_verifier
-
-pool = build_verifier(RewardConfig(verifier=sys.argv[1], workers=2, timeout_seconds=600, cpu_seconds=600))
-pool.verify([Answer("?", said, "18", "stop") for said in (f"haunt {sys.argv[2]} sleep", "spin")])
-"""
-
-
-def test_all_processes_end_with_a_killed_training(hostile_file: Path, tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{hostile_file}:score", str(tmp_path / "pid")])
-    wait_for((tmp_path / "pid").exists)
-    below = psutil.Process(parent.pid).children(recursive=True)
-    assert len(below) >= 3, "the host, a verifier and a daemon"
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    assert psutil.wait_procs(below, timeout=8)[1] == []
-
-
-def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path, tmp_path: Path) -> None:
+def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -> None:
     before = {*psutil.Process().children(recursive=True)}
-    with (tmp_path / "secret").open("w") as file:
-        os.set_inheritable(file.fileno(), True)
-        pool = start_pool(f"{hostile_file}:score", workers=3)
-        ask(pool, "say 18")
-        started = {*psutil.Process().children(recursive=True)} - before
-        assert not any(opened.path == file.name for process in started for opened in process.open_files())
+    pool = start_pool(f"{hostile_file}:score", workers=3)
+    ask(pool, "say 18", "say 19")
+    started = {*psutil.Process().children(recursive=True)} - before
     pool.close()
     pool.close()
+    assert len(started) >= 2
     assert not any(process.is_running() for process in started)
-
-
-def test_answers_larger_than_the_channel(pool: VerifierPool) -> None:
-    long = "say " + "9" * 3_000_000
-    outcomes = [verdict.outcome for verdict in ask(pool, long, "say 18", long + "1", long + "2")]
-    assert outcomes == ["wrong", "right", "wrong", "wrong"]
 
 
 def test_what_was_begun_is_checked_once(pool: VerifierPool, tmp_path: Path) -> None:
@@ -169,7 +122,6 @@ def test_a_file_has_options_and_neighbours_and_a_module_is_looked_for_where_pyth
         (None, "there_is_none.py cannot be read: No such file"),
         ("import no_such_library", "cannot be imported: ModuleNotFoundError: No module named"),
         ("def score(:", "cannot be imported: SyntaxError"),
-        ("raise SystemExit('bye')", "cannot be imported: SystemExit: bye"),
         ("import os; os._exit(7)", "its process ended while it was imported"),
         ("score = 3", "has no function score"),
         ("def score(prompt): ...", "it is called as f(prompt, completion, reference, finish), and is defined as f"),

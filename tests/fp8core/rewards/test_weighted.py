@@ -13,7 +13,6 @@ from fp8core.rewards.scorer import Answer
 from fp8core.rewards.verifier import FormatScorer, build_verifier
 from fp8core.run.verdicts import failures
 
-LENGTH = {"weight": 0.5, "longest": 10, "buffer": 4}
 FORMAT = {"weight": 0.25, "tags": ["<a>", "</a>"]}
 
 
@@ -23,14 +22,6 @@ def verdicts(config, *completions, finish="stop"):
         return verifier.verify([Answer("?", completion, "3", finish) for completion in completions])
     finally:
         verifier.close()
-
-
-@pytest.mark.parametrize(
-    ("completion", "score"), [("", 0), ("123456", 0), ("1234567", -0.25), ("1234567890", -1), ("x" * 99, -1)]
-)
-def test_a_long_completion_loses_reward(completion, score):
-    (found,) = verdicts({"length": LENGTH}, completion)
-    assert (found.score, found.reward) == (0.0, 0.5 * score)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +104,12 @@ def test_a_run_records_each_score_and_each_mean(loop_run, tmp_path):
     seen = {"name": "seen", "verifier": f"{tmp_path / 'own.py'}:seen", "options": {"log": str(log)}}
     step = {"name": "filter", "uses": "tasks.filter:filter", "needs": ["rewards"]}
     edits = {"insert": [{"after": "reward", "step": step}], "rewire": {"record": {"rewards": "filtered"}}}
-    run = loop_run("weighted", steps=1, reward={"length": LENGTH, "others": [again, seen]}, pipeline=edits)
+    run = loop_run("weighted", steps=1, reward={"others": [again, seen]}, pipeline=edits)
     artifacts = run.ledger.artifacts(1)
     rows, metrics = run.store.get_table(artifacts["rewards"]).to_pylist(), run.store.get_json(artifacts["metrics"])
-    assert all(
-        row["reward"] == row["score_verdict"] + 0.5 * row["score_length"] + 2 * row["score_again"] for row in rows
-    )
+    assert all(row["reward"] == row["score_verdict"] + 2 * row["score_again"] for row in rows)
     assert {*log.read_text().splitlines()} == {*run.store.get_table(artifacts["prompts"])["text"].to_pylist()}
-    for name in ("verdict", "length", "again"):
+    for name in ("verdict", "again"):
         assert metrics[f"reward/{name}"] == pytest.approx(sum(row[f"score_{name}"] for row in rows) / len(rows))
     described = run.records[1]["executed"]["reward"]
     assert json.dumps(described["others"]["again"]) == '{"verifier": "chain"}'

@@ -138,7 +138,7 @@ def test_a_temperature_that_an_engine_has_not_is_refused_before_it_starts(engine
     ("name", "complaint"),
     [
         ("vlm", "rollout.engine: vlm is none of embedded, vllm"),
-        ("no_such_module:ENGINE", "rollout.engine=no_such_module:ENGINE: there is no module no_such_module"),
+        ("no_such_module:ENGINE", "rollout.engine=no_such_module:ENGINE: no_such_module cannot be imported"),
         ("toy_engine:MISSING", "rollout.engine=toy_engine:MISSING: module toy_engine has no MISSING"),
         ("toy_engine:NO_ENTRY", "rollout.engine=toy_engine:NO_ENTRY: it is no EngineEntry"),
     ],

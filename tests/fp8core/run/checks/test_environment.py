@@ -216,3 +216,11 @@ def test_an_environment_that_returns_no_reply_is_refused(tmp_path, line, said):
     refused = nullcontext() if said is None else pytest.raises(UserError, match=rf"environment\.name=.*:Own: {said}")
     with refused:
         refuse_invalid(replies, config)
+
+
+def test_an_environment_that_cannot_be_made_is_refused():
+    config = load_config("tiny", {"environment": {"name": "calculator", "options": {"modulus": 1}}})
+    problem = next(iter(build_source(config.data, config.evaluation).to_check()))
+    named = r"environment\.name=calculator: start: it cannot be made: ValueError: modulus=1 is no integer"
+    with closing(build_environment(config.environment)) as pool, pytest.raises(UserError, match=named):
+        trial(problem, config, pool)
