@@ -102,7 +102,7 @@ def measured(asked: EvaluationRequest, checkpoint: EvaluatedPolicy) -> Evaluatio
     """Measure in each precision, and compare each with the first."""
     config = checkpoint.config
     configs = variants(asked, config)
-    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+    with closing(build_verifier(config.reward)) as verifier:
         with long_part("checking the data"):
             found, left_out = problems(asked, config, verifier)
         if left_out:

@@ -108,7 +108,7 @@ def refuse_unread(asked: EvaluationRequest) -> None:
         check_engine(one, members_node(one))
         check_shape(one, model.arch)
     check_stop_strings(config, model.tokenizer)
-    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+    with closing(build_verifier(config.reward)) as verifier:
         found = problems(asked, config, verifier).problems
     positions = longest_row(config, model.arch)
     for problem in found:

@@ -1,13 +1,14 @@
 """The program inside the sandbox of the python tool. It imports nothing of ours, which a container may lack.
 
-Requests come by standard input, and answers leave by standard output: JSON, a line each. Output of the code goes to
-standard error. Processes that code has started end with its call.
+Requests come by standard input, and answers leave by standard output: JSON, a line each. Processes that code has
+started end with its call, and their output is dropped.
 """
 
 import ast
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import math
 import os
@@ -24,56 +25,72 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
 
 
+class Output(io.StringIO):
+    """What code prints, up to one character beyond the limit, by which a cut shows."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self._most = characters + 1
+
+    def write(self, text: str) -> int:
+        super().write(text[: max(0, self._most - self.tell())])
+        return len(text)
+
+
 def main(limits: list[int], packages: list[str]) -> None:
     """Answer until there are no more requests; `limits`: seconds, MiB and characters of a call."""
     seconds, memory_mb, characters = limits
-    for ours, theirs in ((0, _REQUESTS), (1, _ANSWERS), (os.open(os.devnull, os.O_RDONLY), 0), (2, 1)):
-        os.dup2(ours, theirs, inheritable=theirs < _REQUESTS)
+    os.dup2(0, _REQUESTS, inheritable=False)
+    os.dup2(1, _ANSWERS, inheritable=False)
     os.closerange(5, 16)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(nowhere, standard)
+    os.close(nowhere)
     sys.path[:] = [path for path in sys.path if path] + packages
     sys.argv[:] = [""]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     memory = (memory_mb + _RUNTIME_MB) << 20
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(limit, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 256),
+    ):
+        resource.setrlimit(limit, (value, value))
     names = {"__name__": "__main__", "__builtins__": __builtins__}
-    output = sys.stdout
-    with open(os.devnull, "w") as nowhere, os.fdopen(_REQUESTS, "rb") as lines:
+    with os.fdopen(_REQUESTS, "rb") as lines:
         for line in lines:
             used = resource.getrusage(resource.RUSAGE_SELF)
-            limit = math.ceil(used.ru_utime + used.ru_stime + seconds)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            processor = math.ceil(used.ru_utime + used.ru_stime + seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (processor, resource.RLIM_INFINITY))
             # A container lives on when the process that started it is killed.
-            faulthandler.dump_traceback_later(2 * seconds + 1, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(2 * seconds + 1, exit=True, file=2)
             answer = json.dumps(run(json.loads(line), names, characters)).encode() + b"\n"
-            # Code may have replaced ours, or closed it.
-            for each in (output, sys.stdout):
-                with contextlib.suppress(BaseException):
-                    each.flush()
             end_children()
             faulthandler.cancel_dump_traceback_later()
             while answer:
                 answer = answer[os.write(_ANSWERS, answer) :]
 
 
-def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str]:
-    """Value of the last line, and error; each has one character beyond the limit at most, by which a cut shows."""
-    own = os.getpid()
+def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str, str]:
+    """What it printed, the value of its last line, and its error; each has one character beyond the limit at most."""
+    own, output = os.getpid(), Output(characters)
+    value = error = ""
     try:
-        parsed = ast.parse(code, "<code>")
-        last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
-        exec(compile(parsed, "<code>", "exec"), names)
-        if last is None:
-            return "", ""
-        value = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
-        return ("" if value is None else without_addresses(repr(value))[: characters + 1]), ""
-    except BaseException as error:  # noqa: BLE001 - it is the answer
-        return "", without_addresses(_described(error))[: characters + 1]
-    finally:
-        if os.getpid() != own:
-            os._exit(0)  # A copy that code forked and let return.
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            parsed = ast.parse(code, "<code>")
+            last = parsed.body.pop() if parsed.body and isinstance(parsed.body[-1], ast.Expr) else None
+            exec(compile(parsed, "<code>", "exec"), names)
+            if last is not None:
+                found = eval(compile(ast.Expression(last.value), "<code>", "eval"), names)  # type: ignore[attr-defined]
+                value = "" if found is None else without_addresses(repr(found))
+    except BaseException as raised:  # noqa: BLE001 - it is the answer
+        error = without_addresses(_described(raised))
+    if os.getpid() != own:
+        os._exit(0)  # A copy that code forked and let return.
+    printed = "" if output.closed else output.getvalue()
+    return printed, value[: characters + 1], error[: characters + 1]
 
 
 def without_addresses(text: str) -> str:

@@ -36,7 +36,7 @@ class _Episode:
 class EnvironmentPool:
     """Episodes by their keys; it is moved by calls of one thread. Satisfies `rollout.episodes.Pool`.
 
-    A call raises UserError where the host was lost, and another one cannot load the environment as it was.
+    A call raises UserError where the host of its processes was killed.
     """
 
     def __init__(

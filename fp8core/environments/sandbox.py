@@ -8,12 +8,12 @@ processes are counted ten times a second. Code can make its own answers up; no r
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from fp8core.errors import UserError
 _PROCESSES = 16
 """That code may have at once."""
 _LOOK_SECONDS = 0.1
-_SECOND_TRY = "; what it defined is lost"
+_LOST = "; what it defined is lost"
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -63,77 +63,59 @@ class Interpreter:
     def run(self, code: str) -> tuple[str, bool]:
         """Output of the code, the value of its last line and its error, cut; and whether it failed."""
         process = self._process = self._process or subprocess.Popen(
-            self._command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         assert process.stdin is not None, "it has a pipe"
+        assert process.stdout is not None, "it has a pipe"
+        ended, why = threading.Event(), list[str]()
+        threading.Thread(target=self._watch, args=(process, ended, why), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # An interpreter that is gone is noticed below.
             process.stdin.write(json.dumps(code).encode() + b"\n")
-        printed, answer, reason = self._collect(process, time.monotonic() + 2 * self._seconds)
-        parts = [printed.decode("utf-8", "replace")]
+            process.stdin.flush()
+        answer = process.stdout.readline(400 * self._characters)
+        ended.set()
         try:
-            value, error = json.loads(answer or b"null")
-            parts += [str(value), str(error)]
-            failed = bool(error)
-        except (ValueError, TypeError, RecursionError):
-            parts.append(self._end(process, reason))
-            failed = True
+            parts = [str(part) for part in json.loads(answer)]
+            failed = bool(parts[-1])
+        except (ValueError, TypeError, IndexError, RecursionError):
+            parts, failed = [self._end(process, "".join(why))], True
         return self._cut("\n".join(part.rstrip("\n") for part in parts if part.rstrip("\n"))), failed
 
     def close(self) -> None:
         if self._process is not None:
-            self._end(self._process, "")
+            self._end(self._process)
 
-    def _collect(self, process: subprocess.Popen[bytes], until: float) -> tuple[bytes, bytes, str]:
-        """The output until the end of the call, the line at its end (empty without one), and why it is to be ended.
+    def _watch(self, process: subprocess.Popen[bytes], ended: threading.Event, why: list[str]) -> None:
+        """Kill the process of a call that takes too long, or has too many processes."""
+        until = time.monotonic() + 2 * self._seconds
+        while not ended.wait(min(_LOOK_SECONDS, max(0.0, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                why.append(f"no end after {2 * self._seconds} s")
+            elif _descendants(process.pid) > _PROCESSES:
+                why.append(f"more than {_PROCESSES} processes")
+            if why:
+                process.kill()
+                return
 
-        Both are cut, and what is beyond is read and dropped.
-        """
-        assert process.stdout is not None, "it has a pipe"
-        assert process.stderr is not None, "it has a pipe"
-        answers, output = process.stdout.fileno(), process.stderr.fileno()
-        most = 4 * self._characters + 1  # Bytes of UTF-8.
-        printed, answer = bytearray(), bytearray()
-        ended, look, reason = False, time.monotonic() + _LOOK_SECONDS, f"no end after {2 * self._seconds} s"
-        while not ended and (left := until - time.monotonic()) > 0:
-            ready, _, _ = select.select([output, answers], [], [], min(left, _LOOK_SECONDS))
-            if answers in ready:
-                part = os.read(answers, 1 << 16)
-                answer += part[: 32 * most - len(answer)]
-                ended = not part or part.endswith(b"\n")
-            if output in ready:
-                part = os.read(output, 1 << 16)
-                printed += part[: max(0, most - len(printed))]
-                ended = ended or not part
-            if time.monotonic() > look:
-                look = time.monotonic() + _LOOK_SECONDS
-                if _descendants(process.pid) > _PROCESSES:
-                    ended, reason = True, f"more than {_PROCESSES} processes"
-        while ended and select.select([output], [], [], 0)[0] and (part := os.read(output, 1 << 16)):
-            printed += part[: max(0, most - len(printed))]
-            if time.monotonic() > until:
-                break
-        return bytes(printed), bytes(answer) if answer.endswith(b"\n") else b"", reason
-
-    def _end(self, process: subprocess.Popen[bytes], reason: str) -> str:
-        """End the process, and with it all in its namespace; a line on how it ended, `reason` where we end it."""
-        try:
-            code: int | None = process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            code = None
+    def _end(self, process: subprocess.Popen[bytes], why: str = "") -> str:
+        """End the process, and with it all in its namespace; a line on how it ended, `why` where it was killed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
             assert pipe is not None, "it has pipes"
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._process = None
-        if code is None:
-            return f"{reason}{_SECOND_TRY}"
+        if why:
+            return f"{why}{_LOST}"
         # Above 128: of a process below bubblewrap that a signal has ended.
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU:
-            return f"more than {self._seconds} s of processor time{_SECOND_TRY}"
+            return f"more than {self._seconds} s of processor time{_LOST}"
         how = signal.Signals(number).name if number in {*signal.Signals} else f"exit code {code}"
-        return f"the interpreter ended ({how}){_SECOND_TRY}"
+        return f"the interpreter ended ({how}){_LOST}"
 
     def _cut(self, text: str) -> str:
         shown = without_addresses(text) or "(no output)"
@@ -160,7 +142,6 @@ def _in_bubblewrap() -> list[str]:
 
 
 def _descendants(pid: int) -> int:
-    # Beside the two of bubblewrap.
     with contextlib.suppress(psutil.NoSuchProcess):
-        return len(psutil.Process(pid).children(recursive=True)) - 2
+        return len(psutil.Process(pid).children(recursive=True)) - 2  # Those of bubblewrap.
     return 0

@@ -166,7 +166,7 @@ def instructions(tool_calls: str, tools: Sequence[Tool]) -> str:
 def _read_json(text: str, start: int) -> tuple[Any, int]:
     try:
         value, end = _DECODER.raw_decode(text, start)
-        if is_too_deep(value):
+        if _is_deeper(value, DEEPEST):
             raise _Malformed(f"JSON is deeper than {DEEPEST}")
         # Of texts with lone surrogates no bytes can be made.
         text[start:end].encode()
@@ -192,19 +192,12 @@ def _finite(written: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def is_too_deep(value: Any) -> bool:
-    """True of JSON deeper than `DEEPEST`, which no function that calls itself may meet."""
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
-        ]
-        if not level:
-            return False
-    return True
+def _is_deeper(value: Any, most: int) -> bool:
+    """Functions that call themselves, as writers of JSON do, may not meet more."""
+    if not isinstance(value, dict | list):
+        return False
+    below = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_deeper(each, most - 1) for each in below)
 
 
 def _refuse_many(calls: Sequence[ToolCall]) -> None:

@@ -186,20 +186,15 @@ def _work(connection: Connection, service: Service, limits: Limits) -> NoReturn:
 
 def end_children(spared: Set[int] = frozenset()) -> None:
     """Kill and reap every child but those, orphans that became ours included; none costs a microsecond."""
-    while True:
-        try:
-            if not spared:
-                while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
-                    pass
-        except ChildProcessError:
-            return
-        others = [child for child in psutil.Process().children() if child.pid not in spared]
-        if not others:
-            return
-        for child in others:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(others, 1)
+    with suppress(ChildProcessError):
+        while True:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            others = [child for child in psutil.Process().children() if child.pid not in spared]
+            if not others:
+                return
+            for child in others:
+                _kill(child.pid)
+            psutil.wait_procs(others, 1)
 
 
 def limit_memory(megabytes: int) -> None:

@@ -104,60 +104,32 @@ class ProcessPool:
 
         Raises UserError: it cannot be loaded.
         """
-        self._setting, self._function, self._settings, self._limits = setting, function, settings, limits
-        self._lock = threading.Lock()
-        self._host: TiedProcess | None = None
-        self.description: dict[str, str] = {}
-        self._load()
+        self._setting, self._limits = setting, limits
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            arguments = ["-P", "-c", _BOOT, str(theirs.fileno()), function, _ROOT, *sys.path]
+            passed = {**variables(), **_VARIABLES}
+            self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], passed)
+        try:
+            self.description = self._loaded(settings)
+        except BaseException:
+            self.close()
+            raise
 
     def start(self) -> PoolProcess:
-        """A new process. Raises UserError: the host was lost, and another cannot load the code as it was."""
+        """A new process. Raises UserError: the host was killed."""
         ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+        with theirs:
             try:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-            except (BrokenPipeError, ConnectionResetError):
-                self._end_host()
-                self._load()
-                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise UserError(
+                    f"{self._setting}: the process that has loaded it was killed; resume the run"
+                ) from error
         return PoolProcess(ours, self._limits)
 
     def close(self) -> None:
         """End all processes; a second call does nothing."""
-        with self._lock:
-            self._end_host()
-
-    def _load(self) -> None:
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            arguments = ["-P", "-c", _BOOT, str(theirs.fileno()), self._function, _ROOT, *sys.path]
-            passed = {**variables(), **_VARIABLES}
-            self._host = TiedProcess(arguments, subprocess.DEVNULL, [theirs.fileno()], passed)
-        try:
-            self.description = self._loaded()
-        except BaseException:
-            self._end_host()
-            raise
-
-    def _loaded(self) -> dict[str, str]:
-        try:
-            with Connection(self._control.dup().detach()) as connection:
-                connection.send((self._limits, dict(self._settings)))
-                if not connection.poll(_START_SECONDS):
-                    raise UserError(f"{self._setting}: it was not imported after {_START_SECONDS:g} s")
-                description, reason = connection.recv()
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise UserError(f"{self._setting}: its process ended while it was imported") from error
-        if reason is not None:
-            raise UserError(f"{self._setting}: {reason}")
-        if self.description not in ({}, description):
-            raise UserError(f"{self._setting}: it changed while it was used: {self.description}, now {description}")
-        found: dict[str, str] = description
-        return found
-
-    def _end_host(self) -> None:
-        if self._host is None:
-            return
         self._control.close()
         self._host.close_copy()
         try:
@@ -165,4 +137,17 @@ class ProcessPool:
         except subprocess.TimeoutExpired:
             self._host.kill()
             self._host.wait()
-        self._host = None
+
+    def _loaded(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        try:
+            with Connection(self._control.dup().detach()) as connection:
+                connection.send((self._limits, dict(settings)))
+                if not connection.poll(_START_SECONDS):
+                    raise UserError(f"{self._setting}: it was not imported after {_START_SECONDS:g} s")
+                description, reason = connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise UserError(f"{self._setting}: its process ended while it was imported") from error
+        if reason is not None:
+            raise UserError(f"{self._setting}: {reason}")
+        found: dict[str, str] = description
+        return found

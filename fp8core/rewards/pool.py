@@ -22,12 +22,10 @@ Request = tuple[str, ...]
 class VerifierPool:
     """Processes that serve one scorer, each with a thread that waits for it; see Verifier. Safe for threads."""
 
-    def __init__(
-        self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int, columns: bool
-    ) -> None:
-        """Load the scorer that the setting `key` names; `columns` as of `load_scorer`. Raises UserError."""
+    def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
+        """Load the scorer that the setting `key` names. Raises UserError."""
         self._setting = f"{key}={name}"
-        settings = {"name": name, "options": dict(options), "columns": columns}
+        settings = {"name": name, "options": dict(options)}
         self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)
         self._threads = ThreadPoolExecutor(workers, "verifier")
         self._of_thread = threading.local()

@@ -143,10 +143,10 @@ class LoadedScorer(NamedTuple):
     file: str | None = None
 
 
-def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedScorer:
+def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
     """The scorer of a name: `math-verify`, `module:function` or `path/to/file.py:function`.
 
-    `columns` is whether answers have any. Raises UserError: it cannot be imported, or not be called so.
+    Raises UserError: it cannot be imported, or not be called so.
     """
     if name == MATH_VERIFY:
         # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
@@ -156,7 +156,7 @@ def load_scorer(name: str, options: Mapping[str, Any], columns: bool) -> LoadedS
         return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions})
     find_neighbours(name)
     function, _, digest = load_code(name, "function")
-    _refuse_signature(function, options, columns)
+    _refuse_signature(function, options)
     return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, file_of(function))
 
 
@@ -195,11 +195,9 @@ def serve_scorer(settings: Mapping[str, Any]) -> Service:
     return Service(loaded.description, lambda: ScorerHandler(loaded))
 
 
-def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any], columns: bool) -> None:
+def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:
     """Raises UserError on a function that cannot be called as `FunctionScorer` calls it."""
     signature = inspect.signature(function)
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise UserError("it is a coroutine or a generator; a plain function returns its answer")
     given = [*(["columns"] if takes_columns(function, options) else []), *options]
     try:
         signature.bind(*_POSITIONAL, **dict.fromkeys(given))
@@ -208,8 +206,6 @@ def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any
         raise UserError(
             f"it is called as f({', '.join(_POSITIONAL)}{named}), and is defined as f{signature}: {error}"
         ) from error
-    if "columns" in given and not columns and signature.parameters["columns"].default is inspect.Parameter.empty:
-        raise UserError("it has a parameter `columns` without a default, and data.columns names no field; set it")
 
 
 def takes_columns(function: Callable[..., object], options: Mapping[str, Any]) -> bool:

@@ -181,30 +181,27 @@ class WeightedVerifiers:
         return [self._main, *(verifier for _, _, verifier in self._others)]
 
 
-def build_verifier(config: RewardConfig, columns: Sequence[str] = ()) -> Verifier:
-    """The verifiers that the configuration names; those with processes of their own have started them.
-
-    Raises UserError: what one needs is not installed, or a function cannot be imported, or be called with such answers.
-    """
+def build_verifier(config: RewardConfig) -> Verifier:
+    """Raises UserError: what a verifier needs is not installed, or a function cannot be imported, or be called so."""
     with ExitStack() as started:
-        main = _one_verifier(config, "reward.verifier", bool(columns))
+        main = _one_verifier(config, "reward.verifier")
         started.callback(main.close)
         others: list[tuple[str, float, Verifier]] = []
         if config.format is not None:
             others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
         for other in config.others:
             named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
-            verifier = _one_verifier(named, f"reward.others.{other.name}.verifier", bool(columns))
+            verifier = _one_verifier(named, f"reward.others.{other.name}.verifier")
             started.callback(verifier.close)
             others.append((other.name, other.weight, verifier))
         started.pop_all()
     return WeightedVerifiers(main, others) if others else main
 
 
-def _one_verifier(config: RewardConfig, key: str, columns: bool) -> Verifier:
+def _one_verifier(config: RewardConfig, key: str) -> Verifier:
     if config.verifier == "chain":
         return InProcess("chain", ChainVerifier(), key)
     if config.verifier == "integer":
         return InProcess("integer", IntegerVerifier(), key)
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
-    return VerifierPool(key, config.verifier, config.options, limits, config.workers, columns)
+    return VerifierPool(key, config.verifier, config.options, limits, config.workers)

@@ -103,7 +103,7 @@ def open_run(
             cluster.gang.check_shared(directory.path)
         with console.part("loading the model"):
             base = build_base(config)
-        verifier = parts.enter_context(closing(build_verifier(config.reward, config.data.columns)))
+        verifier = parts.enter_context(closing(build_verifier(config.reward)))
         with console.part("checking the data"):
             (source, left_out, remark), teacher = check_opened(config, base, source, verifier)
         for note in (*_notes(config, base), *filter(None, [remark])):

@@ -46,7 +46,7 @@ def check_inputs(config: RunConfig) -> None:
     trained = ledger is not None and "warm_start" in ledger.tasks(START)
     if config.warm_start is not None and config.warm_start.demonstrations is not None and not trained:
         own_demonstrations(config, config.warm_start, base.tokenizer, base.arch.max_positions)
-    with closing(build_verifier(config.reward, config.data.columns)) as verifier:
+    with closing(build_verifier(config.reward)) as verifier:
         (source, *_), teacher = check_opened(config, base, source, verifier)
     if ledger is not None:
         refuse_other_data(config, ledger, source.digest())

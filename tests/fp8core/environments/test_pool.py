@@ -239,29 +239,18 @@ def counting(start_pool: StartPool, tmp_path: Path) -> EnvironmentPool:
     return pool
 
 
-@pytest.mark.parametrize("edited", [False, True])
-def test_episodes_of_a_killed_host_crash_and_another_host_plays_the_next(
-    start_pool: StartPool, tmp_path: Path, edited: bool
-) -> None:
-    path, before = tmp_path / "counting.py", {*psutil.Process().children()}
-    path.write_text(COUNTING)
-    pool = start_pool(f"{path}:Counting")
+def test_episodes_of_a_killed_host_crash_and_the_next_is_refused(start_pool: StartPool, hostile_file: Path) -> None:
+    before = {*psutil.Process().children()}
+    pool = start_pool(f"{hostile_file}:Hostile")
     (host,) = {*psutil.Process().children()} - before
-    for sample in range(2):
-        pool.begin((0, sample), Task("", "", sample))
-    collect(pool, 2)
-    path.write_text(COUNTING + "# edited\n" * edited)
+    pool.begin((0, 0), Task("say ok", "", 0))
+    collect(pool, 1)
     host.kill()
     host.wait()
-    for sample in range(2):
-        pool.act((0, sample), Action("three"))
-    assert [*collect(pool, 2).values()] == 2 * [Outcome("crashed", detail="its process ended (SIGKILL)")]
-    if edited:
-        with pytest.raises(UserError, match=r"counting\.py:Counting: it changed while it was used: "):
-            pool.begin((0, 2), Task("", "", 2))
-    else:
-        pool.begin((0, 2), Task("", "", 2))
-        assert collect(pool, 1) == {(0, 2): said("go")}
+    pool.act((0, 0), Action("say more"))
+    assert [*collect(pool, 1).values()] == [Outcome("crashed", detail="its process ended (SIGKILL)")]
+    with pytest.raises(UserError, match=r"hostile\.py:Hostile: the process that has loaded it was killed; resume"):
+        pool.begin((0, 1), Task("", "", 2))
 
 
 def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: EnvironmentPool) -> None:
