@@ -13,7 +13,7 @@ class EnvironmentConfig(Section):
 
     name: UserSource = Field(
         json_schema_extra={"pattern": name_pattern(SHIPPED_ENVIRONMENTS)},
-        description="calculator, guess, python, or your class: `module:Class` or `path/to/file.py:Class`.",
+        description="calculator, python, or your class: `module:Class` or `path/to/file.py:Class`.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
     max_turns: int = Field(8, ge=1, le=4096, description="Of the policy; what then has no outcome is `unparsed`.")

@@ -12,7 +12,7 @@ ENGINES: Final[Mapping[str, str]] = {
     "sglang": "fp8core.rollout.sglang.entry:ENGINE",
 }
 """Name in `rollout.engine` -> import path of its entry."""
-SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "guess": "Guess", "python": "Python"}
+SHIPPED_ENVIRONMENTS: Final[Mapping[str, str]] = {"calculator": "Calculator", "python": "Python"}
 """Name in `environment.name` -> its class in fp8core/environments/shipped.py."""
 SHIPPED_VERIFIERS: Final = ("chain", "integer", "math-verify")
 """Names in `reward.verifier`; fp8core/rewards/verifier.py makes them."""

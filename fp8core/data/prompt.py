@@ -55,7 +55,10 @@ class TrainingSet(NamedTuple):
 
 
 class PromptSource(Protocol):
-    """Problems for training and for evaluation. No state: the step number is the position in the data."""
+    """Problems for training and for evaluation. No state: the step number is the position in the data.
+
+    `training` and `heldout` raise UserError where there are fewer than `count`.
+    """
 
     def training_set(self) -> TrainingSet: ...
 
@@ -64,17 +67,11 @@ class PromptSource(Protocol):
         ...
 
     def training(self, step: int, count: int, seed: int) -> list[Problem]:
-        """The `count` problems of step `step` (from 0); a pure function of its arguments.
-
-        Raises UserError when the source has fewer than `count` different training problems to order.
-        """
+        """The problems of a step (from 0); a pure function of its arguments."""
         ...
 
     def heldout(self, count: int) -> list[Problem]:
-        """The first `count` of a fixed list of different problems, none of whose questions training ever yields.
-
-        Raises UserError when there are fewer.
-        """
+        """The first of a fixed list of different problems, none of whose questions training ever yields."""
         ...
 
     def to_check(self) -> Iterable[Problem]:

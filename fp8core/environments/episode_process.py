@@ -184,7 +184,7 @@ def _numbers(reply: Turn | Outcome) -> dict[str, Any]:
     info = {str(name): _number(value, f"info[{name!r:.60}]") for name, value in reply.info.items()}
     for name in info:
         if not _INFO_NAME.fullmatch(name):
-            raise ValueError(f"info has the name {name!r:.60}; names are like `guesses` or `tool_errors`")
+            raise ValueError(f"info has the name {name!r:.60}; names are like `guesses`")
     return {"reward": _number(reply.reward, "reward"), "failed": reply.failed, "info": info}
 
 

@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
 
 
 class Output(io.StringIO):
-    """What code prints, up to one character beyond the limit, by which a cut shows."""
+    """The text that code prints, up to one character beyond the limit, by which a cut shows."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def main(limits: list[int], packages: list[str]) -> None:
 
 
 def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str, str]:
-    """What it printed, the value of its last line, and its error; each has one character beyond the limit at most."""
+    """The printed text, the value of the last line, and the error, each at most one character beyond the limit."""
     own, output = os.getpid(), Output(characters)
     value = error = ""
     try:

@@ -1,6 +1,5 @@
-"""The environments that are shipped: a calculator, a game of guessing, and an interpreter of Python."""
+"""The environments that are shipped: a calculator and an interpreter of Python."""
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -159,42 +158,6 @@ class _Expression:
         if value.bit_length() > _MOST_BITS:
             raise ToolError("the number is too large")
         return value if self._modulus is None else value % self._modulus
-
-
-_INTEGER = re.compile(r"(?<![0-9])[-+]?[0-9]{1,18}(?![0-9])", re.ASCII)
-
-
-class Guess:
-    """A number to find by answers `higher` and `lower`; each further guess costs a share of the reward."""
-
-    def __init__(self, *, highest: int = 100, guesses: int = 10) -> None:
-        for name, value, most in (("highest", highest, 10**9), ("guesses", guesses, 1000)):
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name}={value!r} is no integer from 1 to {most:,}")
-        self._highest, self._most, self._made, self._number = highest, guesses, 0, 0
-
-    def start(self, task: Task) -> Turn:
-        # As `episode_process._seed`: the numbers of older runs.
-        self._number = random.Random(min(task.seed, 2**64 - task.seed)).randint(1, self._highest)
-        rules = f"I think of an integer from 1 to {self._highest}. You have {self._most} guesses; end each with it."
-        return Turn((*task.before, Said("user", f"{task.question}\n{rules}" if task.question else rules)))
-
-    def step(self, action: Action) -> Turn | Outcome:
-        """The last integer of the text is the guess. Found with the first the reward is 1, with the last 1/guesses."""
-        self._made += 1
-        found = _INTEGER.findall(action.text)
-        if found and int(found[-1]) == self._number:
-            return Outcome("right", 1 - (self._made - 1) / self._most, info={"guesses": self._made})
-        if self._made == self._most:
-            if not found:
-                return Outcome("unparsed", detail="no integer in the last guess", info={"guesses": self._made})
-            return Outcome("wrong", detail=f"it was {self._number}", info={"guesses": self._made})
-        if not found:
-            return Turn((Said("user", "There is no integer in that."),))
-        return Turn((Said("user", "higher" if int(found[-1]) < self._number else "lower"),))
-
-    def close(self) -> None:
-        pass
 
 
 class Python:

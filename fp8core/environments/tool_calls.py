@@ -7,7 +7,7 @@ stored and sent: JSON of bounded depth and number, without NaN, infinities and l
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8core.environments.protocol import Tool, ToolCall
@@ -38,24 +38,34 @@ class _Malformed(ValueError):
     pass
 
 
-def parse_qwen(text: str, tools: Sequence[Tool]) -> Parsed:
+def _parser(calls_of: Callable[[str, Sequence[Tool]], Iterator[ToolCall]]) -> Parser:
+    def parse(text: str, tools: Sequence[Tool]) -> Parsed:
+        calls = list[ToolCall]()
+        try:
+            for call in calls_of(text, tools):
+                calls.append(call)
+                if len(calls) > MOST_CALLS:
+                    raise _Malformed(f"more than {MOST_CALLS} calls")
+        except _Malformed as error:
+            return Parsed((), str(error)) if tools else Parsed()
+        return Parsed(tuple(calls))
+
+    return parse
+
+
+def _qwen_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, outside of what was thought."""
-    rest = _without_thoughts(text)
-    calls, end = list[ToolCall](), 0
-    try:
-        while (start := rest.find(_CALL, end)) >= 0:
-            start += len(_CALL)
-            end = rest.find(_CALL_END, start)
-            if end < 0:
-                raise _Malformed("<tool_call> is not closed")
-            value, rest_at = _read_json(rest[start:end].strip(), 0)
-            if rest_at != len(rest[start:end].strip()):
-                raise _Malformed("there is more than one JSON value in <tool_call>")
-            calls.append(_call(value, "arguments"))
-            _refuse_many(calls)
-    except _Malformed as error:
-        return Parsed((), str(error)) if tools else Parsed()
-    return Parsed(tuple(calls))
+    rest, end = _without_thoughts(text), 0
+    while (start := rest.find(_CALL, end)) >= 0:
+        start += len(_CALL)
+        end = rest.find(_CALL_END, start)
+        if end < 0:
+            raise _Malformed("<tool_call> is not closed")
+        written = rest[start:end].strip()
+        value, rest_at = _read_json(written, 0)
+        if rest_at != len(written):
+            raise _Malformed("there is more than one JSON value in <tool_call>")
+        yield _call(value, "arguments")
 
 
 def _without_thoughts(text: str) -> str:
@@ -82,57 +92,48 @@ def _without_thoughts(text: str) -> str:
     return "\n".join(kept)
 
 
-def parse_llama3(text: str, tools: Sequence[Tool]) -> Parsed:
+def _llama3_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     """`{"name": ..., "parameters": {...}}` alone, after `<|python_tag|>` or not, with `;` between calls."""
-    tag = "<|python_tag|>"
-    _before, tagged, rest = text.partition(tag)
+    _before, tagged, rest = text.partition("<|python_tag|>")
     rest = (rest if tagged else text).strip()
     if not tagged and not rest.startswith("{"):
-        return Parsed()
-    calls, end = list[ToolCall](), 0
-    try:
-        while True:
-            value, end = _read_json(rest, end)
-            calls.append(_call(value, "parameters"))
-            _refuse_many(calls)
-            end = _after_space(rest, end)
-            if end == len(rest):
-                return Parsed(tuple(calls))
-            if rest[end] != ";":
-                raise _Malformed("there is text after the call")
-            end = _after_space(rest, end + 1)
-    except _Malformed as error:
-        return Parsed((), str(error)) if tools else Parsed()
+        return
+    end = 0
+    while True:
+        value, end = _read_json(rest, end)
+        yield _call(value, "parameters")
+        end = _after_space(rest, end)
+        if end == len(rest):
+            return
+        if rest[end] != ";":
+            raise _Malformed("there is text after the call")
+        end = _after_space(rest, end + 1)
 
 
-def parse_plain(text: str, tools: Sequence[Tool]) -> Parsed:
+def _plain_calls(text: str, tools: Sequence[Tool]) -> Iterator[ToolCall]:
     """`[3*4]` is a call of the one tool there is with its one argument, a text; of several tools `[name:3*4]`."""
-    if not tools:
-        return Parsed()
-    calls, end = list[ToolCall](), 0
-    by_name = {tool.name: tool for tool in tools}
-    try:
-        while (start := text.find("[", end)) >= 0:
-            end = text.find("]", start)
-            if end < 0:
-                raise _Malformed("[ is not closed")
-            written = text[start + 1 : end]
-            if "[" in written:
-                raise _Malformed("[ in a call")
-            name, given = next(iter(by_name)), written
-            if len(tools) != 1:
-                name, _, given = written.partition(":")
-            tool = by_name.get(name)
-            if tool is None:
-                raise _Malformed(f"no tool is called {name[:40]!r}")
-            calls.append(ToolCall(name, {_only_argument(tool): _text(given)}))
-            _refuse_many(calls)
-    except _Malformed as error:
-        return Parsed((), str(error))
-    return Parsed(tuple(calls))
+    by_name, end = {tool.name: tool for tool in tools}, 0
+    while tools and (start := text.find("[", end)) >= 0:
+        end = text.find("]", start)
+        if end < 0:
+            raise _Malformed("[ is not closed")
+        given = text[start + 1 : end]
+        if "[" in given:
+            raise _Malformed("[ in a call")
+        name = tools[0].name
+        if len(tools) != 1:
+            name, _, given = given.partition(":")
+        tool = by_name.get(name)
+        if tool is None:
+            raise _Malformed(f"no tool is called {name[:40]!r}")
+        yield ToolCall(name, {_only_argument(tool): _text(given)})
 
 
-TOOL_CALLS: dict[str, Parser] = {"qwen": parse_qwen, "llama3": parse_llama3, "plain": parse_plain}
+TOOL_CALLS: dict[str, Parser] = {
+    "qwen": _parser(_qwen_calls),
+    "llama3": _parser(_llama3_calls),
+    "plain": _parser(_plain_calls),
+}
 _WRITTEN = {
     "qwen": '<tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     "llama3": '{"name": ..., "parameters": {...}} and nothing else',
@@ -141,10 +142,8 @@ _WRITTEN = {
 
 def uncallable(tool_calls: str, tools: Sequence[Tool]) -> tuple[str, str] | None:
     """The first tool of which a format has no valid call, and why; in formats of JSON every tool has one."""
-    if TOOL_CALLS[tool_calls] is not parse_plain:
-        return None
-    for tool in tools:
-        _, malformed = parse_plain("[1]" if len(tools) == 1 else f"[{tool.name}:1]", tools)
+    for tool in tools if tool_calls == "plain" else ():
+        _, malformed = TOOL_CALLS["plain"]("[1]" if len(tools) == 1 else f"[{tool.name}:1]", tools)
         if malformed:
             return tool.name, malformed
     return None
@@ -198,11 +197,6 @@ def _is_deeper(value: Any, most: int) -> bool:
         return False
     below = value.values() if isinstance(value, dict) else value
     return most == 0 or any(_is_deeper(each, most - 1) for each in below)
-
-
-def _refuse_many(calls: Sequence[ToolCall]) -> None:
-    if len(calls) > MOST_CALLS:
-        raise _Malformed(f"more than {MOST_CALLS} calls")
 
 
 def _call(value: Any, arguments: str) -> ToolCall:

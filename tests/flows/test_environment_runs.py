@@ -108,7 +108,7 @@ def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
 
 
 MISTAKES = {
-    "environment.name=nobody": "nobody is none of calculator, guess, python",
+    "environment.name=nobody": "nobody is none of calculator, python",
     "environment={name: missing.py:Digits}": "missing.py cannot be read",
     "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
     "pipeline={mode: asynchronous, drop_or_wait: drop}": "no episodes with pipeline.drop_or_wait=drop",

@@ -75,11 +75,11 @@ def test_a_file_extends_a_base_and_mappings_merge_while_lists_replace(tmp_path: 
 
 
 def test_empty_options_drop_those_of_a_base(tmp_path: Path) -> None:
-    changes = "environment: {name: guess, options: {}}\nwarm_start: {tool_share: 0}\n"
+    changes = "environment: {name: python, options: {}}\nwarm_start: {tool_share: 0}\n"
     mine = load_config(str(write(tmp_path / "mine.yaml", f"base: tiny-tools\nname: mine\n{changes}")))
     tools = load_config("tiny-tools")
     assert tools.environment is not None
-    assert mine.environment == tools.environment.model_copy(update={"name": "guess", "options": {}})
+    assert mine.environment == tools.environment.model_copy(update={"name": "python", "options": {}})
     assert mine.warm_start is not None
     assert mine.warm_start.steps == 400
 
@@ -216,7 +216,10 @@ def test_mode_environment_and_source_choose_the_steps_below_the_users_changes(se
     ("settings", "line"),
     [
         ({"pipeline.mode": "asynchronous"}, "pipeline.mode=asynchronous: pipeline.steps has none of tasks.stream:fin"),
-        ({"environment": {"name": "guess"}}, "environment: pipeline.steps has none of tasks.rollout:episodes, tasks"),
+        (
+            {"environment": {"name": "calculator"}},
+            "environment: pipeline.steps has none of tasks.rollout:episodes, tasks",
+        ),
         ({"logprobs.source": "training"}, "logprobs.source=training: pipeline.steps has none of tasks.train:train_sc"),
     ],
 )

@@ -151,7 +151,7 @@ def test_another_signal_than_equal_rewards_of_a_group_is_one() -> None:
 
 def test_right_outcomes_to_which_an_environment_gave_no_reward() -> None:
     history = rows({"right": 0.4, "wrong": 0.6}, **{"reward/mean": 0.0})
-    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": "guess"}}), "not learned"))
+    found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": "calculator"}}), "not learned"))
     assert found is not None
     assert 'Outcome("right")' in found.sentence
 

@@ -150,8 +150,10 @@ def test_what_is_no_engine_is_refused_by_name(toy, name, complaint):
 
 @pytest.mark.parametrize("mode", ["synchronous", "one_step_off"])
 def test_an_environment_is_refused_where_a_second_turn_would_be_answered_without_the_first(toy, mode):
-    environment = {"environment": {"name": "guess", "max_turns": 2}, "pipeline.mode": mode}
-    with pytest.raises(UserError, match=r"^environment\.name=guess: rollout\.engine=toy_engine:ENGINE does not go on"):
+    environment = {"environment": {"name": "calculator", "max_turns": 2}, "pipeline.mode": mode}
+    with pytest.raises(
+        UserError, match=r"^environment\.name=calculator: rollout\.engine=toy_engine:ENGINE does not go on"
+    ):
         graph_of(load_config("tiny", toy | environment))
     graph_of(load_config("tiny", environment))
 

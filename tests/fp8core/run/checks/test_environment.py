@@ -124,9 +124,12 @@ def test_a_template_may_end_where_no_observation_follows(checked, tmp_path, smal
     checked(SHORT, settings={"model": folder, **settings}, **options)
 
 
-def test_a_first_message_that_has_no_tokens_is_refused():
-    with pytest.raises(UserError, match=r"environment\.name=guess begins with: the tokenizer has no token for"):
-        check_inputs(load_config("tiny", {"environment": {"name": "guess"}, "rollout.max_new_tokens": 32}))
+def test_a_first_message_that_has_no_tokens_is_refused(tmp_path):
+    place = tmp_path / "own.py"
+    place.write_text(ENVIRONMENT)
+    environment = {"name": f"{place}:Own", "options": {"begun": str(tmp_path / "begun"), "rules": "Be brief."}}
+    with pytest.raises(UserError, match=r"environment\.name=.*own.py:Own begins with: the tokenizer has no token for"):
+        check_inputs(load_config("tiny", {"environment": environment, "rollout.max_new_tokens": 32}))
 
 
 TELLS = "Turn((Said('user', task.question),), tools=[Tool(name, '', parameters) for name, parameters in {}])"
@@ -192,10 +195,10 @@ def test_a_bug_in_step_is_found_without_the_policy(tmp_path, line, said):
 
 
 def test_an_environment_that_fails_at_its_start_heard_no_answer():
-    config = load_config("tiny", {"environment": {"name": "guess"}})
+    config = load_config("tiny", {"environment": {"name": "calculator"}})
     found = failed_trial([Outcome("crashed", detail="ServerError: /reset answered 500")], config)
     assert found == (
-        "environment.name=guess: an episode ends at its start as crashed: ServerError: /reset answered 500"
+        "environment.name=calculator: an episode ends at its start as crashed: ServerError: /reset answered 500"
     )
 
 
