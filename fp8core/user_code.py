@@ -33,10 +33,7 @@ def find_neighbours(path: str) -> None:
 
 
 def load_code(path: str, kind: str) -> UserCode:
-    """The function or class of a path; `kind` is the word for it in errors.
-
-    Raises UserError: there is no such module, file or name, importing it fails, or it cannot be called.
-    """
+    """The function or class of a path; `kind` is the word for it in errors. Raises UserError."""
     place, _, attribute = path.rpartition(":")
     module, file, digest = _loaded(place)
     found = getattr(module, attribute, None)
@@ -46,10 +43,7 @@ def load_code(path: str, kind: str) -> UserCode:
 
 
 def digest_of_code(path: str) -> tuple[Path, str]:
-    """The file that a path names, and its SHA-256 as it is now; a module is imported to find its file.
-
-    Raises UserError: the file cannot be read, or the module cannot be imported.
-    """
+    """The file that a path names, and its SHA-256 as it is now; a module is imported. Raises UserError."""
     place = path.rpartition(":")[0]
     if (file := file_of_path(path)) is not None:
         return file, _digest(_source(file))

@@ -50,14 +50,13 @@ class Node:
     packages: Mapping[str, str] = field(default_factory=dict)
 
     def version(self, distribution: str) -> str:
-        """As `importlib.metadata.version`, which raises PackageNotFoundError, of this machine."""
+        """As `importlib.metadata.version`."""
         if distribution not in self.packages:
             raise PackageNotFoundError(distribution)
         return self.packages[distribution]
 
 
 def this_platform() -> str:
-    """`cpu`, or the compute capability of the first GPU as `sm_90`."""
     # A configuration is read without torch, whose import takes seconds.
     import torch
 
@@ -83,10 +82,7 @@ def this_node(packages: Iterable[str] = ()) -> Node:
 
 
 def check_contract(contract: PrecisionContract, platform: str, corrected: bool) -> None:
-    """Refuse a contract that the platform cannot keep, or whose sides differ with nothing to correct for it.
-
-    Raises UserError with every refusal, in one line.
-    """
+    """Refuse a contract that the platform cannot keep, or whose sides differ with nothing to correct for it."""
     refuse(f"precision.{each}" for each in (*_beyond_hardware(contract, platform), *_unlike_sides(contract, corrected)))
 
 

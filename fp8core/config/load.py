@@ -44,10 +44,7 @@ def load_config(name_or_path: str, overrides: Overrides = ()) -> RunConfig:
 
 
 def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ()) -> RunConfig:
-    """The configuration that a run was begun with (`public_dump`, in its run.json), with overrides.
-
-    Raises UserError, as `load_config` does, for a mistake in the overrides; StoredFileError: in run.json itself.
-    """
+    """The configuration in a run.json (`public_dump`), with overrides. Raises StoredFileError: it is damaged."""
     stored = layer_of(described, "run.json")
     try:
         begun = _validated(stored)
@@ -99,10 +96,7 @@ def numeric_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[
 
 
 def may_continue(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers.
-
-    `replay.level` may change: the record of each step has its own.
-    """
+    """Differences that forbid continuing the run of `old` as `new`: fewer `steps`, and all that makes the numbers."""
     fewer = [{"steps": dump["steps"]} for dump in (old, new)] if new["steps"] < old["steps"] else [{}, {}]
     dumps = (_numeric(dump, new) for dump in (old, new))
     found = config_differences(*({**steps, **dump} for steps, dump in zip(fewer, dumps, strict=True)))
@@ -124,10 +118,7 @@ def _numeric(dump: Mapping[str, Any], measure: Mapping[str, Any]) -> dict[str, A
 
 
 def _ranks_count(dump: Mapping[str, Any]) -> bool:
-    """True if the number of ranks determines numbers, or what promises to repeat them.
-
-    Sums over GPUs depend on it, and Megatron's digest of weights on what each of them holds.
-    """
+    """Sums over GPUs depend on the number of ranks, and Megatron's digest of weights on what each of them holds."""
     repeats: bool = dump["training"]["device"] == "cuda" and dump["replay"]["level"] != "tolerant"
     megatron: bool = dump["training"]["trainer"] == "megatron"
     return repeats or megatron
@@ -192,7 +183,6 @@ def _tree(name_or_path: str, overrides: Overrides) -> Layer:
 
 
 def _declared_changes(layers: Sequence[Layer]) -> list[str]:
-    """The files of configs/pipeline/ that a configuration needs: the steps of its mode, environment and log-probs."""
 
     def last(*keys: str) -> Any:
         for layer in reversed(layers):
@@ -303,7 +293,7 @@ def override_value(text: str) -> tuple[str, Any]:
 
 
 def _types(annotation: Any, keys: Sequence[str]) -> set[Any]:
-    """The types that a value at a dotted key may have, by the models; empty for an unknown one."""
+    """The types that a value at a dotted key may have; empty for an unknown one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel) and keys:
         fields = {info.alias or name: info for name, info in annotation.model_fields.items()}
         return _types(fields[keys[0]].annotation, keys[1:]) if keys[0] in fields else set()

@@ -292,7 +292,6 @@ class RunConfig(Section):
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
-    """Where model, warm start and cluster do not go together."""
     if (config.model is None) == (config.architecture is None):
         yield "exactly one of `model` (a checkpoint folder or hub id) and `architecture` (from scratch) must be set"
     if (warm := config.warm_start) is not None:
@@ -321,7 +320,6 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _update_problems(config: RunConfig) -> Iterator[str]:
-    """Where completions and the update that learns from them do not go together."""
     rollout, training, loss, source = config.rollout, config.training, config.loss, config.logprobs.source
     if training.minibatches > (sequences := rollout.prompts_per_step * rollout.group_size):
         yield f"training.minibatches={training.minibatches} exceeds {sequences} rollouts a step"
@@ -340,8 +338,6 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
         place = f"training.learning_rate_schedule: kind={schedule.kind} over {over} steps"
         if over * training.minibatches <= training.warmup_steps:
             yield f"{place} ends within training.warmup_steps={training.warmup_steps}; lower the warm-up"
-        if schedule.final_share == 0 and config.steps > over:
-            yield f"{place} leaves nothing for steps up to {config.steps}, because final_share=0"
     teaches_alone = loss.distillation.weight > 0 and loss.distillation.rewards == 0
     if rollout.group_size == 1 and loss.advantage != "reinforce_plus_plus" and not teaches_alone:
         yield (
@@ -351,7 +347,6 @@ def _update_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _episode_problems(config: RunConfig) -> Iterator[str]:
-    """Settings that an environment excludes."""
     if (environment := config.environment) is None:
         return
     pipeline, rollout = config.pipeline, config.rollout

@@ -45,7 +45,7 @@ class StepGraph:
         return next(step.outputs[port] for step in self.steps if port in step.outputs)
 
     def levels(self) -> list[list[PlannedStep]]:
-        """Steps by the earliest moment at which they can start; those of one level can run side by side."""
+        """Steps by the earliest moment at which they can start."""
         done: set[str] = set()
         levels: list[list[PlannedStep]] = []
         while level := self.ready(done):
@@ -57,10 +57,9 @@ class StepGraph:
 def check_pipeline(
     pipeline: PipelineConfig, carried_kinds: Mapping[str, str], resolve: Callable[[str], StepSpec]
 ) -> StepGraph:
-    """Connect the steps of an iteration, or raise UserError with the place and the reason.
+    """`carried_kinds`: of artifacts before the first iteration; `resolve`: from import paths to declarations.
 
-    `carried_kinds` maps the artifacts that exist before the first iteration to their kinds; `resolve` gives
-    the declaration of the step at an import path.
+    Raises UserError, with the place and the reason.
     """
     names = [step.name for step in pipeline.steps]
     if repeated := [name for name in names if names.count(name) > 1]:

@@ -52,7 +52,6 @@ class Step(Protocol):
 
 
 def import_step(uses: str) -> Step:
-    """The step at an import path; raises UserError when there is none."""
     step: Step = import_attribute(uses, f"uses {uses}")
     if not isinstance(getattr(step, "spec", None), StepSpec):
         raise UserError(
@@ -62,5 +61,4 @@ def import_step(uses: str) -> Step:
 
 
 def import_spec(uses: str) -> StepSpec:
-    """The declaration of the step at an import path; raises UserError when there is none."""
     return import_step(uses).spec

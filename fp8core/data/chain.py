@@ -103,10 +103,7 @@ class ChainSource:
     def demonstrations(
         self, step: int, count: int, seed: int, step_by_step_share: float, tool_share: float = 0.0
     ) -> list[Demonstration]:
-        """`count` demonstrations for supervised step `step`, each of a style with the given probability, else bare.
-
-        A pure function of its arguments; never on held-out questions. The shares do not change the questions.
-        """
+        """Of a supervised step, each of a style with the given probability; the shares do not change the questions."""
         questions = self._training_questions("demonstrations", step, count, seed)
         drawn = generator(seed, "styles", step).random(count).tolist()
         with_work = step_by_step_share + tool_share

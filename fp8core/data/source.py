@@ -257,10 +257,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def read_hub_dataset(data: DataConfig) -> list[Problem]:
-    """Every row of one split, in order; `data.source` is a name on the hub or a folder of data files.
-
-    Raises UserError without the library, when the dataset is unknown or out of reach, and on a row that is no problem.
-    """
+    """Every row of one split, in order; `data.source` is a name on the hub or a folder of data files."""
     try:
         import datasets
         import huggingface_hub
@@ -354,10 +351,7 @@ def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer:
 
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:
-    """The failure of the main verifier at a reference as the answer, in a line; None: it does not fail.
-
-    So a bug in it shows before the warm start. Raises UserError: what it returned is no verdict.
-    """
+    """The failure of the main verifier at a reference as the answer. Raises UserError: it returned no verdict."""
     answer = Answer(problem.question, problem.reference, problem.reference, "stop", problem.columns)
     (verdict,) = verifier.main.verify([answer])
     if verdict.outcome not in ("timeout", "crashed"):

@@ -22,6 +22,8 @@ from fp8core.processes.host import Service
 from fp8core.rewards.scorer import DETAIL_CHARACTERS, MOST_REWARD
 from fp8core.user_code import file_of, find_neighbours, load_code
 
+_MOST_BYTES = 1 << 20
+"""Of the texts of one reply."""
 _INFO_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -77,22 +79,22 @@ def _refuse_options(called: Callable[..., Any], name: str, options: Mapping[str,
 
 
 def serve_environment(settings: Mapping[str, Any]) -> Service:
-    """The service of a pool of environments (`processes.host`); settings: `name`, `options` and `reply_bytes`."""
-    loaded = load_environment(settings["name"], settings["options"])
-    return Service(loaded.description, lambda: EpisodeHandler(loaded, settings["reply_bytes"]))
+    """The service of a pool of environments (`processes.host`); settings are the arguments of `load_environment`."""
+    loaded = load_environment(**settings)
+    return Service(loaded.description, lambda: EpisodeHandler(loaded))
 
 
 class EpisodeHandler:
     """Answers a `Task` and then every `Action`."""
 
-    def __init__(self, loaded: LoadedEnvironment, reply_bytes: int) -> None:
-        self._loaded, self._reply_bytes = loaded, reply_bytes
+    def __init__(self, loaded: LoadedEnvironment) -> None:
+        self._loaded = loaded
         self._environment: Environment | None = None
         self.finished = False
 
     def answer(self, request: Task | Action) -> Turn | Outcome:
         try:
-            reply = checked_reply(self._asked(request), isinstance(request, Task), self._reply_bytes)
+            reply = checked_reply(self._asked(request), isinstance(request, Task))
             if isinstance(reply, Outcome):
                 self.close()
         except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
@@ -127,14 +129,14 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def checked_reply(reply: object, first: bool, most_bytes: int) -> Turn | Outcome:
+def checked_reply(reply: object, first: bool) -> Turn | Outcome:
     """A reply of plain texts and numbers; `first` is whether it answers `start`. Raises ValueError naming the field."""
     if isinstance(reply, Turn):
         checked = _turn(reply, first)
         texts = [said.content for said in checked.messages] + [json.dumps(tool) for tool in checked.tools]
         size = sum(len(text.encode()) for text in texts)
-        if size > most_bytes:
-            raise ValueError(f"a reply of {size:,} bytes; at most {most_bytes:,}")
+        if size > _MOST_BYTES:
+            raise ValueError(f"a reply of {size:,} bytes; at most {_MOST_BYTES:,}")
         return checked
     if not isinstance(reply, Outcome):
         raise InvalidReply(f"the environment returned {type(reply).__name__}, neither a Turn nor an Outcome")

@@ -9,9 +9,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from fp8core.environments.protocol import Action, Outcome, Reply, Task
@@ -24,13 +23,13 @@ _CLOSING_SECONDS = 2.0
 
 
 class _Episode:
-    """An episode, and what it was asked; it has a process as soon as there is room for one."""
+    """An episode, what it was asked, and its reply to come; it has a process as soon as there is room for one."""
 
     def __init__(self, key: Key, task: Task) -> None:
         self.key = key
         self.asked: list[Task | Action] = [task]
         self.process: PoolProcess | None = None
-        self.busy = False
+        self.reply: Future[Answer | Failure] | None = None
 
 
 class EnvironmentPool:
@@ -39,16 +38,14 @@ class EnvironmentPool:
     A call raises UserError where the host of its processes was killed.
     """
 
-    def __init__(
-        self, name: str, options: Mapping[str, Any], limits: Limits, at_once: int, reply_bytes: int = 1 << 20
-    ) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any], limits: Limits, at_once: int) -> None:
         """Load the environment; of its episodes, `at_once` have a process at the same time.
 
-        `reply_bytes`: of the texts of one reply. Raises UserError: it cannot be loaded, or this is not Linux.
+        Raises UserError: it cannot be loaded, or this is not Linux.
         """
         if sys.platform != "linux":
             raise UserError(f"environment.name={name}: environments run on Linux, and this is {sys.platform}")
-        settings = {"name": name, "options": dict(options), "reply_bytes": reply_bytes}
+        settings = {"name": name, "options": dict(options)}
         function = "fp8core.environments.episode_process:serve_environment"
         self._pool = ProcessPool(f"environment.name={name}", function, settings, limits)
         self.description = self._pool.description
@@ -57,7 +54,6 @@ class EnvironmentPool:
         self._closing = set[Future[None]]()
         self._episodes: dict[Key, _Episode] = {}
         self._waiting = deque[_Episode]()
-        self._said = SimpleQueue[tuple[_Episode, Answer | Failure]]()
         self._resting: dict[Key, None] = {}
         """Episodes that are not asked for a while, the first of them first."""
 
@@ -72,9 +68,10 @@ class EnvironmentPool:
 
     def act(self, episode: Key, action: Action) -> None:
         asked = self._episodes[episode]
-        assert not asked.busy, f"{episode} has not answered yet"
+        assert asked.process is not None, f"{episode} waits for a process"
+        assert asked.reply is None, f"{episode} has not answered yet"
         asked.asked.append(action)
-        self._ask(asked, action)
+        asked.reply = self._threads.submit(asked.process.ask, action)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
         """Replies that have come. An outcome ends its episode.
@@ -86,20 +83,18 @@ class EnvironmentPool:
         found, until = list[Reply](), time.monotonic() + most_seconds
         while True:
             self._launch()
-            working = any(episode.busy for episode in self._episodes.values())
-            patience = until - time.monotonic() if wait and working and not found else 0.0
-            try:
-                block = patience > 0
-                episode, said = self._said.get(block, patience if block and patience < math.inf else None)
-            except Empty:
+            busy = {episode.reply: episode for episode in self._episodes.values() if episode.reply is not None}
+            patience = max(0.0, until - time.monotonic()) if wait and not found else 0.0
+            done, _ = wait_for(busy, None if patience == math.inf else patience, FIRST_COMPLETED)
+            if not done:
                 return found
-            if self._episodes.get(episode.key) is not episode:
-                continue  # It was ended meanwhile.
-            episode.busy = False
-            reply = said.reply if isinstance(said, Answer) else Outcome(said.outcome, detail=said.detail)
-            if isinstance(reply, Outcome):
-                self.end(episode.key)
-            found.append((episode.key, reply, said.seconds))
+            for episode in map(busy.__getitem__, done):
+                assert episode.reply is not None, "it is done"
+                said, episode.reply = episode.reply.result(), None
+                reply = said.reply if isinstance(said, Answer) else Outcome(said.outcome, detail=said.detail)
+                if isinstance(reply, Outcome):
+                    self.end(episode.key)
+                found.append((episode.key, reply, said.seconds))
 
     def rest(self, episode: Key) -> None:
         """Nothing is asked of an open episode for a while: where others wait for a process, it ends."""
@@ -144,10 +139,4 @@ class EnvironmentPool:
             episode = self._waiting[0]
             episode.process = self._pool.start()
             self._waiting.popleft()
-            self._ask(episode, episode.asked[0])
-
-    def _ask(self, episode: _Episode, request: Task | Action) -> None:
-        process = episode.process
-        assert process is not None, f"{episode.key} has no process"
-        episode.busy = True
-        self._threads.submit(lambda: self._said.put((episode, process.ask(request))))
+            episode.reply = self._threads.submit(episode.process.ask, episode.asked[0])

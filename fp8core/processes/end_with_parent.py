@@ -41,10 +41,7 @@ class TiedProcess:
         files: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start Python with `arguments`; the child writes to `output`, and has the open `files` by the same numbers.
-
-        `environment` is the child's; None: ours.
-        """
+        """Start Python with `arguments`; the child has the open `files` by the same numbers."""
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,

@@ -100,10 +100,7 @@ class ProcessPool:
     """The host of processes; `description` is of the code that it has loaded."""
 
     def __init__(self, setting: str, function: str, settings: Mapping[str, Any], limits: Limits) -> None:
-        """Load the code; `function` is that of `host.serve`, and `setting` names it in errors.
-
-        Raises UserError: it cannot be loaded.
-        """
+        """`function`: of `host.serve`; `setting` names the code in errors. Raises UserError: it cannot be loaded."""
         self._setting, self._limits = setting, limits
         self._control, theirs = socket.socketpair()
         with theirs:

@@ -29,10 +29,7 @@ class Unreadable(Exception):
 
 
 def final_answer(completion: str) -> str:
-    r"""The text of the last announcement: what is in the box, or the rest of the line after `####`.
-
-    Raises Unreadable: there is none, it is too long, or the box is part of a larger expression.
-    """
+    """Raises Unreadable: there is none, it is too long, or the box is part of a larger expression."""
     marker = completion.rfind(MARKER)
     announced = max(marker, completion.rfind(r"\boxed"), completion.rfind(r"\fbox"))
     if announced < 0:

@@ -56,10 +56,7 @@ def reference_integer(reference: str, prompt: str) -> int:
 
 
 def read_number(text: str) -> tuple[str, str]:
-    """The number that a text is: its integer part with sign ("-18"), and its decimals without trailing zeros.
-
-    Raises Unreadable.
-    """
+    """Integer part with sign ("-18"), and decimals without trailing zeros. Raises Unreadable: it is no number."""
     if len(text) > MAX_CHARACTERS:
         raise Unreadable(f"more than {MAX_CHARACTERS} characters after {MARKER}")
     # Digits of other scripts are refused: what is seen may not be what is.

@@ -144,10 +144,7 @@ class LoadedScorer(NamedTuple):
 
 
 def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
-    """The scorer of a name: `math-verify`, `module:function` or `path/to/file.py:function`.
-
-    Raises UserError: it cannot be imported, or not be called so.
-    """
+    """That of `math-verify`, `module:function` or `path/to/file.py:function`. Raises UserError."""
     if name == MATH_VERIFY:
         # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
         from fp8core.rewards.math_answer import MathScorer

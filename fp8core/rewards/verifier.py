@@ -55,10 +55,7 @@ class Verifier(Protocol):
         ...
 
     def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict an answer, in their order.
-
-        Raises UserError on a reference that is no answer, and when a verifier can no longer be started.
-        """
+        """One verdict an answer, in their order. Raises UserError on a reference that is no answer."""
         ...
 
     def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:

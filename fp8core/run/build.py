@@ -173,7 +173,7 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentPool:
     """The environment that a configuration names, in processes of its own.
     Raises UserError: it cannot be loaded, or not with these options."""
     limits = Limits(config.timeout_seconds, config.cpu_seconds, config.memory_mb)
-    return EnvironmentPool(config.name, config.options, limits, config.at_once, config.output_kb << 10)
+    return EnvironmentPool(config.name, config.options, limits, config.at_once)
 
 
 def _from_scratch(config: RunConfig) -> FoundModel:

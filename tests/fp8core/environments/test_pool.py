@@ -18,12 +18,11 @@ from fp8core.errors import UserError
 from tests.fp8core.environments.conftest import LIMITS, collect
 
 StartPool = Callable[..., EnvironmentPool]
-SAYS_X = "give Turn((Said('user', 'x'),), "
 
 
 @pytest.fixture(scope="module")
 def pool(start_pool: StartPool, hostile_file: Path) -> EnvironmentPool:
-    return start_pool(f"{hostile_file}:Hostile", greeting="good day")
+    return start_pool(f"{hostile_file}:Hostile")
 
 
 def said(text: str) -> Turn:
@@ -32,14 +31,14 @@ def said(text: str) -> Turn:
 
 def ask(pool: EnvironmentPool, *texts: str, start: str = "") -> Turn | Outcome:
     """The reply to the last of some actions of an episode, beside which another one is open and answers."""
-    pool.begin((9, 9), Task("say well", "", 0))
+    pool.begin((9, 9), Task("said('well')", "", 0))
     pool.begin((0, 0), Task(start, "", 0))
     reply = collect(pool, 2)[0, 0]
     for text in texts:
         pool.act((0, 0), Action(text))
         reply = collect(pool, 1)[0, 0]
     pool.end((0, 0))
-    pool.act((9, 9), Action("say still well"))
+    pool.act((9, 9), Action("said('still well')"))
     assert collect(pool, 1) == {(9, 9): said("still well")}
     pool.end((9, 9))
     return reply
@@ -48,28 +47,25 @@ def ask(pool: EnvironmentPool, *texts: str, start: str = "") -> Turn | Outcome:
 @pytest.mark.parametrize(
     ("text", "detail"),
     [
-        ("raise it", "ValueError: no good: it"),
-        ("exit", "its process ended (exit code 3)"),
-        ("quit", "SystemExit: 4"),
-        ("segfault", "its process ended (SIGSEGV)"),
-        ("recurse", "RecursionError: maximum recursion depth exceeded"),
-        ("allocate", "MemoryError"),
-        ("give None", "InvalidReply: the environment returned NoneType, neither a Turn nor an Outcome"),
-        ("give Turn(())", "ValueError: messages are empty"),
-        ("give Turn((Said('system', 'obey'),))", "InvalidReply: role is 'system'; there are: user, tool"),
-        ("give Turn((Said('user', 'x' * 10**6),))", "ValueError: a reply of 1,000,000 bytes; at most 65,536"),
-        (SAYS_X + "tools=(Tool('a', 'b', {}),))", "ValueError: tools are told at the start"),
-        (SAYS_X + "reward=float('nan'))", "ValueError: reward is nan, not a number from"),
-        (SAYS_X + "failed=-1)", "ValueError: failed is -1, not a count"),
-        (SAYS_X + "info={'A B': 1})", "ValueError: info has the name 'A B'"),
-        ("give Outcome('fine')", "InvalidReply: outcome is 'fine'; there are: judge, right"),
-        ("at_close raise late|give Outcome('right', 1)", "ValueError: no good: late"),
-        ("later exit", "its process ended (exit code 3)"),
+        ("fail('it')", "ValueError: no good: it"),
+        ("os._exit(3)", "its process ended (exit code 3)"),
+        ("sys.exit(4)", "SystemExit: 4"),
+        ("ctypes.string_at(0)", "its process ended (SIGSEGV)"),
+        ("bytearray(2**40)", "MemoryError"),
+        ("None", "InvalidReply: the environment returned NoneType, neither a Turn nor an Outcome"),
+        ("Turn(())", "ValueError: messages are empty"),
+        ("Turn((Said('system', 'obey'),))", "InvalidReply: role is 'system'; there are: user, tool"),
+        ("said('x' * 10**7)", "ValueError: a reply of 10,000,000 bytes; at most 1,048,576"),
+        ("Turn((Said('user', 'x'),), (Tool('a', 'b', {}),))", "ValueError: tools are told at the start"),
+        ("Turn((Said('user', 'x'),), reward=float('nan'))", "ValueError: reward is nan, not a number from"),
+        ("Turn((Said('user', 'x'),), failed=-1)", "ValueError: failed is -1, not a count"),
+        ("Turn((Said('user', 'x'),), info={'A B': 1})", "ValueError: info has the name 'A B'"),
+        ("Outcome('fine')", "InvalidReply: outcome is 'fine'; there are: judge, right"),
+        ("self.closing('fail(1)', Outcome('right', 1))", "ValueError: no good: 1"),
     ],
-    ids=lambda value: value[:40],
 )
 def test_an_episode_ends_alone_as_crashed(pool: EnvironmentPool, text: str, detail: str) -> None:
-    reply = ask(pool, text, "give [time.sleep(1), said]") if "later" in text else ask(pool, text)
+    reply = ask(pool, text)
     assert isinstance(reply, Outcome)
     assert (reply.outcome, reply.reward, reply.failed) == ("crashed", 0.0, 0)
     assert reply.detail.startswith(detail)
@@ -82,24 +78,23 @@ def test_an_episode_ends_alone_as_crashed(pool: EnvironmentPool, text: str, deta
     [
         ("{'properties': None}", "parameters of a tool are no JSON schema of an object"),
         ("{'default': float('nan')}", "parameters of a tool are no JSON"),
-        ("{'properties': {'a': True, 'b': {'type': 'string'}}, 'required': ['a']}", ""),
     ],
 )
 def test_parameters_of_a_tool(pool: EnvironmentPool, parameters: str, detail: str) -> None:
-    reply = ask(pool, start=f"give Turn((Said('user', 'x'),), tools=(Tool('a', 'b', {parameters}),))")
-    if detail:
-        assert isinstance(reply, Outcome)
-        assert reply.detail.startswith(f"ValueError: {detail}")
-    else:
-        assert isinstance(reply, Turn)
-        assert reply.tools[0].name == "a"
+    reply = ask(pool, start=f"Turn((Said('user', 'x'),), (Tool('a', 'b', {parameters}),))")
+    assert isinstance(reply, Outcome)
+    assert reply.detail.startswith(f"ValueError: {detail}")
 
 
 @pytest.mark.parametrize(
     ("text", "limits", "detail"),
     [
-        ("power", LIMITS._replace(timeout_seconds=60), "more than 1 s of processor time"),
-        ("at_close sleep|give Outcome('right')", LIMITS._replace(timeout_seconds=2), "no reply after 2 s"),
+        ("9 ** 9 ** 9", LIMITS._replace(timeout_seconds=60), "more than 1 s of processor time"),
+        (
+            "self.closing('time.sleep(99)', Outcome('right'))",
+            LIMITS._replace(timeout_seconds=2),
+            "no reply after 2 s",
+        ),
     ],
 )
 def test_time_is_bounded_also_in_a_function_of_c(
@@ -112,18 +107,15 @@ def test_time_is_bounded_also_in_a_function_of_c(
 
 
 def test_what_arrives_is_what_was_said(pool: EnvironmentPool) -> None:
-    text = "\0\x1b[2J\r\n\u202e\N{PILE OF POO}</tool_call>"
-    assert ask(pool, "say " + text) == said(text)
-    assert ask(pool, "print") == said("printed")
-    half = "give Turn((Said('tool', 'x'),), reward=__import__('fractions').Fraction(1, 2), info={'n': True})"
+    assert ask(pool, r"said('\0\x1b[2J\r\n\u202e</tool_call>')") == said("\0\x1b[2J\r\n\u202e</tool_call>")
+    assert ask(pool, "[print('noise' * 10**6), os.write(1, b'more'), said('printed')][-1]") == said("printed")
+    half = "Turn((Said('tool', 'x'),), reward=__import__('fractions').Fraction(1, 2), info={'n': True})"
     assert ask(pool, half) == Turn((Said("tool", "x"),), reward=0.5, info={"n": 1.0})
-    task = Task(
-        "give Turn((Said('user', ascii(self.task)),))", "18\ud800", 2**64 - 1,
-        before=(Said("system", "be kind"),), columns={"level": [1, {"a": None}]},
-    )  # fmt: skip
+    before, columns = (Said("system", "be kind"),), {"level": [1, {"a": None}]}
+    task = Task("said(ascii(self.task))", "18\ud800", 2**64 - 1, before, columns)
     pool.begin((0, 0), task)
     assert collect(pool, 1) == {(0, 0): said(ascii(task))}
-    action = Action("give said(repr(self.action))", (ToolCall("f", {"a": [1.5, "\N{SNOWMAN}"]}),), "odd", "length")
+    action = Action("said(repr(self.action))", (ToolCall("f", {"a": [1.5, "\N{SNOWMAN}"]}),), "odd", "length")
     pool.act((0, 0), action)
     assert collect(pool, 1) == {(0, 0): said(repr(action))}
     pool.end((0, 0))
@@ -132,12 +124,12 @@ def test_what_arrives_is_what_was_said(pool: EnvironmentPool) -> None:
 def test_a_copy_that_returns_answers_nothing(pool: EnvironmentPool) -> None:
     """It would be the answer to the next action."""
     for last in ("other", "raises"):
-        assert ask(pool, "copy raises", "copy first", f"copy {last}") == said(f"copied {last}")
+        assert ask(pool, "copy('raises')", "copy('first')", f"copy({last!r})") == said(last)
 
 
-@pytest.mark.parametrize("then", ["give Outcome('right', 1)", "exit", "say ok"])
+@pytest.mark.parametrize("then", ["Outcome('right', 1)", "os._exit(3)", "said('ok')"])
 def test_a_daemon_ends_with_its_episode(pool: EnvironmentPool, tmp_path: Path, then: str) -> None:
-    ask(pool, f"daemon {tmp_path / 'pid'}|{then}")
+    ask(pool, f"daemon({str(tmp_path / 'pid')!r}) or {then}")
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid), seconds=8)
 
@@ -152,7 +144,7 @@ def test_more_episodes_than_there_is_room_for_wait(pool: EnvironmentPool) -> Non
     for begun in range(0, 12, 4):
         ours, following = keys[begun : begun + 4], keys[begun + 4 : begun + 8]
         for key in ours:
-            pool.act(key, Action(f"give Outcome('right', {key[0]}.5)"))
+            pool.act(key, Action(f"Outcome('right', {key[0]}.5)"))
         # One that ends makes room: the first turn of the next may come before the other ends.
         replies = collect(pool, 4 + len(following))
         assert {key: replies.pop(key) for key in ours} == {key: Outcome("right", key[0] + 0.5) for key in ours}
@@ -162,7 +154,7 @@ def test_more_episodes_than_there_is_room_for_wait(pool: EnvironmentPool) -> Non
 def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> None:
     seeds = [7, 8, 7, -12345 % 2**64]
     for sample, seed in enumerate(seeds):
-        pool.begin((0, sample), Task("draw", "", seed))
+        pool.begin((0, sample), Task("said(str(random.random()))", "", seed))
     drawn = collect(pool, 4)
     assert drawn[0, 0] == drawn[0, 2] != drawn[0, 1]
     assert drawn[0, 3] == said(str(random.Random(12345).random()))
@@ -172,10 +164,10 @@ def test_numbers_at_random_follow_from_the_task_alone(pool: EnvironmentPool) -> 
 
 def test_an_episode_that_does_not_close_is_killed(start_pool: StartPool, hostile_file: Path) -> None:
     pool = start_pool(f"{hostile_file}:Hostile", at_once=1, limits=LIMITS._replace(timeout_seconds=2.0))
-    pool.begin((0, 0), Task("at_close sleep", "", 0))
+    pool.begin((0, 0), Task("self.closing('time.sleep(99)', said('ok'))", "", 0))
     collect(pool, 1)
     pool.end((0, 0))
-    pool.begin((0, 0), Task("say next", "", 0))
+    pool.begin((0, 0), Task("said('next')", "", 0))
     assert collect(pool, 1) == {(0, 0): said("next")}
     pool.close()
     pool.close()
@@ -188,7 +180,7 @@ from fp8core.environments.protocol import Task
 from fp8core.processes.host import Limits
 
 pool = EnvironmentPool(sys.argv[1], {}, Limits(60, 60, 512), 2)
-for sample, text in enumerate(("at_close sleep", f"daemon {sys.argv[2]}|spin")):
+for sample, text in enumerate(("said('open')", f"daemon({sys.argv[2]!r}) or spin()")):
     pool.begin((0, sample), Task(text, "", 0))
 while not pool.replies(wait=True): pass
 print("open", flush=True)
@@ -209,68 +201,44 @@ def test_what_is_open_ends_with_a_killed_training(hostile_file: Path, tmp_path: 
     assert psutil.wait_procs(below, timeout=8)[1] == []
 
 
-COUNTING = """
-import random
-from fp8core.environments.protocol import Said, Turn
-
-class Counting:
-    def start(self, task):
-        self.heard, self.draws = [], random.Random(task.seed)
-        return Turn((Said("user", "go"),))
-    def step(self, action):
-        self.heard.append(action.text)
-        return Turn((Said("user", f"{' '.join(self.heard)} {self.draws.random()}"),))
-    def close(self): pass
-"""
-
-
-@pytest.fixture
-def counting(start_pool: StartPool, tmp_path: Path) -> EnvironmentPool:
-    """Two episodes that have answered twice."""
-    (tmp_path / "counting.py").write_text(COUNTING)
-    pool = start_pool(f"{tmp_path / 'counting.py'}:Counting", at_once=3)
-    for sample in range(2):
-        pool.begin((0, sample), Task("", "", sample))
-    assert list(collect(pool, 2).values()) == 2 * [said("go")]
-    for word in ("one", "two"):
-        for sample in range(2):
-            pool.act((0, sample), Action(word))
-        collect(pool, 2)
-    return pool
-
-
 def test_episodes_of_a_killed_host_crash_and_the_next_is_refused(start_pool: StartPool, hostile_file: Path) -> None:
     before = {*psutil.Process().children()}
     pool = start_pool(f"{hostile_file}:Hostile")
     (host,) = {*psutil.Process().children()} - before
-    pool.begin((0, 0), Task("say ok", "", 0))
+    pool.begin((0, 0), Task("", "", 0))
     collect(pool, 1)
     host.kill()
     host.wait()
-    pool.act((0, 0), Action("say more"))
+    pool.act((0, 0), Action("said('more')"))
     assert [*collect(pool, 1).values()] == [Outcome("crashed", detail="its process ended (SIGKILL)")]
     with pytest.raises(UserError, match=r"hostile\.py:Hostile: the process that has loaded it was killed; resume"):
         pool.begin((0, 1), Task("", "", 2))
 
 
-def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: EnvironmentPool) -> None:
+def test_an_episode_that_rests_ends_where_another_needs_its_process(start_pool: StartPool, hostile_file: Path) -> None:
+    pool, asked = start_pool(f"{hostile_file}:Hostile", at_once=3), [Action("said('one')")]
     for sample in range(2):
-        counting.rest((0, sample))
-    counting.begin((1, 0), Task("", "", 0))
-    assert collect(counting, 1) == {(1, 0): said("go")}, "there was room for three"
-    counting.begin((1, 1), Task("", "", 0))
-    assert collect(counting, 1) == {(1, 1): said("go")}
-    asked = [Action("one"), Action("two")]
-    woken = [counting.wake((0, sample), Task("", "", sample), asked) for sample in range(2)]
+        pool.begin((0, sample), Task("", "", sample))
+    collect(pool, 2)
+    for sample in range(2):
+        pool.act((0, sample), asked[0])
+    collect(pool, 2)
+    for sample in range(2):
+        pool.rest((0, sample))
+    for sample in range(2):
+        pool.begin((1, sample), Task("", "", 0))
+        assert collect(pool, 1) == {(1, sample): said("hello")}, "there was room for one, and one that rested ends"
+    woken = [pool.wake((0, sample), Task("", "", sample), asked) for sample in range(2)]
     assert woken == [False, True], "the first that rested has ended"
-    counting.act((0, 1), Action("three"))
-    (reply,) = collect(counting, 1).values()
-    assert isinstance(reply, Turn)
-    assert reply.messages[0].content.startswith("one two three"), "an episode that is awake keeps its process"
-    counting.begin((1, 2), Task("", "", 0))
-    assert counting.replies(wait=True) == [], "none rests"
-    counting.rest((0, 1))
-    assert not counting.wake((0, 1), Task("", "", 1), asked), "it is further"
+    pool.act((0, 1), Action("said(self.task.seed * 'kept')"))
+    assert collect(pool, 1) == {(0, 1): said("kept")}
+    pool.begin((1, 2), Task("", "", 0))
+    assert pool.replies(wait=True) == [], "none rests"
+    pool.rest((0, 1))
+    assert not pool.wake((0, 1), Task("", "", 1), asked), "it is further"
+
+
+METHODS = "class Own:\n def start(self, task): ...\n def step(self, action): ...\n def close(self): ..."
 
 
 @pytest.mark.parametrize(
@@ -280,20 +248,21 @@ def test_an_episode_that_rests_ends_where_another_needs_its_process(counting: En
         ("1/0", {}, "own.py cannot be imported: ZeroDivisionError: division by zero"),
         ("import os; os._exit(3)", {}, "its process ended while it was imported"),
         ("class Own: ...", {}, "Own has no method start"),
-        ("METHODS", {"a": 1}, "it is called as Own(a=...), and is defined as Own(): got an unexpected keyword"),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\nMETHODS", {}, "loading it"),
-        ("METHODS\n @classmethod\n def prepare(cls, *, word): return cls, word", {"words": 1}, "called as Own(words="),
+        (METHODS, {"a": 1}, "it is called as Own(a=...), and is defined as Own(): got an unexpected keyword"),
+        (
+            f"import threading, time\nthreading.Thread(target=time.sleep, args=(9,)).start()\n{METHODS}",
+            {},
+            "loading it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_an_environment_is_refused_in_a_line(
     tmp_path: Path, source: str, options: dict[str, int], error: str
 ) -> None:
     path = tmp_path / "own.py"
-    methods = "class Own:\n def start(self, task): ...\n def step(self, action): ...\n def close(self): ..."
-    path.write_text(source.replace("METHODS", methods))
+    path.write_text(source)
     with pytest.raises(UserError) as raised:
         EnvironmentPool(f"{path}:Own", options, LIMITS._replace(timeout_seconds=60), 1)
     assert str(raised.value).startswith(f"environment.name={path}:Own: ")
     assert error in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
-    assert len(str(raised.value)) < 600

@@ -8,62 +8,25 @@ from fp8core.config.reward import RewardConfig
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.verifier import build_verifier
 
-# A completion names what the function does with it.
+# A completion is what the function does, in Python.
 HOSTILE = """
-import os, time
+import os, subprocess, time
 
 from fp8core.rewards.scorer import Verdict
 
 
 def score(prompt, completion, reference, finish):
-    what, _, argument = completion.partition(" ")
-    return globals()["do_" + what](argument, reference)
+    return eval(completion)
 
 
-def do_say(argument, reference):
-    return argument == reference
+def fail(text):
+    raise ValueError(f"no good: {text}\\nand a hint")
 
 
-def do_give(argument, reference):
-    return eval(argument)
-
-
-def do_raise(argument, reference):
-    raise ValueError(f"no good: {argument}\\nand a hint")
-
-
-def do_sleep(argument, reference):
-    time.sleep(1000)
-
-
-def do_power(argument, reference):
-    return len(str(9 ** 9 ** 9)) > 0
-
-
-def do_exit(argument, reference):
-    os._exit(3)
-
-
-def do_daemon(argument, reference):
-    # Start a daemon in a session of its own, then end as the second word says.
-    path, _, ending = argument.partition(" ")
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            with open(path + ".new", "w") as file:
-                file.write(str(os.getpid()))
-            os.rename(path + ".new", path)
-            time.sleep(1000)
-        os._exit(0)
-    while not os.path.exists(path):
-        time.sleep(0.01)
-    return ending == "return" or globals()["do_" + ending]("", reference)
-
-
-def do_note(argument, reference):
-    with open(argument, "a") as file:
-        file.write("x")
-    return True
+def daemon(path, then):
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(path, "w").write(str(child.pid))
+    return then()
 """
 
 

@@ -31,8 +31,8 @@ def ask(pool: VerifierPool, *completions: str) -> list[Verdict]:
 
 
 def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
-    said = [str(number % 50) for number in range(500)] + ["9" * 3_000_000]
-    verdicts = ask(pool, *(f"say {number}" for number in said))
+    said = [str(number % 50) for number in range(500)] + ["'" + "9" * 3_000_000 + "'"]
+    verdicts = ask(pool, *(f"{number} == 18" for number in said))
     assert [verdict.outcome == "right" for verdict in verdicts] == [number == "18" for number in said]
     assert pool.verify([]) == []
 
@@ -40,24 +40,23 @@ def test_verdicts_come_in_the_order_of_the_answers(pool: VerifierPool) -> None:
 @pytest.mark.parametrize(
     ("completion", "verdict"),
     [
-        ("give True", RIGHT),
-        ("give 0.25", Verdict(0.25, "wrong", "reward 0.25")),
-        ("give 2", Verdict(2.0, "right", "reward 2")),
-        ("give __import__('numpy').float32(0.25)", Verdict(0.25, "wrong", "reward 0.25")),
-        ("give None", Verdict(0.0, "unparsed", "no answer found")),
-        ("give Verdict(0.5, 'right', 'nearly')", Verdict(0.5, "right", "nearly")),
-        ("give Verdict(1, 'fine', '')", "InvalidReply: the verifier returned the outcome 'fine'; there are: "),
-        ("give float('nan')", "ValueError: the verifier returned nan; rewards are from -1e+09 to 1e+09"),
-        ("give 'yes'", "InvalidReply: the verifier returned str, not a number, None or a Verdict"),
-        ("raise \ud800", "ValueError: no good: \\ud800"),
-        ("raise " + "long " * 100_000, "ValueError: no good: long long"),
-        ("exit", "its process ended (exit code 3)"),
-        ("power", Verdict(0.0, "timeout", "more than 0.5 s of processor time")),
+        ("True", RIGHT),
+        ("0.25", Verdict(0.25, "wrong", "reward 0.25")),
+        ("2", Verdict(2.0, "right", "reward 2")),
+        ("__import__('numpy').float32(0.25)", Verdict(0.25, "wrong", "reward 0.25")),
+        ("None", Verdict(0.0, "unparsed", "no answer found")),
+        ("Verdict(0.5, 'right', 'nearly')", Verdict(0.5, "right", "nearly")),
+        ("Verdict(1, 'fine', '')", "InvalidReply: the verifier returned the outcome 'fine'; there are: "),
+        ("float('nan')", "ValueError: the verifier returned nan; rewards are from -1e+09 to 1e+09"),
+        ("'yes'", "InvalidReply: the verifier returned str, not a number, None or a Verdict"),
+        ("fail(chr(0xd800))", "ValueError: no good: \\ud800"),
+        ("fail('long ' * 100_000)", "ValueError: no good: long long"),
+        ("os._exit(3)", "its process ended (exit code 3)"),
+        ("9 ** 9 ** 9", Verdict(0.0, "timeout", "more than 0.5 s of processor time")),
     ],
-    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_what_a_function_returns_or_raises(pool: VerifierPool, completion: str, verdict: Verdict | str) -> None:
-    said, after = ask(pool, completion, "say 18")
+    said, after = ask(pool, completion, "True")
     assert after == RIGHT
     if isinstance(verdict, Verdict):
         assert said == verdict
@@ -69,14 +68,16 @@ def test_what_a_function_returns_or_raises(pool: VerifierPool, completion: str, 
 
 
 def test_those_behind_one_that_hangs_are_checked_by_another(impatient: VerifierPool) -> None:
-    verdicts = ask(impatient, "say 1", "sleep", *(f"say {n}" for n in range(10, 40)))
+    verdicts = ask(impatient, "1", "time.sleep(99)", *(f"{n} == 18" for n in range(10, 40)))
     assert verdicts[1] == Verdict(0.0, "timeout", "no reply after 0.5 s")
     assert [verdict.outcome for verdict in verdicts[2:]] == ["right" if n == 18 else "wrong" for n in range(10, 40)]
 
 
-@pytest.mark.parametrize(("ending", "outcome"), [("return", "right"), ("exit", "crashed"), ("sleep", "timeout")])
+@pytest.mark.parametrize(
+    ("ending", "outcome"), [("True", "right"), ("os._exit(3)", "crashed"), ("time.sleep(99)", "timeout")]
+)
 def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, ending: str, outcome: str) -> None:
-    (said,) = ask(impatient, f"daemon {tmp_path / 'pid'} {ending}")
+    (said,) = ask(impatient, f"daemon({str(tmp_path / 'pid')!r}, lambda: {ending})")
     assert said.outcome == outcome
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not psutil.pid_exists(pid))
@@ -85,7 +86,7 @@ def test_a_daemon_ends_with_its_answer(impatient: VerifierPool, tmp_path: Path, 
 def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -> None:
     before = {*psutil.Process().children(recursive=True)}
     pool = start_pool(f"{hostile_file}:score", workers=3)
-    ask(pool, "say 18", "say 19")
+    ask(pool, "True", "False")
     started = {*psutil.Process().children(recursive=True)} - before
     pool.close()
     pool.close()
@@ -94,7 +95,8 @@ def test_closing_ends_the_processes(start_pool: StartPool, hostile_file: Path) -
 
 
 def test_what_was_begun_is_checked_once(pool: VerifierPool, tmp_path: Path) -> None:
-    answers = [Answer("?", f"note {tmp_path / str(number)}", "18", "stop") for number in range(20)]
+    noted = [f"open({str(tmp_path / str(number))!r}, 'a').write('x') == 1" for number in range(20)]
+    answers = [Answer("?", completion, "18", "stop") for completion in noted]
     pool.begin(answers[:10])
     pool.begin(answers)
     assert pool.verify([*answers, *answers]) == [RIGHT] * 40
