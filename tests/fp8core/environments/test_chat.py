@@ -8,8 +8,10 @@ from chat_templates import CHATML, CONTROLS, LLAMA3, NAMED, PREFILLS, QWEN3
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from fp8core.environments.chat import ObservationError, Talk
+from fp8core.config.environment import EnvironmentConfig
+from fp8core.environments.chat import ObservationError, Talk, tool_calls_of
 from fp8core.environments.protocol import Said, Tool, Turn
+from fp8core.environments.tool_calls import TOOL_CALLS
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer, character_tokenizer
 
@@ -223,3 +225,30 @@ def test_without_a_template_the_tokenizer_begins_a_sequence_once():
     conversation = Talk(tokenizer, "plain").open(Turn((Said("user", "3*4="),)))
     assert shown(tokenizer, conversation.prompt) == "<|begin_of_text|>3*4="
     assert shown(tokenizer, conversation.observe([Said("tool", "12")], tokenizer.end_id)) == "=12"
+
+
+# The format of calls
+
+AUTO = EnvironmentConfig(name="calculator")
+CALL = {"name": "calculate", "arguments": {"expression": "3*4"}}
+ASSISTANT = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}
+
+
+@pytest.mark.parametrize(("tokenizer", "name"), [(QWEN, "qwen"), (LLAMA, "llama3")])
+def test_a_call_of_the_template_is_read(tokenizer, name):
+    assert tool_calls_of(AUTO, tokenizer) == name
+    written = tokenizer.render([QUESTION._asdict(), ASSISTANT], add_generation_prompt=False)
+    # The policy's turn, without what begins and ends it.
+    turn = written.rpartition("assistant")[2].removeprefix("<|end_header_id|>").removesuffix("<|eom_id|>")
+    ((call,), malformed) = TOOL_CALLS[name](turn, (TOOL,))
+    assert (call._asdict(), malformed) == (CALL, "")
+
+
+@pytest.mark.parametrize("more", ["", "<tool_call><function={{ name }}>"], ids=["none", "of XML"])
+def test_a_template_without_calls_that_are_known_needs_a_setting(more):
+    with pytest.raises(UserError, match=r"^environment\.format=auto: a folder: the chat template writes no tool calls"):
+        tool_calls_of(AUTO, build(CHATML + more, "<|im_end|>"))
+
+
+def test_without_a_template_calls_are_plain():
+    assert tool_calls_of(AUTO, character_tokenizer("0123456789*=[]#$", 20, "$")) == "plain"

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_for
 
-# Every process starts the next one; the last says that it is there.
+# Every process starts the next one, and says that it is there.
 _PROGRAM = """
 import multiprocessing, os, signal, sys
 from fp8core.processes.end_with_parent import follow, follow_parent
 
 def live(method, length, pid):
+    if length == 1:
+        follow(pid) if pid else follow_parent()
+    print(os.getpid(), flush=True)
     if length > 1:
         multiprocessing.get_context(method).Process(target=live, args=(method, length - 1, pid)).start()
-    else:
-        print("ready", flush=True)
-        follow(pid) if pid else follow_parent()
     signal.pause()
 
 if __name__ == "__main__":
@@ -39,13 +40,10 @@ def start_chain(tmp_path: Path) -> Iterator[StartChain]:
 
     def start(method: str, length: int, pid: str) -> Chain:
         command = [sys.executable, str(program), method, str(length), pid]
-        first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        started.append(first)
-        chain.append(psutil.Process(first.pid))
-        assert first.stdout is not None
-        assert first.stdout.readline() == "ready\n"
-        while len(chain) < length and (below := started_by(chain[-1])):
-            chain.extend(below)
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        lines = started[-1].stdout
+        assert lines is not None
+        chain.extend(psutil.Process(int(lines.readline())) for _ in range(length))
         return chain
 
     yield start
@@ -53,18 +51,17 @@ def start_chain(tmp_path: Path) -> Iterator[StartChain]:
         if process.is_running():
             process.kill()
     for first in started:
-        first.kill()
         first.communicate()
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_process_ends_with_its_parent(start_chain, method):
+def test_a_process_ends_with_its_parent(start_chain: StartChain, method: str) -> None:
     parent, last = start_chain(method, 2, "0")
     parent.kill()
-    wait_until_gone(last)
+    wait_for(lambda: not is_there(last))
 
 
-def test_only_the_parent_matters_to_who_follows_it(start_chain):
+def test_only_the_parent_matters_to_who_follows_it(start_chain: StartChain) -> None:
     first, between, last = start_chain("spawn", 3, "0")
     first.kill()
     first.wait()
@@ -72,36 +69,18 @@ def test_only_the_parent_matters_to_who_follows_it(start_chain):
     assert is_there(between)
     assert is_there(last)
     between.kill()
-    wait_until_gone(last)
+    wait_for(lambda: not is_there(last))
 
 
-def test_what_stands_between_ends_too(start_chain):
+def test_what_stands_between_ends_too(start_chain: StartChain) -> None:
     first, between, last = start_chain("spawn", 3, "first")
     first.kill()
-    wait_until_gone(between, last)
-
-
-def started_by(process: psutil.Process) -> list[psutil.Process]:
-    """With spawn there is a tracker of resources beside them. Nobody asks for the exit code of one that ended."""
-    return [each for each in (process.children() if is_there(process) else []) if not tracks_resources(each)]
-
-
-def tracks_resources(process: psutil.Process) -> bool:
-    try:
-        return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # One that has just ended too.
-        return False
+    wait_for(lambda: not is_there(between) and not is_there(last))
 
 
 def is_there(process: psutil.Process) -> bool:
+    """Nobody asks for the exit code of one that ended."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until_gone(*processes: psutil.Process) -> None:
-    deadline = time.monotonic() + 30
-    while left := [process for process in processes if is_there(process)]:
-        assert time.monotonic() < deadline, f"{left} live on"
-        time.sleep(0.02)

@@ -1,5 +1,6 @@
 """Verdicts by math-verify; docs/reference/verifiers.md has a table of them, each row of which is a test as well."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from fp8core.config.data import DataConfig
 from fp8core.data.source import read_file
+from fp8core.rewards.final_answer import Unreadable, final_answer
 from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
 from fp8core.rewards.verifier import Answer
@@ -96,3 +98,12 @@ def test_every_reference_of_gsm8k_is_right(pool: VerifierPool, name: str, rows: 
     problems = read_file(GSM8K / name, DataConfig())
     verdicts = pool.verify([Answer(p.question, p.reference, p.reference, "stop") for p in problems])
     assert [verdict.outcome for verdict in verdicts] == ["right"] * rows
+
+
+@pytest.mark.parametrize("noise", ["$", "\\", "{", r"\boxed{", "-", "<a>"])
+def test_a_long_text_costs_no_more_than_a_short_one(noise: str) -> None:
+    begun = time.monotonic()
+    for text in (noise * 100_000 + r"\boxed{18}", r"\boxed{18}" + noise * 100_000, r"\boxed{" + noise * 100_000):
+        with contextlib.suppress(Unreadable):
+            assert final_answer(text) == "18"
+    assert time.monotonic() - begun < 2
