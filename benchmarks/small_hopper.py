@@ -275,7 +275,7 @@ def alignment_row(run: RunData, variant: str, command: str) -> Row:
         "reward_first": rewards[0],
         "reward_last": rewards[-1],
         "steps": len(rewards),
-        "asked": run.asked,
+        "asked": run.requested,
         "seconds": seconds_by_task(run),
         **run_provenance(run.view),
         "command": command,

@@ -41,7 +41,7 @@ from flows.tracking.backlog import COMPLETIONS
 from flows.tracking.record import TrackingRecord, read_record
 from flows.tracking.store import is_server
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_runs
+from fp8core.report.run_data import labels, read_run
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 1440, 900
@@ -82,7 +82,7 @@ def mlflow_pictures(runs: list[Path], out: Path) -> None:
     records = [recorded(folder) for folder in runs]
     with tempfile.TemporaryDirectory() as scratch, mlflow_ui(records[0].uri) as address, browser() as page:
         report = Path(scratch) / "report.html"
-        report.write_text(report_html(read_runs(runs)))
+        report.write_text(report_html([*map(read_run, runs, labels(runs))]))
         for name, url in mlflow_pages(address, records).items():
             page.goto(url)
             search = page.get_by_placeholder("Search metric charts")

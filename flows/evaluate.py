@@ -27,7 +27,7 @@ from fp8core.data.references import counted
 from fp8core.errors import UserError
 from fp8core.evaluation.measure import EvaluationResult, Precision, paired_differences
 from fp8core.progress import Progress
-from fp8core.report.text import evaluation_markdown, evaluation_text
+from fp8core.report.text import evaluation_text
 from fp8core.rewards.verifier import Verifier, build_verifier
 from fp8core.run.answer import Answered, Questions, answer
 from fp8core.run.parts import measure_parts
@@ -174,5 +174,4 @@ def _tell(result: EvaluationResult, output: Output | None) -> None:
     text = evaluation_text(result)
     say(text)
     get_run_logger().info(text)
-    heading, tables = evaluation_markdown(result)
-    show_markdown(tables, artifact_key(result.name, "evaluation"), heading)
+    show_markdown(f"```\n{text}\n```\n", artifact_key(result.name, "evaluation"), text.partition("\n")[0])

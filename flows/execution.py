@@ -13,7 +13,6 @@ from prefect.states import Completed
 from prefect.utilities.annotations import quote
 
 from flows.termination import StopRequest
-from flows.tracking.backlog import step_speed
 from flows.tracking.session import Session
 from flows.training_pages import TrainingPages
 from fp8core.config.step_graph import PlannedStep, StepGraph
@@ -148,7 +147,7 @@ class FlowExecution(Execution):
         intervals = [*self._intervals, *(result.interval for result in results.values())]
         self._session.overheads.append(overhead_ms((began, ended), intervals))
         seconds = {name: result.entry.seconds for name, result in results.items()}
-        run.console.step({**step_metrics(run, index), **step_speed(run, index), "step": index}, ended - began, seconds)
+        run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
         self._pages.step_done(index)

@@ -31,7 +31,6 @@ from fp8core.config.run import RunConfig, made_name
 from fp8core.errors import ProcessLost, UserError, printable
 from fp8core.kernels.compilation import KernelFolders
 from fp8core.progress import Part
-from fp8core.report.chart import short
 from fp8core.report.console import Console
 from fp8core.report.diagnosis import diagnose
 from fp8core.report.drawing import draw_png
@@ -142,7 +141,7 @@ def finish(session: Session, console: Console) -> Summary:
     picture = run.directory.path / CURVES
     name = run.directory.path.name
     draw_png(training_charts(name, metrics, bounds), picture, f"{name}: {run.config.name}, seed {run.config.seed}")
-    learning = answer(metrics, short, prompts=run.config.evaluation.prompts).learning
+    learning = answer(metrics, prompts=run.config.evaluation.prompts).learning
     diagnosis = diagnose(view, metrics, learning)
     summary = summarise(
         metrics,

@@ -22,13 +22,13 @@ def add_commands(commands: Any) -> None:
 def report_runs(options: argparse.Namespace) -> int:
     """Read and write; returns the exit code, 1 when a file is damaged; raises UserError."""
     from fp8core.report.pages import report_html
-    from fp8core.report.run_data import read_runs
+    from fp8core.report.run_data import labels, read_run
 
     folders = [find_run(run) for run in options.runs]
     for folder in folders:
         if folders.count(folder) > 1:
             raise UserError(f"{folder}: named twice")
-    runs = read_runs(folders, error_of=_error)
+    runs = [read_run(folder, label, _error(folder)) for folder, label in zip(folders, labels(folders), strict=True)]
     options.out.write(report_html(runs).encode())
     say(options.out.target)
     damaged = [f"{run.view.folder}: {line}" for run in runs for line in run.damaged]

@@ -22,7 +22,7 @@ from flows.tracking.tracker import HEAD, RUN_DIRECTORY, TRAINING, Checkpoint, Tr
 from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_runs
+from fp8core.report.run_data import read_run
 from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary
 from fp8core.report.text import pipeline_mermaid, pipeline_text
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
@@ -204,7 +204,7 @@ def publish_result(run: RunContext, tracker: Tracker) -> None:
 
 def write_report(run: RunContext, error: str | None = None) -> Path:
     """Write the report of all that is committed into the run's folder. `error` is what the training fails with."""
-    page = report_html(read_runs([run.directory.path], error_of=lambda _: error))
+    page = report_html([read_run(run.directory.path, run.directory.path.name, error)])
     return run.directory.write_text(REPORT, page)
 
 

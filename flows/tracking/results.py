@@ -20,7 +20,7 @@ from flows.tracking.store import (
 )
 from flows.tracking.tracker import Outage
 from fp8core.config.run import RunConfig
-from fp8core.errors import UserError, printable_lines, without_passwords
+from fp8core.errors import UserError, without_passwords
 from fp8core.evaluation.measure import EvaluationResult
 from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
@@ -89,7 +89,7 @@ def _log(
         metrics = [Metric(key, value, now, result.step or 0, model_id=model_id) for key, value in values.items()]
         client.log_batch(run_id, metrics, params)
         client.log_dict(run_id, result.model_dump(mode="json"), "evaluation.json")
-        client.log_text(run_id, printable_lines(evaluation_text(result)) + "\n", "evaluation.txt")
+        client.log_text(run_id, evaluation_text(result) + "\n", "evaluation.txt")
         ended = "FINISHED"
     finally:
         client.set_terminated(run_id, ended)

@@ -9,9 +9,6 @@
     all            what the contract has                    the rest
 
 `rounding` is the size of what means nothing: libraries differ by as much in BF16 (`numerics.elementwise`).
-
-A `Forward` runs `models.decoder` on the CPU, so these are the numbers of the embedded engine. Other engines have the
-same formats, and sum in another order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +21,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.evaluation.measure import PartCost, PartCosts, contract_in
 from fp8core.models.architecture import Architecture
 from fp8core.models.decoder import Decoder, FullContext
-from fp8core.models.weights import (
-    Formats,
-    PolicyWeights,
-    PreparedWeights,
-    load_policy,
-    rollout_formats,
-    stored_weights,
-)
+from fp8core.models.weights import Formats, PolicyWeights, PreparedWeights, load_policy, rollout_formats, stored_weights
 from fp8core.numerics.attention import AttentionFormat, Fp8Attention
 from fp8core.numerics.e4m3 import quantise_rows
 from fp8core.numerics.elementwise import NATIVE, STEPWISE
@@ -42,13 +32,13 @@ from fp8core.numerics.recipe import Grouping
 from fp8core.progress import Progress
 from fp8core.rl.batch import TokenBatch
 
-# Log-probs of a batch: it and its peers are a few 64 MiB.
+# Log-probs of a batch, each 8 bytes.
 _LOGPROBS = 1 << 23
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a prompt, at least one, and of its right answer; none where it is not known."""
+    """Token ids of a prompt, and of its right answer where that is known."""
 
     prompt: Sequence[int]
     answer: Sequence[int] = ()
@@ -56,8 +46,6 @@ class Text:
 
 @dataclass(frozen=True)
 class Forward:
-    """A decoder with its weights, and the scales of its cache where that is FP8."""
-
     decoder: Decoder
     weights: PolicyWeights
     scales: Sequence[LayerScales] = ()
@@ -125,10 +113,7 @@ def whole_forward(
 
 
 def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str, Tensor]) -> Subjects:
-    """Each part of the `whole_forward` of a contract alone; without a linear, or a cache, in FP8 it has none of them.
-
-    They share what is made ready of the weights: about 12 bytes a parameter in BF16, and as many in FP8.
-    """
+    """Each part of the `whole_forward` of a contract alone, as far as it is in FP8."""
     arch, whole = full.decoder.arch, full.decoder.formats
     bf16 = whole_forward(contract_in("bf16", contract), arch, masters, ())
     plain = bf16.decoder.formats
@@ -147,7 +132,6 @@ def subjects_of(full: Forward, contract: PrecisionContract, masters: Mapping[str
 
 
 def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
-    """FP8 inputs in each linear that multiplies codes."""
     coded = Fp8InputsLinear(whole.recipe.activations)
     layers = []
     for ours, theirs in zip(plain.layers, whole.layers, strict=True):
@@ -162,14 +146,8 @@ def _with_fp8_inputs(plain: Formats, whole: Formats) -> Formats:
 class _Compared:
     """Places of texts under BF16 and under a part; all [places].
 
-    Attributes:
-        text: number of the text.
-        asked: True on a token of the prompt.
-        answered: True where the next token is the right answer's.
-        nats: KL.
-        same: True where the most likely token is the same.
-        wanted: log-prob of the next token of the right answer in BF16; 0 elsewhere.
-        found: the same under the part.
+    `asked` is True on a token of the prompt, `answered` where the next token is the right answer's. `nats` is KL.
+    `wanted` is the log-prob of the right answer's next token in BF16, `found` under the part; both 0 elsewhere.
     """
 
     text: Tensor
@@ -182,11 +160,7 @@ class _Compared:
 
 
 def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) -> PartCosts:
-    """KL and the rest of every part, over texts that are computed in batches of about equal length.
-
-    `progress` hears of texts, and may raise to end it.
-    """
-    assert texts, "a mean needs a text"
+    """KL and the rest of every part, over texts that are computed in batches of about equal length."""
     compared: dict[str, list[_Compared]] = {name: [] for name in subjects.parts}
     done = 0
     for numbers in _batches(texts, subjects.bf16.decoder.arch.vocab_size):
@@ -207,7 +181,6 @@ def part_costs(subjects: Subjects, texts: Sequence[Text], progress: Progress) ->
 
 
 def _batches(texts: Sequence[Text], vocabulary: int) -> Iterator[list[int]]:
-    """Numbers of texts, by length: padding costs time."""
     lengths = [len(text.prompt) + len(text.answer) for text in texts]
     batch = list[int]()
     for number in sorted(range(len(texts)), key=lengths.__getitem__):

@@ -157,7 +157,7 @@ def measure(run: RunData, variant: str, seed: int, last: int) -> Measured:
     return Measured(
         variant=variant,
         seed=seed,
-        steps=(max(run.view.steps, default=START), run.asked or -1),
+        steps=(max(run.view.steps, default=START), run.requested or -1),
         accuracy=fmean(accuracies[-last:]) if accuracies else None,
         curve=learning_curve(run),
         errors=values(TMPE),

@@ -8,10 +8,9 @@ from fp8core.config.parity import ParityConfig
 from fp8core.errors import printable_lines
 from fp8core.parity.measure import RATIO, STRESS, VARIANTS, WEIGHT, Measured
 from fp8core.parity.verdict import ParityResult
-from fp8core.report.chart import Bound, collapsed, short
+from fp8core.report.chart import MISSING, Bound, collapsed, short
 from fp8core.report.pages import Section, charted, render_page
 from fp8core.report.run_data import RunData
-from fp8core.report.summary import MISSING
 from fp8core.report.tables import Table
 from fp8core.report.training_charts import ALIGNMENT, LEARNING, WORST_TOKEN, Curve, curve_chart
 from fp8core.store.metrics import ESS, K3, STEP, TMPE, History

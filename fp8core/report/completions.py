@@ -1,10 +1,8 @@
-"""Completions early and late in a run, with the mismatch and the reward of each: what the policy writes.
+"""Completions early and late in a run, with the mismatch and the reward of each.
 
-Held-out prompts are the same ones at every evaluation, which keeps a few texts. Of training prompts the same ones are
-shown where the searched steps have a prompt in common. Texts of these come from the tokens, through the
-tokenizer of the newest checkpoint. Without one a completion is a single piece of text.
-
-Functions that take `missing` append a line to it for each file that cannot be read and that gc did not remove.
+Texts of training prompts come from the tokens, through the tokenizer of the newest checkpoint. Without one a completion
+is a single piece of text. Functions that take `missing` append a line to it for each file that cannot be read and that
+gc did not remove.
 """
 
 import json
@@ -13,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fp8core.errors import UserError
 from fp8core.models.tokenizer import Tokenizer
@@ -27,11 +25,10 @@ from fp8core.store.run_view import Commit, RunView
 from fp8core.store.schemas import HeldoutSample
 from fp8core.store.tables import COMPLETION_KEY, key_of, keys_of
 
-PROMPTS, SAMPLES, SEARCHED, HELDOUT_PROMPTS = 3, 2, 5, 4
-MOST_TOKENS, MOST_CHARACTERS = 160, 800
-MOST_PROMPT_TOKENS, MOST_PROMPT_CHARACTERS = 800, 3200
-THRESHOLDS = (1e-3, 1e-2, 1e-1)
-"""Where a token's |log p - log g| gets the next colour; exactly 0 has none."""
+PROMPTS, SAMPLES, HELDOUT_PROMPTS = 3, 2, 4
+MOST_TOKENS = 160
+_SEARCHED, _MOST_CHARACTERS, _MOST_PROMPT_CHARACTERS = 5, 800, 3200
+_THRESHOLDS = (1e-3, 1e-2, 1e-1)
 LEGEND = ("below 0.001", "0.001 to 0.01", "0.01 to 0.1", "0.1 and more")
 _COLUMNS = (*COMPLETION_KEY, "prompt_id", "prompt_tokens", "tokens", "logprobs", "written", "text")
 _JUDGED = {"reward": "rewards", "outcome": "rewards", "detail": "rewards", "advantage": "advantages"}
@@ -39,11 +36,12 @@ _JUDGED = {"reward": "rewards", "outcome": "rewards", "detail": "rewards", "adva
 
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of one token or several: 0 equal bit for bit, 1 to 4 by `THRESHOLDS`; None: not compared."""
+    """Text of one token or several; level 0: equal bit for bit, 1 to 4: as in `LEGEND`, None: not compared."""
 
     text: str
     level: int | None
@@ -51,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """A part of an episode, with who speaks and numbers as its heading; without an environment all of a completion."""
+    """A part of an episode, with who speaks and numbers as its heading; all of a completion without an environment."""
 
     heading: str
     pieces: Sequence[Piece]
@@ -59,10 +57,7 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownCompletion:
-    """A text of the policy with its reward; `left_out` tokens are not shown.
-
-    `unverified`: it is none of the share whose log-probs were computed again. `advantage`: of the update.
-    """
+    """A text of the policy; `left_out` tokens are not shown, `unverified`: its log-probs were not computed again."""
 
     reward: float | None
     turns: Sequence[ShownTurn]
@@ -79,13 +74,18 @@ class PromptExamples:
 
 
 @dataclass(frozen=True)
-class Examples:
+class EarlyAndLate(Generic[T]):
     """Prompts early and late; `same` where those are the same ones."""
 
-    early: Sequence[PromptExamples]
-    late: Sequence[PromptExamples]
+    early: Sequence[T]
+    late: Sequence[T]
     same: bool
 
+    def in_order(self) -> list[T]:
+        return [one for pair in zip_longest(self.early, self.late) for one in pair if one is not None]
+
+
+class Examples(EarlyAndLate[PromptExamples]):
     @property
     def differing(self) -> bool:
         return any(self._levels())
@@ -96,48 +96,26 @@ class Examples:
 
     @property
     def unverified(self) -> bool:
-        """True if the log-probs of no completion that is shown were computed again."""
-        return all(completion.unverified for one in (*self.early, *self.late) for completion in one.completions)
-
-    def in_order(self) -> list[PromptExamples]:
-        return [one for pair in zip_longest(self.early, self.late) for one in pair if one is not None]
+        return all(completion.unverified for one in self.in_order() for completion in one.completions)
 
     def _levels(self) -> Iterator[int | None]:
-        for one in (*self.early, *self.late):
+        for one in self.in_order():
             for completion in one.completions:
                 yield from (piece.level for turn in completion.turns for piece in turn.pieces)
 
 
-def level_of(difference: float) -> int:
-    """The colour of a token: 0, none, where its log-probs are equal bit for bit."""
-    return 0 if difference == 0 else 1 + bisect_right(THRESHOLDS, abs(difference))
+def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> EarlyAndLate[list[Row]] | None:
+    """By prompt the rows of its completions, with the log-probs of both policies and the reward; None without any.
 
-
-@dataclass(frozen=True)
-class Picked:
-    """All completions of a few prompts early and late, a list for each prompt; `same` where those are the same ones."""
-
-    early: Sequence[Sequence[Row]]
-    late: Sequence[Sequence[Row]]
-    same: bool
-
-    def in_order(self) -> list[Sequence[Row]]:
-        return [rows for pair in zip_longest(self.early, self.late) for rows in pair if rows is not None]
-
-
-def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) -> Picked | None:
-    """Rows of the completions of a few prompts, with the log-probs of both policies and the reward; None without any.
-
-    `names` are of the artifacts with rollouts and with log-probs.
+    `names` are of the artifacts with rollouts and with log-probs. The prompts are the same ones early and late where
+    the searched steps have one in common.
     """
     commits = sorted(view.commits, key=lambda commit: commit.step)
     whole = [commit for commit in commits if commit.step > START and _is_there(view, commit, names)]
     half = (len(whole) + 1) // 2
-    early = whole[: min(half, SEARCHED)]
-    late = whole[max(half, len(whole) - SEARCHED) :][::-1]
-    first = dict[str, list[Row]]()
-    last = dict[str, list[Row]]()
-    for searched, by_prompt in ((early, first), (late, last)):
+    early, late = whole[: min(half, _SEARCHED)], whole[max(half, len(whole) - _SEARCHED) :][::-1]
+    first, last = dict[str, list[Row]](), dict[str, list[Row]]()
+    for by_prompt, searched in ((first, early), (last, late)):
         for commit in searched:
             for name, rows in _read(view, commit, names, missing).items():
                 by_prompt.setdefault(name, rows)
@@ -151,7 +129,7 @@ def pick_completions(view: RunView, names: tuple[str, str], missing: list[str]) 
     shared = sorted((name for name in first if name in last), key=uncompared)[:PROMPTS]
     earliest = sorted(first, key=lambda name: (first[name][0]["step"], uncompared(name)))
     latest = sorted(last, key=lambda name: (-last[name][0]["step"], uncompared(name)))
-    return Picked(
+    return EarlyAndLate(
         [first[name] for name in shared or earliest[:PROMPTS]],
         [last[name] for name in shared or latest[:PROMPTS]],
         bool(shared),
@@ -188,16 +166,13 @@ def heldout_pairs(view: RunView, missing: list[str]) -> list[HeldoutPair]:
 
 
 def heldout_examples(pairs: Sequence[HeldoutPair]) -> Examples | None:
-    if not pairs:
-        return None
-
     def shown(step: int, sample: HeldoutSample) -> PromptExamples:
         whole = ShownTurn("", [Piece(sample.text, None)])
         return PromptExamples(step, sample.prompt, [ShownCompletion(sample.score, [whole])])
 
     some = pairs[:HELDOUT_PROMPTS]
     early = [shown(pair.steps[0], pair.first) for pair in some]
-    return Examples(early, [shown(pair.steps[1], pair.last) for pair in some], True)
+    return Examples(early, [shown(pair.steps[1], pair.last) for pair in some], True) if some else None
 
 
 def _first_evaluation(
@@ -205,20 +180,18 @@ def _first_evaluation(
 ) -> tuple[int, dict[str, HeldoutSample]] | None:
     """Step and samples, by prompt_id, of the first of these commits that evaluated, if it kept any."""
     store = ArtifactStore(view.folder)
-    known_empty = set[str]()
     for commit in commits:
         for ref in commit.artifacts.values():
-            if ref.kind != "evaluation" or ref.digest in known_empty or was_removed(view, ref):
+            if ref.kind != "evaluation" or was_removed(view, ref):
                 continue
             try:
                 content = store.get_json(ref)
             except ArtifactError as error:
                 missing.append(unread("held-out completions", commit.step, error, view.folder))
                 continue
-            if content:
+            if content:  # Steps between evaluations have an empty one.
                 samples = [HeldoutSample.model_validate(sample) for sample in content.get("samples") or ()]
                 return commit.step, {sample.prompt_id: sample for sample in samples}
-            known_empty.add(ref.digest)
     return None
 
 
@@ -242,11 +215,11 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[s
     """
     store = ArtifactStore(view.folder)
     rollouts, scored = (commit.artifacts[name] for name in names)
+    judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
     try:
         rows = store.get_table(rollouts, _COLUMNS).to_pylist()
         table = store.get_table(scored, [*COMPLETION_KEY, "logprobs"])
         turns = _played_turns(store, commit, rollouts)
-        judged: dict[Key, Row] = defaultdict(lambda: dict.fromkeys(_JUDGED))
         for ref in commit.artifacts.values():
             if (columns := [name for name, kind in _JUDGED.items() if kind == ref.kind]) and not was_removed(view, ref):
                 for row in store.get_table(ref, [*COMPLETION_KEY, *columns]).to_pylist():
@@ -258,20 +231,13 @@ def _read(view: RunView, commit: Commit, names: tuple[str, str], missing: list[s
     by_prompt: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         key = key_of(row)
-        values = trained.get(key)
-        if values is not None and len(values) != len(row["logprobs"]):
-            missing.append(f"completions of step {commit.step}: not as many log-probs as the rollouts have")
-            return {}
-        more = {"step": commit.step, "trained": values, "turns": turns.get(key, [])}
+        more = {"step": commit.step, "trained": trained.get(key), "turns": turns.get(key, [])}
         by_prompt[row["prompt_id"]].append({**row, **judged[key], **more})
     return by_prompt
 
 
 def _played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[Key, list[Row]]:
-    """The turns of each episode of a step; none without an environment, or where gc was.
-
-    Raises ArtifactError: they cannot be read.
-    """
+    """The turns of each episode of a step; none without an environment, or where gc was."""
     turns: dict[Key, list[Row]] = defaultdict(list)
     for task in commit.tasks.values():
         refs = [ref for ref in task.outputs.values() if ref.kind == "turns" and rollouts in task.outputs.values()]
@@ -284,20 +250,20 @@ def _played_turns(store: ArtifactStore, commit: Commit, rollouts: Ref) -> dict[K
 
 def _shown(rows: Sequence[Row], decode: Decode | None) -> PromptExamples:
     first = rows[0]
-    tokens = first["prompt_tokens"]
-    prompt = first["prompt_id"] if decode is None else decode(tokens[-MOST_PROMPT_TOKENS:])
-    if len(prompt) > MOST_PROMPT_CHARACTERS or (decode is not None and len(tokens) > MOST_PROMPT_TOKENS):
-        prompt = f"\u2026{prompt[-MOST_PROMPT_CHARACTERS:]}"
+    prompt = first["prompt_id"] if decode is None else decode(first["prompt_tokens"])
+    if len(prompt) > _MOST_PROMPT_CHARACTERS:
+        prompt = f"\u2026{prompt[-_MOST_PROMPT_CHARACTERS:]}"
     # A run that generates ahead compares few: those come first.
     shown = sorted(rows, key=lambda row: row["trained"] is None)[:SAMPLES]
     return PromptExamples(first["step"], prompt, [_completion(row, decode) for row in shown])
 
 
 def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
+    unverified = row["trained"] is None
     if decode is None:
         # The tokens of a part of the text are not known.
-        whole = ShownTurn("", [Piece(row["text"][:MOST_CHARACTERS], None)])
-        return ShownCompletion(row["reward"], [whole], 0, row["trained"] is None, row["advantage"])
+        whole = ShownTurn("", [Piece(row["text"][:_MOST_CHARACTERS], None)])
+        return ShownCompletion(row["reward"], [whole], 0, unverified, row["advantage"])
     shown = row["tokens"][:MOST_TOKENS]
     trained = row["trained"] or [None] * len(shown)
     pieces = [
@@ -305,8 +271,11 @@ def _completion(row: Row, decode: Decode | None) -> ShownCompletion:
         for text, p, g, written in zip(_texts(shown, decode), trained, row["logprobs"], row["written"], strict=False)
     ]
     turns = list(_turns_of_tokens(row, pieces)) or [ShownTurn("", list(_joined(pieces)))]
-    left_out = len(row["tokens"]) - len(shown)
-    return ShownCompletion(row["reward"], turns, left_out, row["trained"] is None, row["advantage"])
+    return ShownCompletion(row["reward"], turns, len(row["tokens"]) - len(shown), unverified, row["advantage"])
+
+
+def level_of(difference: float) -> int:
+    return 0 if difference == 0 else 1 + bisect_right(_THRESHOLDS, abs(difference))
 
 
 def _turns_of_tokens(row: Row, pieces: Sequence[Piece]) -> Iterator[ShownTurn]:

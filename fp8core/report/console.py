@@ -3,7 +3,6 @@
 Tables and numbers stay within the width; paths and commands are printed whole, so that they can be copied.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -15,33 +14,19 @@ from rich.text import Text
 
 from fp8core.errors import printable
 from fp8core.progress import Part, clock
-from fp8core.report.chart import counted, short
-from fp8core.report.summary import CURVES, MISSING, REPORT, ComparedTokens, Summary
-from fp8core.store.metrics import (
-    HELDOUT,
-    LENGTH,
-    REWARD,
-    SIGNAL,
-    STALENESS,
-    STEP,
-    TMPE,
-    TOKENS_DIFFERING,
-    TOKENS_PER_SECOND,
-)
+from fp8core.report.chart import MISSING, counted, format_tmpe
+from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary
+from fp8core.store.metrics import HELDOUT, LENGTH, REWARD, SIGNAL, STALENESS, STEP, TMPE, TOKENS_DIFFERING
 
-# From the first width on a step shows its tokens a second, with wider gaps; no line is wider than the second.
-_ROOMY, WIDTH = 92, 120
 SAMPLE_EVERY = 10
-HEADER_EVERY = 20
-LEGEND = (
+_WIDTH, _HEADER_EVERY = 120, 20
+_LEGEND = (
     "tmpe 1: both policies give equal probabilities; differ: tokens where they do not\n"
     "(held-out): of an earlier step; !: the scores of every group were equal"
 )
-AGE_LEGEND = "age: mean number of versions that a token is older than the newest policy"
+_AGE_LEGEND = "age: mean number of versions that a token is older than the newest policy"
 _LEAST_SHARE_SHOWN = 0.01
-_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "tokens/s": 8, "left": 7}
-# The column of a run that generates ahead.
-_AGE = {"age": 4}
+_COLUMNS = {"reward": 6, "held-out": 8, "length": 6, "tmpe": 9, "differ": 6, "seconds": 7, "left": 7}
 
 
 class StyleAccuracy(NamedTuple):
@@ -53,23 +38,15 @@ class StyleAccuracy(NamedTuple):
 
 
 class Console:
-    """Live output of one training.
-
-    Colour and dimming appear on a terminal only; a file gets the same words without control characters. Names and
-    texts of others are shown escaped (`errors.printable`).
-    """
+    """Live output of one training, without control characters in a file; names and texts of others are escaped."""
 
     def __init__(self, file: TextIO, steps: int) -> None:
         self._console = rich.console.Console(file=file, highlight=False)
-        self._console.width = min(WIDTH, self._console.width)
+        self._console.width = min(_WIDTH, self._console.width)
         self._steps = steps
-        self._lines = 0
         self._heldout: float | None = None
         self._seconds = list[float]()
-        roomy = self._console.width >= _ROOMY
-        shown = [name for name in _COLUMNS if name != "tokens/s" or roomy]
-        self._gap = "  " if roomy else " "
-        self._widths = {"step": 2 * len(str(steps)) + 1, **{name: _COLUMNS[name] for name in shown}}
+        self._widths = {"step": 2 * len(str(steps)) + 1, **_COLUMNS}
 
     def header(self, run: str, places: Mapping[str, str]) -> None:
         self._whole_line(Text(f"fp8-grpo run {printable(run)}", style="bold"))
@@ -91,14 +68,13 @@ class Console:
 
     def step(self, metrics: Mapping[str, float], seconds: float, task_seconds: Mapping[str, float]) -> None:
         """One line for a finished step with the task that took longest; a metric that is absent is shown as "-"."""
-        if self._lines == 0:
-            self._whole_line(Text(LEGEND, style="dim"))
+        if not self._seconds:
+            self._whole_line(Text(_LEGEND, style="dim"))
             if STALENESS in metrics:
-                self._widths |= _AGE
-                self._whole_line(Text(AGE_LEGEND, style="dim"))
-        if self._lines % HEADER_EVERY == 0:
+                self._widths["age"] = 4
+                self._whole_line(Text(_AGE_LEGEND, style="dim"))
+        if len(self._seconds) % _HEADER_EVERY == 0:
             self._row({name: name for name in self._widths}, "slowest task")
-        self._lines += 1
         self._seconds.append(seconds)
         heldout = Text(f"{MISSING} ")
         if HELDOUT in metrics:
@@ -106,9 +82,8 @@ class Console:
             heldout = Text(f"{self._heldout:.3f} ")
         elif self._heldout is not None:
             heldout = Text(f"({self._heldout:.3f})", style="dim")
-        slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
         step = int(metrics[STEP])
-        newest = self._seconds[-HEADER_EVERY:]
+        newest = self._seconds[-_HEADER_EVERY:]
         cells: dict[str, str | Text] = {
             "step": f"{step}/{self._steps}",
             "reward": _number(metrics, REWARD, ".3f"),
@@ -117,58 +92,32 @@ class Console:
             "tmpe": format_tmpe(metrics[TMPE]) if TMPE in metrics else MISSING,
             "differ": _number(metrics, TOKENS_DIFFERING, ".0f"),
             "seconds": f"{seconds:.2f}",
-            "tokens/s": _number(metrics, TOKENS_PER_SECOND, ",.0f"),
             "left": clock(sum(newest) / len(newest) * (self._steps - step)),
             "age": _number(metrics, STALENESS, ".2f"),
         }
+        slowest = max(task_seconds, key=task_seconds.__getitem__, default=None)
         last = MISSING if slowest is None else f"{printable(slowest)} {task_seconds[slowest] / seconds:.0%}"
         self._row(cells, f"! {last}" if metrics.get(SIGNAL) == 0 else last)
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """The begin of a prompt, the end of what the policy wrote (it has the answer), and its reward, in a line."""
-        asked, written = (Text(printable(" ".join(text.split()))) for text in (prompt, completion))
-        asked.truncate(self._console.width // 3, overflow="ellipsis")
-        begin = Text.assemble(("  wrote  ", "dim"), asked, " -> ")
+        asked, written = (printable(" ".join(text.split())) for text in (prompt, completion))
+        short = Text(asked)
+        short.truncate(self._console.width // 3, overflow="ellipsis")
+        begin = Text.assemble(("  wrote  ", "dim"), short, " -> ")
         rewarded = Text(f"  reward {reward:.3g}", style="dim")
-        end = _end_of(written, self._console.width - begin.cell_len - rewarded.cell_len)
-        self._console.print(begin + end + rewarded, no_wrap=True)
+        backwards = Text(written[::-1])
+        backwards.truncate(self._console.width - begin.cell_len - rewarded.cell_len, overflow="ellipsis")
+        self._console.print(begin + Text(backwards.plain[::-1]) + rewarded, no_wrap=True)
 
     def summary(
-        self,
-        summary: Summary,
-        folder: Path,
-        ui_command: str | None,
-        page: str,
-        learning: str = MISSING,
+        self, summary: Summary, folder: Path, ui_command: str | None, page: str, learning: str = MISSING
     ) -> None:
         """The result in a panel, then its diagnosis, and where everything is."""
         results = Table.grid(padding=(0, 2))
-        edge = summary.reward_edge_steps
-        of = f"of the first and last {edge} steps" if edge > 1 else "of the first and last step"
-        change = _from_to(summary.heldout_first, summary.heldout_last)
-        results.add_row("result", learning, f"held-out {change}", style="bold")
-        results.add_row("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean {of}")
-        results.add_row("held-out", change, "accuracy on unseen prompts, first and last")
-        tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
-        compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
-        differing = f"{summary.tokens_differing:,} differ of {compared.words}"
-        results.add_row("tmpe", tmpe, f"largest of all steps; {differing}")
-        if (gap := summary.precision_gap) is not None:
-            # A bracket is markup to rich.
-            found = Text(f"nats a token at step 0; held-out {gap.difference_words}")
-            results.add_row("FP8 from BF16", gap.distance_words, found)
-        crossed = summary.bounds_crossed
-        judged = MISSING if crossed is None else f"crossed {counted(crossed, 'time')}" if crossed else "kept"
-        results.add_row("bounds", judged, Text(printable(summary.bounds)))
-        if summary.overhead_ms_per_step is not None:
-            overhead = summary.overhead_ms_per_step
-            results.add_row("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms")
-        total = summary.seconds["total"]
-        # As the report names it.
-        results.add_row("time", f"{total:.1f} s", f"of all processes, {counted(summary.steps, 'step')}")
-        for task, seconds in summary.seconds.items():
-            if task != "total" and seconds >= _LEAST_SHARE_SHOWN * total:
-                results.add_row(Text(f"  {printable(task)}"), f"{seconds:.1f} s", f"{seconds / total:.0%}")
+        for name, value, words in _results(summary, learning):
+            # A bracket in a string is markup to rich.
+            results.add_row(Text(printable(name)), value, Text(printable(words)), style="bold" * (name == "result"))
         title = Text(f"{printable(summary.run)}: done")
         self._console.print(Panel(results, title=title, title_align="left", expand=False))
         if summary.diagnosis is not None:
@@ -184,7 +133,7 @@ class Console:
             text = Text(cell) if isinstance(cell, str) else cell
             text.pad_left(width - len(text))
             numbers.append(text)
-        self._console.print(Text(self._gap).join([*numbers, Text(slowest)]), no_wrap=True, overflow="ellipsis")
+        self._console.print(Text(" ").join([*numbers, Text(slowest)]), no_wrap=True, overflow="ellipsis")
 
     def _places(self, places: Mapping[str, str]) -> None:
         width = max(map(len, places), default=0)
@@ -195,24 +144,36 @@ class Console:
         self._console.print(text, soft_wrap=True)
 
 
+def _results(summary: Summary, learning: str) -> list[tuple[str, str, str]]:
+    edge = f"{summary.reward_edge_steps} steps" if summary.reward_edge_steps > 1 else "step"
+    change = _from_to(summary.heldout_first, summary.heldout_last)
+    tmpe = MISSING if summary.tmpe_max is None else format_tmpe(summary.tmpe_max)
+    compared = ComparedTokens(summary.tokens_compared, summary.tokens_compared_share)
+    crossed = summary.bounds_crossed
+    judged = MISSING if crossed is None else f"crossed {counted(crossed, 'time')}" if crossed else "kept"
+    total = summary.seconds["total"]
+    rows = [
+        ("result", learning, f"held-out {change}"),
+        ("reward", _from_to(summary.reward_first10, summary.reward_last10), f"mean of the first and last {edge}"),
+        ("held-out", change, "accuracy on unseen prompts, first and last"),
+        ("tmpe", tmpe, f"largest of all steps; {summary.tokens_differing:,} differ of {compared.words}"),
+        ("bounds", judged, summary.bounds),
+        ("time", f"{total:.1f} s", f"of all processes, {counted(summary.steps, 'step')}"),
+    ]
+    if (gap := summary.precision_gap) is not None:
+        words = f"nats a token at step 0; held-out {gap.difference_words}"
+        rows.insert(4, ("FP8 from BF16", f"{gap.kl:.3g}", words))
+    if (overhead := summary.overhead_ms_per_step) is not None:
+        rows.insert(-1, ("overhead", f"{overhead.median:.0f} ms", f"median per step; mean {overhead.mean:.0f} ms"))
+    for task, seconds in summary.seconds.items():
+        if task != "total" and seconds >= _LEAST_SHARE_SHOWN * total:
+            rows.append((f"  {task}", f"{seconds:.1f} s", f"{seconds / total:.0%}"))
+    return rows
+
+
 def shows_sample(step: int, steps: int) -> bool:
     """True for a step whose completion is shown: the first, so that a late one has an early one beside it, and last."""
     return step in (1, steps) or step % SAMPLE_EVERY == 0
-
-
-def format_tmpe(value: float) -> str:
-    """The token multiplicative probability error: exact equality is told from an error too small for 6 digits."""
-    if value == 1.0:
-        return "1 exactly"
-    if not math.isfinite(value):
-        return short(value)
-    return f"{value:.6f}" if abs(value - 1.0) >= 5e-7 else f"1{value - 1.0:+.0e}"
-
-
-def _end_of(text: Text, width: int) -> Text:
-    backwards = Text(text.plain[::-1])
-    backwards.truncate(width, overflow="ellipsis")
-    return Text(backwards.plain[::-1])
 
 
 def _number(metrics: Mapping[str, float], key: str, form: str) -> str:

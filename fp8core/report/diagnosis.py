@@ -1,8 +1,5 @@
 """The diagnosis of a training: why it learned nothing and what to change, in one sentence.
 
-The console, the report, MLflow and summary.json show this sentence. `_RULES` has a row for each cause, the likeliest
-first; the first that fits is the diagnosis.
-
 In a step without a signal the scores of every group are equal, so that no completion has an advantage. REINFORCE++
 compares all rewards of a step; there a step has no signal where all of them are equal.
 """
@@ -10,7 +7,7 @@ compares all rewards of a step; there a step has no signal where all of them are
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -23,17 +20,7 @@ from fp8core.report.tokens import was_removed
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
-from fp8core.store.metrics import (
-    CUT_OFF,
-    ENTROPY,
-    LENGTH,
-    OUTCOME,
-    REWARD,
-    SIGNAL,
-    SPREAD,
-    STEP,
-    History,
-)
+from fp8core.store.metrics import CUT_OFF, ENTROPY, LENGTH, OUTCOME, REWARD, SIGNAL, SPREAD, STEP, History
 from fp8core.store.run_view import RunView
 
 _RIGHT = f"{OUTCOME}right"
@@ -60,8 +47,36 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
+class Fall:
+    """A level that fell for good after step `sound`, and the steps at its best and after the fall."""
+
+    measure: str
+    best: float
+    level: float
+    sound: int
+    before: History
+    after: History
+
+    @property
+    def is_degenerate(self) -> bool:
+        """True where entropy is gone or has jumped, or completions are twice as long now, or half as long."""
+        before, after = _mean(self.before, ENTROPY), _mean(self.after, ENTROPY)
+        length, length_now = _mean(self.before, LENGTH), _mean(self.after, LENGTH)
+        entropy_lost = after < min(_NO_ENTROPY, before / 4) or after > 2 * before + _ENTROPY_JUMP
+        return entropy_lost or not length / 2 <= length_now <= length * 2
+
+    @property
+    def words(self) -> str:
+        numbers = [f"{self.measure} fell from {self.best:.3g} to {self.level:.3g}"]
+        for name, metric, unit in (("entropy", ENTROPY, "nats a token"), ("length", LENGTH, "tokens")):
+            if any(metric in row for row in self.before):
+                numbers.append(f"{name} {_mean(self.before, metric):.3g} to {_mean(self.after, metric):.3g} {unit}")
+        return ", ".join(numbers)
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """The facts that a diagnosis follows from; `config` is None where it cannot be read.
+    """The facts that a diagnosis follows from.
 
     `texts` are completions of the last step, one of each prompt. `place` is the run, as commands take it, and `left`
     the number of steps that it still has to make.
@@ -82,10 +97,10 @@ class Evidence:
     @cached_property
     def silent(self) -> History:
         """The steps without a signal, where they are many and rewards are what the run was to learn from."""
-        loss = None if self.config is None else self.config.loss
         if not self._needs_rewards:
             return []
-        signal = SPREAD if loss is not None and loss.advantage == "reinforce_plus_plus" else SIGNAL
+        spread = self.config is not None and self.config.loss.advantage == "reinforce_plus_plus"
+        signal = SPREAD if spread else SIGNAL
         silent = [row for row in self.measured if row.get(signal, row[SIGNAL]) == 0]
         many = _MOST if self.learning == "too short to tell" else _MANY
         return silent if len(silent) >= many * len(self.measured) else []
@@ -129,56 +144,78 @@ class Evidence:
         scores = [max(row[_RIGHT], row.get("reward/verdict", row.get(REWARD, 0.0))) for row in rows]
         return bool(scores) and max(scores) <= 0
 
+    @property
+    def no_reward(self) -> bool:
+        """True where an environment gave nothing for right outcomes."""
+        played = self.config is not None and self.config.environment is not None
+        right = self.shares.get("right", 0.0) > 0
+        return played and right and bool(self.silent) and not any(row.get(REWARD) for row in self.silent)
+
     @cached_property
-    def fall(self) -> "Fall | None":
+    def fall(self) -> Fall | None:
         """The fall of right answers, or of the reward, for good: to nothing, or to little by a degenerate policy."""
         fall = _find_fall(self.history, 1 if self.config is None else self.config.rollout.prompts_per_step)
         if fall is None or _mean(fall.after, f"{OUTCOME}timeout") + _mean(fall.after, f"{OUTCOME}crashed") >= _MOST:
             return None
-        degenerate = fall.entropy_lost or fall.length_lost or is_repetitive(self.texts)
+        degenerate = fall.is_degenerate or is_repetitive(self.texts)
         return fall if degenerate or fall.level <= _NOTHING * fall.best else None
-
-    @property
-    def sound_step(self) -> int:
-        """The step after which the policy was sound: it wrote the last completions that were rewarded."""
-        assert self.fall is not None, "the policy has collapsed"
-        ahead = self.config is not None and self.config.pipeline.mode != "synchronous"
-        return max(START, self.fall.sound - 1 - (self.config.pipeline.max_staleness if ahead and self.config else 0))
 
     def setting(self, key: str) -> str:
         section, _, name = key.partition(".")
         return key if self.config is None else f"{key} (now {getattr(getattr(self.config, section), name)})"
 
 
-@dataclass(frozen=True)
-class Fall:
-    """A level that fell for good after step `sound`, and the steps at its best and after the fall."""
+def diagnosis(evidence: Evidence) -> Diagnosis | None:
+    """The likeliest cause; None where there is nothing to diagnose."""
+    if (fall := evidence.fall) is not None:
+        config = evidence.config
+        age = 0 if config is None or config.pipeline.mode == "synchronous" else config.pipeline.max_staleness
+        # The policy that wrote the last completions that were rewarded.
+        step = max(START, fall.sound - 1 - age)
+        change = (
+            f"Lower {evidence.setting('training.learning_rate')}, and start from the policy after step {step}, which "
+            f"fp8-grpo export {evidence.place} --step {step} FOLDER writes"
+        )
+        seen = f"after step {fall.sound} {fall.words}{evidence.example}"
+        return Diagnosis("collapsed", f"Collapsed: {seen}. {change}.", step)
+    found = _cause(evidence)
+    if found is None:
+        return None
+    cause, seen, change = found
+    return Diagnosis(cause.lower(), f"{cause}: {seen}. {change}.")
 
-    measure: str
-    best: float
-    level: float
-    sound: int
-    before: History
-    after: History
 
-    @property
-    def entropy_lost(self) -> bool:
-        before, after = _mean(self.before, ENTROPY), _mean(self.after, ENTROPY)
-        return after < min(_NO_ENTROPY, before / 4) or after > 2 * before + _ENTROPY_JUMP
+def _cause(evidence: Evidence) -> tuple[str, str, str] | None:
+    """A cause, what shows it, and what to change."""
+    if evidence.most("timeout", "crashed"):
+        longer = ", or raise its timeout_seconds" * evidence.most("timeout")
+        return "Verifier failed", evidence.ends, f"Repair the verifier or environment{longer}"
+    if evidence.no_reward:
+        change = 'Give each Outcome("right") of the environment its reward, which is 0 by default'
+        return "No reward", evidence.ends, change
+    # A right answer that is cut off after its end lacks nothing.
+    if evidence.most("cut off") and not evidence.most("right"):
+        return "Cut off", evidence.ends, f"Raise {evidence.setting('rollout.max_new_tokens')}"
+    if evidence.never_right and evidence.most("wrong", "unparsed") and not is_repetitive(evidence.texts):
+        form = "state the answer's form in data.template"
+        other = form if evidence.most("unparsed") else "choose easier problems or a stronger model"
+        change = f"If such texts are right, change {evidence.setting('reward.verifier')}, else {other}"
+        return "Verifier refuses all", f"{evidence.ends}{evidence.example}", change
+    if evidence.silent:
+        return "No signal", evidence.ends, _signal(evidence)
+    if evidence.learning == "too short to tell" and not evidence.left:
+        last = max((int(row[STEP]) for row in evidence.history), default=START)
+        change = f"Train on: {evidence.resume} --set steps={max(2 * last, 2 * EDGE_STEPS)}"
+        return "Too short to tell", counted(last, "step"), change
+    return None
 
-    @property
-    def length_lost(self) -> bool:
-        """True where completions are more than twice as long now, or less than half as long."""
-        before, after = _mean(self.before, LENGTH), _mean(self.after, LENGTH)
-        return not before / 2 <= after <= before * 2
 
-    @property
-    def words(self) -> str:
-        numbers = [f"{self.measure} fell from {self.best:.3g} to {self.level:.3g}"]
-        for name, metric, unit in (("entropy", ENTROPY, "nats a token"), ("length", LENGTH, "tokens")):
-            if any(metric in row for row in self.before):
-                numbers.append(f"{name} {_mean(self.before, metric):.3g} to {_mean(self.after, metric):.3g} {unit}")
-        return ", ".join(numbers)
+def _signal(evidence: Evidence) -> str:
+    if evidence.most("right"):
+        return "Choose harder problems"
+    if not evidence.never_right and not any(row.get(_RIGHT) for row in evidence.history):
+        return f"Let {evidence.setting('reward.verifier')} give different completions different rewards"
+    return f"Choose problems that the policy solves now and then, or raise {evidence.setting('rollout.group_size')}"
 
 
 def _find_fall(history: History, prompts: int) -> Fall | None:
@@ -200,9 +237,8 @@ def _find_fall(history: History, prompts: int) -> Fall | None:
     if best == 0 or end == len(values):
         return None
     level = fmean(values[end:])
-    largest = max(1.0, *values)
     # So many right answers are expected at the best level, before and after, that a quarter of them is no chance.
-    expected = best / largest * prompts * min(window, len(values) - end)
+    expected = best / max(1.0, *values) * prompts * min(window, len(values) - end)
     if level > _LITTLE * best or expected < _EXPECTED:
         return None
     return Fall(measure, best, level, int(rows[sound - 1][STEP]), rows[start : start + window], rows[end:])
@@ -225,92 +261,6 @@ def _mean(history: History, metric: str) -> float:
     return fmean([row[metric] for row in history if metric in row] or [0.0])
 
 
-@dataclass(frozen=True)
-class _Rule:
-    cause: str
-    fits: Callable[[Evidence], bool]
-    seen: Callable[[Evidence], str]
-    change: Callable[[Evidence], str]
-
-
-def _refusal(evidence: Evidence) -> str:
-    form = "state the answer's form in data.template"
-    other = form if evidence.most("unparsed") else "choose easier problems or a stronger model"
-    return f"if such texts are right, change {evidence.setting('reward.verifier')}, else {other}"
-
-
-def _no_signal(evidence: Evidence) -> str:
-    if evidence.most("right"):
-        return "choose harder problems"
-    if not evidence.never_right and not any(row.get(_RIGHT) for row in evidence.history):
-        return f"let {evidence.setting('reward.verifier')} give different completions different rewards"
-    return f"choose problems that the policy solves now and then, or raise {evidence.setting('rollout.group_size')}"
-
-
-def _no_reward(evidence: Evidence) -> bool:
-    played = evidence.config is not None and evidence.config.environment is not None
-    right = evidence.shares.get("right", 0.0) > 0
-    return played and right and bool(evidence.silent) and not any(row.get(REWARD) for row in evidence.silent)
-
-
-_RULES = (
-    _Rule(
-        "Collapsed",
-        lambda e: e.fall is not None,
-        lambda e: f"after step {e.fall.sound} {e.fall.words}{e.example}" if e.fall else "",
-        lambda e: (
-            f"lower {e.setting('training.learning_rate')}, and start from the policy after step {e.sound_step}, "
-            f"which fp8-grpo export {e.place} --step {e.sound_step} FOLDER writes"
-        ),
-    ),
-    _Rule(
-        "Verifier failed",
-        lambda e: e.most("timeout", "crashed"),
-        lambda e: e.ends,
-        lambda e: "repair the verifier or environment" + ", or raise its timeout_seconds" * e.most("timeout"),
-    ),
-    _Rule(
-        "No reward",
-        _no_reward,
-        lambda e: e.ends,
-        lambda e: 'give each Outcome("right") of the environment its reward, which is 0 by default',
-    ),
-    # A right answer that is cut off after its end lacks nothing.
-    _Rule(
-        "Cut off",
-        lambda e: e.most("cut off") and not e.most("right"),
-        lambda e: e.ends,
-        lambda e: f"raise {e.setting('rollout.max_new_tokens')}",
-    ),
-    _Rule(
-        "Verifier refuses all",
-        lambda e: e.never_right and e.most("wrong", "unparsed") and not is_repetitive(e.texts),
-        lambda e: f"{e.ends}{e.example}",
-        _refusal,
-    ),
-    _Rule("No signal", lambda e: bool(e.silent), lambda e: e.ends, _no_signal),
-    _Rule(
-        "Too short to tell",
-        lambda e: e.learning == "too short to tell" and not e.left,
-        lambda e: counted(_last_step(e), "step"),
-        lambda e: f"train on: {e.resume} --set steps={max(2 * _last_step(e), 2 * EDGE_STEPS)}",
-    ),
-)
-
-
-def _last_step(evidence: Evidence) -> int:
-    return max((int(row[STEP]) for row in evidence.history), default=START)
-
-
-def diagnosis(evidence: Evidence) -> Diagnosis | None:
-    rule = next((rule for rule in _RULES if rule.fits(evidence)), None)
-    if rule is None:
-        return None
-    change = rule.change(evidence)
-    sentence = f"{rule.cause}: {rule.seen(evidence)}. {change[0].upper()}{change[1:]}."
-    return Diagnosis(rule.cause.lower(), sentence, evidence.sound_step if evidence.fall else None)
-
-
 def diagnose(view: RunView, history: History, learning: Learning, left: int = 0) -> Diagnosis | None:
     place, resume = run_commands(view)
     return diagnosis(Evidence(history, view.config, learning, _last_texts(view), place, resume, left))
@@ -318,11 +268,10 @@ def diagnose(view: RunView, history: History, learning: Learning, left: int = 0)
 
 def run_commands(view: RunView) -> tuple[str, str]:
     """The run as commands take it, and the command that continues it."""
-    config = view.config
     name = view.folder.name
-    if config is None:
+    if view.config is None:
         return name, f"fp8-grpo resume {name}"
-    return shown_place(config, name), resume_command(config, name)
+    return shown_place(view.config, name), resume_command(view.config, name)
 
 
 def _last_texts(view: RunView) -> list[str]:

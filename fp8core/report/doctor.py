@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import NamedTuple
 
 from fp8core.config.cluster import ClusterConfig
 from fp8core.config.shipped import ENGINES
@@ -25,49 +24,42 @@ _EXTRAS = {
 # Ray names the kind of a node's accelerators by a resource of its own.
 _KIND = "accelerator_type:"
 
-
-class Finding(NamedTuple):
-    """One line of the examination; `cure` is empty when there is nothing to do."""
-
-    subject: str
-    state: str
-    cure: str = ""
+Finding = tuple[str, str, str]
+"""Subject, state, and the cure, which is empty when there is nothing to do."""
 
 
 def examine(address: str | None = None) -> str:
     """The findings as aligned text, with those of the Ray cluster at `address` (`auto` or HOST:PORT).
 
-    Raises:
-        UserError: the cluster does not answer, or has another version of Ray or Python; or Ray is not installed here.
+    Raises UserError: the cluster does not answer, or has another version of Ray or Python; or Ray is not installed.
     """
     # First, since it may be refused.
     cluster = [] if address is None else [*_cluster(address)]
     findings = [*_machine(), *_packages(), *_capabilities(), *cluster]
-    width = max(len(finding.subject) for finding in findings)
+    width = max(len(subject) for subject, _, _ in findings)
     lines = []
-    for finding in findings:
-        lines.append(f"{finding.subject:<{width}}  {finding.state}".rstrip())
-        if finding.cure:
-            lines.append(f"{'':<{width}}  -> {finding.cure}")
+    for subject, state, cure in findings:
+        lines.append(f"{subject:<{width}}  {state}".rstrip())
+        if cure:
+            lines.append(f"{'':<{width}}  -> {cure}")
     return "\n".join(lines)
 
 
 def _machine() -> Iterator[Finding]:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    yield Finding("python", platform.python_version())
-    yield Finding("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB")
+    yield "python", platform.python_version(), ""
+    yield "cpu", f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB", ""
     # Imported here, so that a missing or broken torch is a finding too.
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("gpu", f"unknown: torch cannot be imported: {error}", "pip install --force-reinstall torch")
+        yield "gpu", f"unknown: torch cannot be imported: {error}", "pip install --force-reinstall torch"
         return
     if not torch.cuda.is_available():
-        yield Finding("gpu", "none that torch can use")
+        yield "gpu", "none that torch can use", ""
     for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        size = torch.cuda.get_device_properties(i).total_memory / 2**30
-        yield Finding(f"gpu {i}", f"{torch.cuda.get_device_name(i)}, sm_{major}{minor}, {size:.0f} GiB")
+        gpu = torch.cuda.get_device_properties(i)
+        yield f"gpu {i}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB", ""
 
 
 def _cluster(address: str) -> Iterator[Finding]:
@@ -82,27 +74,25 @@ def _cluster(address: str) -> Iterator[Finding]:
     connect(ClusterConfig(address=address), 1, "--address")
     try:
         nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-        whole = ray.cluster_resources()
-        free = ray.available_resources()
+        whole, free = ray.cluster_resources(), ray.available_resources()
     finally:
         ray.shutdown()
     gpus, cpus = (f"{whole.get(name, 0):.0f} {name}s ({free.get(name, 0):.0f} free)" for name in ("GPU", "CPU"))
-    # Ray connects to its own version alone.
-    yield Finding("cluster", f"Ray {ray.__version__} at {address}, nodes: {len(nodes)}, {gpus}, {cpus}")
+    yield "cluster", f"Ray {ray.__version__} at {address}, nodes: {len(nodes)}, {gpus}, {cpus}", ""
     for place, resources in sorted(nodes, key=lambda node: (node[0], len(node[1]))):
         kinds = ", ".join(name.removeprefix(_KIND) for name in sorted(resources) if name.startswith(_KIND))
         kind = f" ({kinds})" if kinds else ""
-        yield Finding(f"node {place}", f"{resources.get('GPU', 0):.0f} GPUs{kind}, {resources.get('CPU', 0):.0f} CPUs")
+        yield f"node {place}", f"{resources.get('GPU', 0):.0f} GPUs{kind}, {resources.get('CPU', 0):.0f} CPUs", ""
 
 
 def _packages() -> Iterator[Finding]:
     for name in _BASE:
         version = installed_version(name)
-        yield Finding(name, version or "missing", "" if version else "pip install fp8-grpo")
+        yield name, version or "missing", "" if version else "pip install fp8-grpo"
     for name, (extra, purpose) in _EXTRAS.items():
         version = installed_version(name)
         cure = "" if version else f"pip install 'fp8-grpo[{extra}]' for {purpose}"
-        yield Finding(name, version or "not installed (optional)", cure)
+        yield name, version or "not installed (optional)", cure
 
 
 def _capabilities() -> Iterator[Finding]:
@@ -113,8 +103,8 @@ def _capabilities() -> Iterator[Finding]:
     ]
     for subject, place, name, find in entries:
         try:
-            yield Finding(subject, f"ready: {find(name).requirements()}")
+            yield subject, f"ready: {find(name).requirements()}", ""
         except (UserError, ImportError, OSError) as error:
             state, _, cure = str(error).removeprefix(place).partition("; ")
-            yield Finding(subject, f"not ready: {state}", cure)
-    yield Finding("first command", "fp8-grpo run tiny")
+            yield subject, f"not ready: {state}", cure
+    yield "first command", "fp8-grpo run tiny", ""

@@ -14,11 +14,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from fp8core.durable import write_file
-from fp8core.report.chart import Chart, colour, short, thinned
+from fp8core.report.chart import Chart, colour, short
 
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)), (0, (12, 4)))
 _MARKERS = ("o", "D", "s", "^", "x", "v")
-_PANEL_INCHES = (6.0, 3.6)
 # A dollar in the name of a run is no formula.
 _STYLE: Any = {"text.parse_math": False}
 
@@ -26,15 +25,11 @@ _STYLE: Any = {"text.parse_math": False}
 @rc_context(_STYLE)
 def draw_png(charts: Sequence[Chart], path: Path, title: str) -> None:
     """Draw charts of lines in rows of two, each 600 x 360 pixels, below one title and with one legend."""
-    assert charts, "no chart to draw"
-    columns = min(2, len(charts))
-    rows = math.ceil(len(charts) / columns)
-    size = (_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.4)
-    figure = Figure(figsize=size, dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
+    rows = math.ceil(len(charts) / 2)
+    figure = Figure(figsize=(12.0, 3.6 * rows + 0.4), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))
     FigureCanvasAgg(figure)
-    # To wrap a title, matplotlib measures text between dollars as a formula, whatever the style.
-    figure.suptitle(title, fontsize=15, wrap="$" not in title)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    figure.suptitle(title, fontsize=15)
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
     for axes, chart in zip(panels, charts, strict=False):
         _draw_chart(axes, chart)
     for axes in panels[len(charts) :]:
@@ -61,31 +56,18 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         # Zeros have a place of their own.
         axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(positive))), linscale=0.7)
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    for series in map(thinned, chart.series):
-        points = series.finite()
-        style = series.style
-        axes.plot(
-            [x for x, _ in points],
-            [y for _, y in points],
-            color=colour(style),
-            ls=_DASHES[style % len(_DASHES)],
-            marker=_MARKERS[style % len(_MARKERS)],
-            markevery=max(1, len(points) // 10) if len(points) > 40 else 1,
-            ms=4.5,
-            lw=1.4,
-            label=series.label,
-        )
+    for series in chart.series:
+        points, style = series.finite(), series.style
+        look: dict[str, Any] = {"color": colour(style), "ls": _DASHES[style % len(_DASHES)], "lw": 1.4, "ms": 4.5}
+        look |= {"marker": _MARKERS[style % len(_MARKERS)], "markevery": max(1, len(points) // 20)}
+        axes.plot([x for x, _ in points], [y for _, y in points], label=series.label, **look)
     for bound in chart.bounds if values else ():
         axes.axhline(bound.y, color="0.2", lw=1.0, ls=":")
         place = (0.01, bound.y)
         axes.annotate(bound.label, place, xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8)
-    included = [*chart.include, *((0.0, 1.0) if {*values} == {0.0} else ())]
-    if included:
+    if chart.include:
         low, high = axes.get_ylim()
-        room = 0.03 * (max(included) - min(included))
-        low = min(low, min(included) - room)
-        high = max(high, max(included) + room)
-        # Room for half a marker.
-        axes.set_ylim(low, max(high, max(values, default=high) + 0.04 * (high - low)))
+        room = 0.03 * (max(chart.include) - min(chart.include))
+        axes.set_ylim(min(low, min(chart.include) - room), max(high, max(chart.include) + room))
     if not values:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=13)

@@ -1,7 +1,4 @@
-"""Reports as HTML pages that need no network: the parts of a page, and the report of one or more trainings.
-
-It is made from the folders of the trainings alone. `parity.page` makes that of a parity run from the same parts.
-"""
+"""Reports as HTML pages that need no network: the parts of a page, and the report of one or more trainings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,22 +8,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from fp8core.alignment.bounds import stored_bounds
 from fp8core.errors import printable_lines
 from fp8core.report.chart import COLOURS, Chart, collapsed, counted, short
 from fp8core.report.completions import LEGEND, Examples
 from fp8core.report.figures import Figure, chart_figure, iteration_figure, scale_figures, time_figures
 from fp8core.report.run_data import RunData
-from fp8core.report.run_verdict import head, mismatch
-from fp8core.report.tables import (
-    Table,
-    difference_table,
-    numbers_table,
-    provenance_table,
-    settings_table,
-    steps_table,
-    task_time_table,
-    whole_time_table,
-)
+from fp8core.report.run_verdict import head
+from fp8core.report.tables import Table, difference_table, numbers_table, settings_table, steps_table, time_table
 from fp8core.report.training_charts import (
     ALIGNMENT,
     KV_CURVES,
@@ -34,14 +23,13 @@ from fp8core.report.training_charts import (
     SIGNALS,
     WORST_TOKEN,
     ahead_charts,
-    configured_bounds,
+    bound_lines,
     curve_chart,
-    histories,
     token_charts,
 )
 from fp8core.store.metrics import STALENESS
 
-EXAMPLE_RUNS = 2
+_EXAMPLE_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -63,25 +51,18 @@ def render_page(title: str, subtitle: str, answers: Sequence[str], sections: Seq
         loader=PackageLoader("fp8core.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     template = environment.get_template("page.html.jinja")
-    return template.render(
-        title=title,
-        subtitle=subtitle,
-        answers=answers,
-        sections=sections,
-        script=Markup(get_plotlyjs()),
-        colours=COLOURS,
-        legend=LEGEND,
-        short=short,
-    )
+    plotly = Markup(get_plotlyjs())
+    page = {"title": title, "subtitle": subtitle, "answers": answers, "sections": sections}
+    return template.render(page, script=plotly, colours=COLOURS, legend=LEGEND, short=short)
 
 
-def _shown(value: Any) -> Any:
-    """A value as the page shows it: names and texts of others may hold characters that turn or hide what follows."""
+def _printable(value: Any) -> Any:
+    """Names and texts of others may hold characters that turn or hide what follows."""
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -91,27 +72,22 @@ def report_html(runs: Sequence[RunData]) -> str:
     gaps = sum(len(run.missing) for run in runs)
     note = f" {counted(gaps, 'note')} on what is missing, at the end." if gaps else ""
     answers = [words if len(runs) == 1 else f"{run.label}: {words}" for run in runs for words in head(run)]
-    sections = _sections(runs)
-    return render_page(title, f"fp8-grpo report. {states}.{note}", answers, sections)
+    return render_page(title, f"fp8-grpo report. {states}.{note}", answers, _sections(runs))
 
 
 def _sections(runs: Sequence[RunData]) -> list[Section]:
-    lines = histories(runs)
-    bounds = configured_bounds(runs)
+    lines = [(run.label, run.history) for run in runs]
+    bounds = bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
     alignment = (curve_chart(curve, lines, bounds.get(curve.metric, ())) for curve in (*ALIGNMENT, WORST_TOKEN))
-    equal_steps = [(run.label, words) for run in runs if (words := mismatch(run)) is not None]
     ahead = ahead_charts(lines)
     scales = scale_figures(runs)
     scaled, constant = collapsed(curve_chart(curve, lines) for curve in KV_CURVES if scales)
     missing = [(run.label, line) for run in runs for line in run.missing]
+    provenance = [Table(run.label, ["", ""], run.provenance.lines(run.view)) for run in runs]
+    settings = [*([difference_table(runs)] if len(runs) > 1 else []), *map(settings_table, runs)]
     return [
         charted("learning", "Learning", collapsed(curve_chart(curve, lines) for curve in (*LEARNING, *SIGNALS))),
-        charted(
-            "alignment",
-            "Alignment of rollout and training",
-            collapsed(alignment),
-            [words if len(runs) == 1 else f"{label}: {words}" for label, words in equal_steps],
-        ),
+        charted("alignment", "Alignment of rollout and training", collapsed(alignment)),
         *([charted("ahead", "Generation ahead", collapsed(ahead))] if ahead else []),
         charted("tokens", "Mismatch by token", token_charts([(run.label, run.tokens) for run in runs])),
         _completions(runs),
@@ -121,15 +97,11 @@ def _sections(runs: Sequence[RunData]) -> list[Section]:
             constant if scales else ["No run has scales: its KV cache is not in FP8."],
             [*map(chart_figure, scaled), *scales],
         ),
-        Section("time", "Time", figures=time_figures(runs), tables=[task_time_table(runs), whole_time_table(runs)]),
+        Section("time", "Time", figures=time_figures(runs), tables=[time_table(runs)]),
         Section("graph", "Iteration", figures=[iteration_figure(run) for run in runs]),
         Section("numbers", "Numbers", tables=[numbers_table(runs), *map(steps_table, runs)]),
-        Section(
-            "configuration",
-            "Configuration",
-            tables=[*([difference_table(runs)] if len(runs) > 1 else []), *map(settings_table, runs)],
-        ),
-        Section("provenance", "Provenance", tables=[*map(provenance_table, runs)]),
+        Section("configuration", "Configuration", tables=settings),
+        Section("provenance", "Provenance", tables=provenance),
         Section(
             "missing",
             "Missing",
@@ -145,7 +117,7 @@ def charted(anchor: str, title: str, charts: tuple[list[Chart], list[str]], word
 
 
 def _completions(runs: Sequence[RunData]) -> Section:
-    shown = runs[:EXAMPLE_RUNS]
+    shown = runs[:_EXAMPLE_RUNS]
     heldout = {run.label: run.heldout for run in shown if run.heldout is not None}
     examples = {run.label: run.examples for run in shown if run.examples is not None}
     words = [] if heldout or examples else ["No step has completions that can be read."]

@@ -1,12 +1,10 @@
-"""The content of a run's report, read from its folder alone: no lock, no MLflow, no Prefect.
+"""The content of a run's report, read from its folder alone, as far as it can be.
 
-A run that goes on, was resumed, was thinned out by gc or is damaged is read as far as it can be. A file that could not
-be read is named as `damaged` (not what was written) or `removed` (on purpose).
+A file that could not be read is named as `damaged` (not what was written) or `removed` (by gc).
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +14,7 @@ from fp8core.report.chart import counted
 from fp8core.report.completions import Examples, heldout_examples, heldout_pairs, read_examples
 from fp8core.report.summary import union_seconds
 from fp8core.report.tokens import TokenSample, newest_tokens, unread
-from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
+from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry, StepEntry, TaskEntry
 from fp8core.store.metrics import OF_START, STEP, History, start_metrics
@@ -24,7 +22,6 @@ from fp8core.store.run_view import Commit, Provenance, RunView, spans
 from fp8core.store.start_tasks import START_TASKS
 from fp8core.store.step_manifests import read_manifest
 
-LARGEST_SHOWN = 1e100
 OUTSIDE_TASKS = "outside_tasks"
 # Kinds of artifact that generation alone stores: completions, and what was written beside the update.
 _GENERATED = frozenset({"rollouts", "schedule"})
@@ -41,10 +38,8 @@ class PipelineStep:
 class RunData:
     """A run as a report shows it.
 
-    label: its name, told apart from that of other runs in the report. history: metrics of every committed step.
-    seconds: task -> step -> seconds, tasks in the order of the pipeline. busy: step -> seconds in which some
-    task ran. tokens, heldout, examples: None when there are none to read. damaged: what could not be read, a line each.
-    removed: what gc removed. stopped: why its last start ended before it was done, where that is known.
+    history: metrics of every committed step. seconds: task -> step -> seconds. busy: step -> seconds in which some task
+    ran. stopped: why its last start ended before it was done, where that is known.
     """
 
     label: str
@@ -82,42 +77,26 @@ class RunData:
         return found
 
     @property
-    def asked(self) -> int | None:
-        """The number of steps that the run is to have: those it was begun with, or was extended to."""
+    def requested(self) -> int | None:
+        """The number of steps that the run was begun with, or was extended to."""
         config, last = self.view.config, self.provenance.last
         known = ([] if config is None else [config.steps]) + ([] if last is None else [last.record.steps])
         return max(known, default=None)
 
     @property
     def left(self) -> int:
-        return max(0, (self.asked or 0) - max(self.view.steps, default=0))
+        return max(0, (self.requested or 0) - max(self.view.steps, default=0))
 
     @property
     def status(self) -> str:
         last = max(self.view.steps, default=None)
-        asked = "? steps" if self.asked is None else counted(self.asked, "step")
-        progress = f"finished, {asked}" if last == self.asked else f"{last} of {asked}"
+        steps = "? steps" if self.requested is None else counted(self.requested, "step")
+        progress = f"finished, {steps}" if last == self.requested else f"{last} of {steps}"
         progress = "no step committed" if last is None else progress
         if self.stopped is None:
             return progress
         # One that has all its steps may have been opened once more, in vain.
         return f"{progress}; {'' if self.left else 'its last start '}{self.stopped}"
-
-
-def read_runs(
-    folders: Sequence[Path],
-    on_step: Callable[[], None] = lambda: None,
-    error_of: Callable[[Path], str | None] = lambda folder: None,
-) -> list[RunData]:
-    """Every run, labelled.
-
-    `on_step` is called often, and may raise to end the reading. `error_of` maps a folder to the error that its training
-    failed with, in a line; None where none is known.
-
-    Raises UserError: a folder holds no run, or has a malformed run.json.
-    """
-    named = zip(folders, labels(folders), strict=True)
-    return [read_run(folder, label, on_step, error_of(folder)) for folder, label in named]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -127,8 +106,11 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return ["/".join(part[-depth:]) for part in parts]
 
 
-def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: None, error: str | None = None) -> RunData:
-    """One run, and the `error` that it failed with. `on_step` and errors as in `read_runs`."""
+def read_run(folder: Path, label: str, error: str | None = None) -> RunData:
+    """A run, and the `error` that its training failed with, where that is known.
+
+    Raises UserError: the folder holds no run, or has a malformed run.json.
+    """
     view = RunView.read(folder)
     commits = sorted(view.commits, key=lambda commit: commit.step)
     missing = [f"{problem.place}: {problem.problem}" for problem in view.problems]
@@ -136,8 +118,6 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
     missing += [f"{cut.place}: {cut.problem}" for cut in view.cut_end()]
     provenance = Provenance()
     for commit in commits:
-        on_step()
-        # `verify` compares the copies for people with the manifest.
         try:
             provenance.add(read_manifest(ArtifactStore(folder), folder, commit.entry))
         except StoredFileError as damage:
@@ -147,10 +127,11 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
     seconds: dict[str, dict[int, float]] = {step.name: {} for step in pipeline}
     busy: dict[int, float] = {}
     for commit in commits:
-        if commit.step > START:
-            busy[commit.step] = _busy(commit.tasks.values())
-            for name, entry in commit.tasks.items():
-                seconds.setdefault(name, {})[commit.step] = entry.seconds
+        if commit.step == START:
+            continue
+        busy[commit.step] = _busy(commit.tasks.values())
+        for name, entry in commit.tasks.items():
+            seconds.setdefault(name, {})[commit.step] = entry.seconds
     return RunData(
         label=label,
         view=view,
@@ -169,7 +150,6 @@ def read_run(folder: Path, label: str, on_step: Callable[[], None] = lambda: Non
 
 
 def _crossed(view: RunView) -> str | None:
-    """The crossing of a bound that a run stopped at: nothing follows it in the ledger."""
     last = view.entries[-1][1] if view.entries else None
     if not isinstance(last, BoundEntry) or last.action not in ("pause", "fail"):
         return None
@@ -177,7 +157,6 @@ def _crossed(view: RunView) -> str | None:
 
 
 def _pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineStep]:
-    """The steps of the newest iteration; without a configuration that can be read, what they read is not known."""
     tasks = commits[-1].tasks if commits and commits[-1].step > START else {}
     provided = {name: tuple(entry.outputs) for name, entry in tasks.items()}
     if view.config is None:
@@ -189,34 +168,28 @@ def _pipeline_steps(view: RunView, commits: Sequence[Commit]) -> list[PipelineSt
 
 
 def _history(view: RunView, commits: Iterable[Commit], missing: list[str]) -> History:
+    store = ArtifactStore(view.folder)
     rows: list[dict[str, float]] = []
     for commit in commits:
         row: dict[str, float] = {STEP: commit.step}
         for ref in commit.artifacts.values():
+            first = commit.step == START and ref.kind in OF_START
+            if not first and ref.kind != "metrics":
+                continue
             try:
-                row |= _metrics(view.folder, ref, commit.step)
+                measured = store.get_json(ref)
             except ArtifactError as error:
                 missing.append(unread("metrics", commit.step, error, view.folder))
+            else:
+                row |= start_metrics(ref.kind, measured) if first else measured
         rows.append(row)
     return rows
 
 
-def _metrics(folder: Path, ref: Ref, step: int) -> dict[str, float]:
-    """The metrics in an artifact of a step; none when it is of another kind."""
-    first = step == START and ref.kind in OF_START
-    if not first and ref.kind != "metrics":
-        return {}
-    measured: dict[str, float] = ArtifactStore(folder).get_json(ref)
-    found = start_metrics(ref.kind, measured) if first else measured
-    # A page cannot show a number that is too large for a sum of a few.
-    return {name: value if abs(value) <= LARGEST_SHOWN else math.nan for name, value in found.items()}
-
-
 def time_spent(view: RunView) -> dict[str, float]:
-    """Seconds in each committed task: those of the start, then of all iterations, their commits and checkpoints.
+    """Seconds in each committed task: of the start, then of all iterations, their commits and checkpoints.
 
-    Tasks may run side by side. `OUTSIDE_TASKS` is the rest of the time of all processes (`RunView.process_seconds`):
-    workers start, steps are orchestrated, and tasks run whose step is not committed.
+    `OUTSIDE_TASKS` is the rest of the time of all processes, such as the start of workers.
     """
     seconds: dict[str, float] = defaultdict(float)
     for commit in sorted(view.commits, key=lambda commit: commit.step):
@@ -224,13 +197,8 @@ def time_spent(view: RunView) -> dict[str, float]:
             known = START_TASKS.get(name) if commit.step == START else None
             seconds[name if known is None else known.stage] += task.seconds
     for _, entry in view.entries:
-        match entry:
-            case StepEntry():
-                seconds["commit"] += entry.seconds
-            case CheckpointEntry():
-                seconds["checkpoint"] += entry.seconds
-            case _:
-                pass
+        if isinstance(entry, StepEntry | CheckpointEntry):
+            seconds["commit" if isinstance(entry, StepEntry) else "checkpoint"] += entry.seconds
     inside = _busy(entry for commit in view.commits for entry in commit.tasks.values())
     rest = sum(view.process_seconds) - inside - seconds.get("commit", 0.0) - seconds.get("checkpoint", 0.0)
     return {**seconds, OUTSIDE_TASKS: max(0.0, rest)}

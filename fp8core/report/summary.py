@@ -1,4 +1,4 @@
-"""The results of a training: rewards, held-out accuracy, mismatch and where the time went."""
+"""The results of a training, as `summary.json` has them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
@@ -30,9 +30,6 @@ from fp8core.store.metrics import (
     series,
 )
 
-# Shown where there is no value.
-MISSING = "-"
-# Files of a run's folder.
 REPORT, CURVES = "report.html", "curves.png"
 
 EDGE_STEPS = 10
@@ -44,7 +41,7 @@ class _Frozen(BaseModel):
 
 
 class Overhead(_Frozen):
-    """Milliseconds a step in which no task body ran."""
+    """Milliseconds of a step in which no task ran."""
 
     median: float
     mean: float
@@ -66,9 +63,8 @@ class ComparedTokens(NamedTuple):
 class PrecisionGap(_Frozen):
     """FP8 and BF16 of the same weights, at step 0.
 
-    `nats` is the mean |d| of a sampled token. Accuracies are over `prompts`, and `difference` is the mean of their
-    differences, FP8 - BF16, with the bounds of its 95 % interval. `kl`, `same_choice` and `answer_shift` are the `nats`
-    and others of `evaluation.measure.PartCost`; the last is None where no answer can be written.
+    `nats` is the mean |d| of a sampled token. `difference` is of accuracies, FP8 - BF16, with its 95 % interval. `kl`,
+    `same_choice` and `answer_shift` are as in `evaluation.measure.PartCost`.
     """
 
     nats: float
@@ -83,10 +79,6 @@ class PrecisionGap(_Frozen):
     answer_shift: float | None = None
 
     @property
-    def distance_words(self) -> str:
-        return f"{self.kl:.3g}"
-
-    @property
     def difference_words(self) -> str:
         interval = f"[{self.difference_low:+.3f}, {self.difference_high:+.3f}]"
         return f"{self.difference:+.3f} {interval} on {counted(self.prompts, 'prompt')}"
@@ -95,8 +87,7 @@ class PrecisionGap(_Frozen):
 class Summary(_Frozen):
     """The result of a run, as `--json` writes it; None where nothing was measured, or there is nothing to diagnose.
 
-    `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run. In a
-    step without a signal, the scores of every group are equal.
+    `reward_first10` and `reward_last10` are means of `reward_edge_steps` steps: ten, or half of a shorter run.
     """
 
     run: str
@@ -141,7 +132,6 @@ def precision_gap(history: History) -> PrecisionGap | None:
 
 
 def compared_tokens(history: History) -> ComparedTokens:
-    """Over the steps that compared any."""
     rows = [row for row in history if COMPARED in row]
     count, written = (int(sum(row.get(name, 0.0) for row in rows)) for name in (COMPARED, TOKENS))
     return ComparedTokens(count, min(1.0, count / written) if written else 1.0)
@@ -172,7 +162,7 @@ def union_seconds(intervals: Iterable[Interval]) -> float:
 
 
 def overhead_ms(step_interval: Interval, task_intervals: Iterable[Interval]) -> float:
-    """Milliseconds of the step outside the union of its task bodies; what lies outside the step does not count."""
+    """Milliseconds of the step outside the union of its tasks."""
     start, end = step_interval
     inside = [(max(start, first), min(end, last)) for first, last in task_intervals if first < end and last > start]
     return 1000.0 * (end - start - union_seconds(inside))
@@ -192,11 +182,9 @@ def summarise(
     bounds_crossed: int | None,
     diagnosis: str | None = None,
 ) -> Summary:
-    """Summarise a run by all of its steps, in order, and its overhead in milliseconds by those of this process.
+    """Summarise a run by all of its steps; `overheads` are milliseconds that those of this process spent outside tasks.
 
-    `total_seconds` are those of all its processes (`RunView.process_seconds`), `task_seconds` what each task took of
-    them, and the rest (`run_data.time_spent`). `bounds` is what the run was held to, in a line, after the bounds that
-    it crossed. `bounds_crossed`: how often it was beyond one for as long as `alignment.stop.patience`; None: nothing
+    `bounds` is what the run was held to, after the bounds that it crossed. `bounds_crossed` is how often; None: nothing
     was judged.
     """
     _, rewards = series(history, REWARD)

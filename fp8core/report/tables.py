@@ -1,7 +1,6 @@
 """The tables of a report: numbers of runs, every step, time by task, settings and provenance."""
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +12,16 @@ from fp8core.alignment.bounds import stored_bounds
 from fp8core.config.layers import leaves
 from fp8core.config.load import NON_NUMERIC_KEYS
 from fp8core.config.run import RunConfig, public_dump
-from fp8core.report.chart import counted, short
-from fp8core.report.console import format_tmpe
+from fp8core.report.chart import MISSING, counted, format_tmpe, short, three_decimals
 from fp8core.report.diagnosis import mean_shares
 from fp8core.report.run_data import OUTSIDE_TASKS, RunData, time_spent
-from fp8core.report.run_verdict import rollout_speed, three_decimals, token_mean
-from fp8core.report.summary import MISSING, compared_tokens, edge_steps, first_steps, last_steps, precision_gap
+from fp8core.report.run_verdict import rollout_speed, token_mean
+from fp8core.report.summary import compared_tokens, edge_steps, first_steps, last_steps, precision_gap
 from fp8core.store.diff import with_equal_steps
-from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
+from fp8core.store.ledger import BoundEntry, CheckpointEntry
 from fp8core.store.metrics import (
     ENTROPY,
     ESS,
-    GAP,
-    GAP_ACCURACY,
-    GAP_BF16,
     GAP_KL,
     GAP_SAME,
     GAP_SHIFT,
@@ -45,7 +40,6 @@ from fp8core.store.metrics import (
     series,
 )
 
-MOST_ROWS = 400
 _first, _last = itemgetter(0), itemgetter(-1)
 
 
@@ -60,20 +54,12 @@ class Table:
 
 
 def numbers_table(runs: Sequence[RunData]) -> Table:
-    """Every number that a run has, a column a run; rows of runs that generate ahead where there is one."""
+    """Every number that a run has, a column a run."""
     numbers = [_numbers(run) for run in runs]
-    names = {
-        name: any(STALENESS in row for run in runs for row in run.history) or name not in _AHEAD for name in numbers[0]
-    }
-    rows = [(name, *(one[name] or MISSING for one in numbers)) for name, shown in names.items() if shown]
+    rows = [
+        (name, *(one[name] or MISSING for one in numbers)) for name in numbers[0] if any(one[name] for one in numbers)
+    ]
     return Table("What the runs came to", ["", *(run.label for run in runs)], rows)
-
-
-_AHEAD: Mapping[str, tuple[str, Callable[[Sequence[float]], float]]] = {
-    "staleness of tokens, mean (versions)": (STALENESS, fmean),
-    "staleness of tokens, largest (versions)": (STALEST, max),
-    "effective sample size against the writers of the tokens, smallest": (LAG_ESS, min),
-}
 
 
 def _numbers(run: RunData) -> dict[str, str | None]:
@@ -105,12 +91,7 @@ def _numbers(run: RunData) -> dict[str, str | None]:
         "FP8 from BF16 at step 0, KL of prompts (nats per token)": over(GAP_KL, _first),
         "FP8 from BF16 at step 0, same first choice, share of tokens": over(GAP_SAME, _first),
         "FP8 from BF16 at step 0, log-prob of right answers (nats)": over(GAP_SHIFT, _first),
-        "FP8 from BF16 at step 0, sampled tokens (nats per token)": over(GAP, _first),
-        "held-out accuracy at step 0, prompts of both precisions": over(GAP_ACCURACY, _first),
-        "held-out accuracy at step 0, the same in BF16": over(GAP_BF16, _first),
-        "held-out accuracy at step 0, FP8 - BF16, paired, with 95 % interval": None
-        if gap is None
-        else gap.difference_words,
+        "FP8 from BF16 at step 0, held-out accuracy, with 95 % interval": None if gap is None else gap.difference_words,
         "completion length, last step (tokens)": over(LENGTH, _last),
         "entropy, last step (nats per token)": over(ENTROPY, _last),
         "token multiplicative probability error, mean": by_token(TMPE, format_tmpe),
@@ -120,7 +101,9 @@ def _numbers(run: RunData) -> dict[str, str | None]:
         "effective sample size, smallest": over(ESS, min, format_tmpe),
         "tokens whose log-probs differ": over(TOKENS_DIFFERING, sum, whole),
         "tokens whose log-probs were compared": compared_tokens(run.history).words,
-        **{name: over(metric, summary) for name, (metric, summary) in _AHEAD.items()},
+        "staleness of tokens, mean (versions)": over(STALENESS, fmean),
+        "staleness of tokens, largest (versions)": over(STALEST, max),
+        "effective sample size against the writers of the tokens, smallest": over(LAG_ESS, min),
         "outcomes of completions, mean of all steps": ", ".join(
             f"{share:.1%} {name}" for name, share in mean_shares(run.history).items()
         ),
@@ -136,22 +119,15 @@ def _numbers(run: RunData) -> dict[str, str | None]:
 
 
 def steps_table(run: RunData) -> Table:
-    """A row for each step; of a long run every second one or fewer, those with an event included."""
     events = defaultdict[int, list[str]](list)
     for _, entry in run.view.entries:
-        match entry:
-            case CheckpointEntry() if entry.step > START:
-                events[entry.step].append("checkpoint")
-            case BoundEntry():
-                events[entry.step].append(f"{entry.reason}; {entry.action}")
-            case _:
-                pass
-    stride = math.ceil(len(run.history) / MOST_ROWS)
+        if isinstance(entry, CheckpointEntry):
+            events[entry.step].append("checkpoint")
+        elif isinstance(entry, BoundEntry):
+            events[entry.step].append(f"{entry.reason}; {entry.action}")
     rows = []
-    for place, row in enumerate(run.history):
+    for row in run.history:
         step = int(row[STEP])
-        if place % stride and step not in events and place + 1 < len(run.history):
-            continue
         numbers = [short(row[name]) if name in row else MISSING for name in (REWARD, HELDOUT)]
         error = format_tmpe(row[TMPE]) if TMPE in row else MISSING
         signal = f"{row[SIGNAL]:.0%}" if SIGNAL in row else MISSING
@@ -161,19 +137,7 @@ def steps_table(run: RunData) -> Table:
     return Table(f"{run.label}, step by step", columns, rows, folded=True)
 
 
-def task_time_table(runs: Sequence[RunData]) -> Table:
-    def cell(run: RunData, name: str) -> str:
-        if name not in run.seconds:
-            return MISSING
-        whole = sum(sum(values.values()) for values in run.seconds.values())
-        return f"{fmean(run.seconds[name].values()):.3g} s ({sum(run.seconds[name].values()) / whole:.1%})"
-
-    names = dict.fromkeys(name for run in runs for name in run.seconds)
-    rows = [(name, *(cell(run, name) for run in runs)) for name in names]
-    return Table("Mean seconds of a step, and share of all task time", ["task", *(run.label for run in runs)], rows)
-
-
-def whole_time_table(runs: Sequence[RunData]) -> Table:
+def time_table(runs: Sequence[RunData]) -> Table:
     """Seconds of the start's tasks, of every task over all steps, and of the rest, with their share of the whole."""
     spent = [time_spent(run.view) for run in runs]
     names = [*dict.fromkeys(name for one in spent for name in one if name != OUTSIDE_TASKS), OUTSIDE_TASKS]
@@ -216,10 +180,6 @@ def settings_table(run: RunData) -> Table:
 def run_settings(run: RunData, config: RunConfig | None) -> dict[str, str]:
     """Dotted key -> value as JSON; of a configuration that this version cannot read, as it is in run.json."""
     content: Mapping[str, Any] = run.view.description.config if config is None else public_dump(config)
-    settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.asked}).items()}
+    settings = {key: json.dumps(value) for key, value in leaves({**content, "steps": run.requested}).items()}
     bounds = stored_bounds(config)
     return settings if bounds is None else settings | bounds.described()
-
-
-def provenance_table(run: RunData) -> Table:
-    return Table(run.label, ["", ""], run.provenance.lines(run.view))

@@ -1,22 +1,16 @@
 """Bisections, plans, pipelines, evaluations and progress as aligned text, Markdown and Mermaid."""
 
-import io
 from collections.abc import Iterator, Sequence
-from itertools import chain
-
-import rich.console
-import rich.table
-from rich import box
-from rich.text import Text
+from itertools import chain, product
 
 from fp8core.alignment.bisect import Bisection, LogprobDistance
-from fp8core.config.step_graph import PlannedStep, StepGraph
+from fp8core.config.step_graph import StepGraph
 from fp8core.errors import printable_lines
 from fp8core.evaluation.measure import Estimate, EvaluationResult, PartCosts
-from fp8core.plan.run_plan import CheckpointSpace, RunPlan
+from fp8core.plan.run_plan import RunPlan
 from fp8core.plan.step_time import StepTime
-from fp8core.report.summary import MISSING
-from fp8core.resources.memory import CacheRoom, DevicePlan, ParameterCounts, Phase, StoredBytes
+from fp8core.report.chart import MISSING
+from fp8core.resources.memory import CacheRoom, DevicePlan, Phase
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -27,22 +21,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def evaluation_text(result: EvaluationResult) -> str:
     """The request, then a line for each precision and for its difference from the first."""
-    tables = [["", *columns(rows)] for rows in _evaluation_rows(result)]
-    return "\n".join([_evaluated(result), *chain.from_iterable(tables)])
-
-
-def evaluation_markdown(result: EvaluationResult) -> tuple[str, str]:
-    tables = [
-        "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
-        for rows in _evaluation_rows(result)
-    ]
-    return printable_lines(_evaluated(result)), printable_lines("\n\n".join([_evaluated(result), *tables])) + "\n"
-
-
-def _evaluated(result: EvaluationResult) -> str:
     of = result.target if result.step is None else f"{result.target}, step {result.step}"
     drawn = "greedy" if result.temperature == 0 else f"{result.samples} at temperature {result.temperature:g}"
-    return f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {100 * result.confidence:g}% intervals"
+    request = f"{of}: {result.prompts} prompts of {result.data}, {drawn}; {100 * result.confidence:g}% intervals"
+    tables = [["", *columns(rows)] for rows in _evaluation_rows(result)]
+    return printable_lines("\n".join([request, *chain.from_iterable(tables)]))
 
 
 def _evaluation_rows(result: EvaluationResult) -> list[list[Sequence[str]]]:
@@ -95,22 +78,25 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 def plan_text(plan: RunPlan) -> str:
     """A table for each phase of each device, then what the cache holds, a sync sends, checkpoints and steps take."""
-    lines = [f"model  {_parameters(plan.parameters)}", ""]
+    counts = plan.parameters
+    active = f", {_number(counts.active)} for a token" if counts.active < counts.total else ""
+    parts = f"{_number(counts.linear)} in linears, {_number(counts.head)} in the head"
+    lines = [f"model  {_number(counts.total)} parameters{active}: {parts}", ""]
     for device in plan.devices:
         for phase in device.phases:
             lines += [*_phase(device, phase), ""]
     if plan.cache is not None:
         lines.append(f"cache  {_cache(plan.cache)}")
-    lines += [f"sync   {_sync(plan.sync)}", f"disk   {_disk(plan.checkpoint)}"]
+    sync, space = plan.sync, plan.checkpoint
+    lines.append(
+        f"sync   {sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
+    )
+    steps = "step" if space.every == 1 else f"{space.every} steps"
+    kept = f"the last {space.kept} are kept"
+    lines.append(f"disk   {with_unit(space.bytes)} a checkpoint, one every {steps}; {kept}")
     if plan.step is not None:
         lines.append(f"step   {_step(plan.step)}")
     return "\n".join(lines)
-
-
-def _parameters(counts: ParameterCounts) -> str:
-    active = f", {_number(counts.active)} for a token" if counts.active < counts.total else ""
-    parts = f"{_number(counts.linear)} in linears, {_number(counts.head)} in the head"
-    return f"{_number(counts.total)} parameters{active}: {parts}"
 
 
 def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
@@ -118,13 +104,9 @@ def _phase(device: DevicePlan, phase: Phase) -> Iterator[str]:
     yield f"{f'{phase.name} on {device.name}':<{_ITEM + 2}}{unit:>{_SIZE}}"
     for need in phase.needs:
         yield f"  {need.item:<{_ITEM}}{_size(need.bytes, unit)}  {need.note}".rstrip()
-    yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {_verdict(phase, unit)}".rstrip()
-
-
-def _verdict(phase: Phase, unit: str) -> str:
-    if phase.limit is None:
-        return ""
-    return f"{'of' if phase.fits else 'does not fit:'} {_size(phase.limit, unit).strip()}"
+    fits = "of" if phase.fits else "does not fit:"
+    limit = "" if phase.limit is None else f"{fits} {_size(phase.limit, unit).strip()}"
+    yield f"  {'total':<{_ITEM}}{_size(phase.total, unit)}  {limit}".rstrip()
 
 
 def _size(size: int, unit: str) -> str:
@@ -146,19 +128,10 @@ def _cache(room: CacheRoom) -> str:
     return f"{room.tokens:,} tokens{engines}: {room.sequences:,} sequences of {room.sequence:,}, {room.wanted:,} wanted"
 
 
-def _disk(space: CheckpointSpace) -> str:
-    steps = "step" if space.every == 1 else f"{space.every} steps"
-    return f"{with_unit(space.bytes)} a checkpoint, one every {steps}; the last {space.kept} are kept"
-
-
 def _step(step: StepTime) -> str:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in step.seconds.items() if seconds)
     sizes = f"{step.completions:,} completions of {step.length:,} tokens after prompts of {step.prompt}"
     return f"measured {sum(step.seconds.values()):.1f} s ({parts}) for {sizes}; {step.row}"
-
-
-def _sync(sync: StoredBytes) -> str:
-    return f"{sync.total:,} bytes: {sync.codes:,} FP8 codes, {sync.scales:,} scales, {sync.kept:,} in other formats"
 
 
 def pipeline_text(graph: StepGraph) -> str:
@@ -167,30 +140,35 @@ def pipeline_text(graph: StepGraph) -> str:
     A port that has another artifact than that of its own name is written `port=artifact`.
     """
     levels = graph.levels()
-    table = rich.table.Table("level", "step", "needs", "provides", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    rows = [("level", "step", "needs", "provides")]
     for number, level in enumerate(levels):
         for step in level:
             needs = [_connection(port, name) + "*" * (name in graph.carries) for port, name in step.inputs.items()]
             provides = [_connection(port, name) for port, name in step.outputs.items()]
-            cells = (str(number), step.name, ", ".join(needs) or "-", ", ".join(provides) or "-")
-            table.add_row(*map(Text, cells))
-    console = rich.console.Console(file=io.StringIO(), width=120, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
+            rows.append((str(number), step.name, ", ".join(needs) or MISSING, ", ".join(provides) or MISSING))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     carried = ", ".join(f"{start} (was {end})" for start, end in graph.carries.items()) or "nothing"
     together = [", ".join(step.name for step in level) for level in levels if len(level) > 1]
     notes = [
         f"* from the previous iteration: {carried}",
         f"side by side: {'; '.join(together) or 'nothing, each step waits for the one before'}",
     ]
-    return "\n".join([*(line.rstrip() for line in capture.get().splitlines()), "", *notes])
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *notes])
 
 
 def pipeline_mermaid(graph: StepGraph) -> str:
     """The steps as a Mermaid flowchart: edges carry artifacts, dashed ones lead to the next iteration."""
-    lines = ["flowchart LR", *(f'    {_node(step)}["{step.name}"]' for step in graph.steps)]
-    lines += [f'    {_node(source)} -->|"{label}"| {_node(target)}' for source, target, label in _edges(graph)]
-    lines += [f'    {_node(source)} -.->|"{label}"| {_node(target)}' for source, target, label in _carried(graph)]
+    # A bare `end` or `graph` is a keyword of Mermaid.
+    lines = ["flowchart LR", *(f'    step_{step.name}["{step.name}"]' for step in graph.steps)]
+    for source, target in product(graph.steps, graph.steps):
+        shared = [artifact for artifact in source.outputs.values() if artifact in target.inputs.values()]
+        if shared:
+            lines.append(f'    step_{source.name} -->|"{", ".join(shared)}"| step_{target.name}')
+    for start, end in graph.carries.items():
+        source = next(step for step in graph.steps if end in step.outputs.values())
+        targets = [step.name for step in graph.steps if start in step.inputs.values()]
+        lines += [f'    step_{source.name} -.->|"{end} as {start}"| step_{target}' for target in targets]
     return "\n".join(lines)
 
 
@@ -198,32 +176,8 @@ def _connection(port: str, artifact: str) -> str:
     return artifact if port == artifact else f"{port}={artifact}"
 
 
-def _node(step: PlannedStep) -> str:
-    # A bare `end` or `graph` is a keyword of Mermaid.
-    return f"step_{step.name}"
-
-
-def _edges(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
-    for source in graph.steps:
-        for target in graph.steps:
-            shared = [artifact for artifact in source.outputs.values() if artifact in target.inputs.values()]
-            if shared:
-                yield source, target, ", ".join(shared)
-
-
-def _carried(graph: StepGraph) -> Iterator[tuple[PlannedStep, PlannedStep, str]]:
-    for start, end in graph.carries.items():
-        source = next(step for step in graph.steps if end in step.outputs.values())
-        for target in graph.steps:
-            if start in target.inputs.values():
-                yield source, target, f"{end} as {start}"
-
-
 def bisection_text(bisection: Bisection) -> str:
-    """The ranking, largest share first, and the total below it.
-
-    Errors are those of the unit alone; |d| is in nats per completion token, tmpe is token_mult_prob_error.
-    """
+    """The ranking, largest share first, and the total below it; errors are those of the unit alone."""
     if not bisection.units:
         return f"all {bisection.tokens} log-probs are equal bit for bit; there is nothing to bisect"
     rows = [

@@ -12,19 +12,14 @@ from fp8core.store.artifacts import ArtifactError, ArtifactStore, Ref
 from fp8core.store.run_view import RunView
 from fp8core.store.tables import COMPLETION_KEY, keys_of
 
-ENOUGH_TOKENS = 20_000
-MOST_STEPS = 10
+ENOUGH_TOKENS, MOST_STEPS = 20_000, 10
 
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """Tokens that the policy wrote in some steps.
-
-    rollout, training: log-probs (nats) of each token under the policy that sampled and the one that trains.
-    position: index of the token among those of its completion.
-    """
+    """Tokens of some steps, with their log-probs (nats) under both policies and their index in their completion."""
 
     steps: tuple[int, ...]
     rollout: Values
@@ -33,12 +28,11 @@ class TokenSample:
 
     @property
     def difference(self) -> Values:
-        """log p - log g of each token, in nats: training minus rollout."""
         return self.training - self.rollout
 
 
 def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> TokenSample | None:
-    """The tokens of the newest steps: until 20,000 are found, and of at most 10 steps; None when no step has tokens.
+    """The tokens of the newest steps; None when no step has any.
 
     `names` are of the artifacts with rollouts and with log-probs. `missing` takes a line for each step that cannot be
     read and that gc did not remove.
@@ -51,7 +45,7 @@ def newest_tokens(view: RunView, names: tuple[str, str], missing: list[str]) -> 
         if len(refs) < len(names) or any(was_removed(view, ref) for ref in refs):
             continue
         try:
-            parts.append(_tokens(commit.step, refs[0], refs[1], view.folder))
+            parts.append(_tokens(commit.step, refs[0], refs[1], ArtifactStore(view.folder)))
         except ArtifactError as error:
             missing.append(unread("tokens", commit.step, error, view.folder))
     if not sum(len(part.position) for part in parts):
@@ -74,9 +68,8 @@ def unread(what: str, step: int, error: ArtifactError, folder: Path) -> str:
     return f"{what} of step {step}: {reason} ({place})"
 
 
-def _tokens(step: int, rollouts_ref: Ref, scored_ref: Ref, folder: Path) -> TokenSample:
+def _tokens(step: int, rollouts_ref: Ref, scored_ref: Ref, store: ArtifactStore) -> TokenSample:
     """The written tokens of one step. Raises ArtifactError: a table cannot be read, or they do not correspond."""
-    store = ArtifactStore(folder)
     rollouts = store.get_table(rollouts_ref, [*COMPLETION_KEY, "logprobs", "written"])
     scored = store.get_table(scored_ref, [*COMPLETION_KEY, "logprobs"])
     if scored_ref.kind == "behaviour":

@@ -1,19 +1,15 @@
-"""The charts of trainings: metrics over steps, tokens under both policies, scales, and time.
-
-A run in a chart is the source of a `Curve`: its label, its style and its history. Anything that has these can be drawn
-over it.
-"""
+"""The charts of trainings: metrics over steps, and tokens under both policies."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from fp8core.alignment.bounds import BOUNDED, StopBounds, stored_bounds
+from fp8core.alignment.bounds import BOUNDED, StopBounds
 from fp8core.report.chart import REFERENCE, Bound, Chart, Series, collapsed, short
-from fp8core.report.run_data import LARGEST_SHOWN, RunData
 from fp8core.report.tokens import TokenSample
 from fp8core.rewards.scorer import OUTCOMES
 from fp8core.store.metrics import (
@@ -38,9 +34,11 @@ from fp8core.store.metrics import (
 )
 
 SCATTERED, LARGEST_SCATTERED = 1200, 200
-HISTOGRAM_BINS = 61
-COVERED_BY_HISTOGRAM = 0.999
+_HISTOGRAM_BINS = 61
+_COVERED_BY_HISTOGRAM = 0.999
 Row = Mapping[str, float]
+Bounds = Mapping[str, Sequence[Bound]]
+"""By metric, in the units of its curve; they replace those of the curve."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,7 @@ class Curve:
     note: str = ""
 
     def of(self, row: Row) -> float:
-        value = row[self.metric] if self.value is None else self.value(row)
-        # An axis has to hold the difference of two values, or their ratio.
-        if abs(value) < 1.0 / LARGEST_SHOWN:
-            return 0.0
-        return value if abs(value) <= LARGEST_SHOWN else math.nan
+        return row[self.metric] if self.value is None else self.value(row)
 
 
 LEARNING = (
@@ -73,13 +67,7 @@ LEARNING = (
 )
 
 SIGNALS = (
-    Curve(
-        "Groups with a signal",
-        "share of prompts whose rewards differ",
-        SIGNAL,
-        include=(0.0, 1.0),
-        note="0: the step learned nothing.",
-    ),
+    Curve("Groups with a signal", "share of prompts whose rewards differ", SIGNAL, include=(0.0, 1.0)),
     Curve("Cut-off completions", "share that reached max_new_tokens", CUT_OFF, include=(0.0, 1.0)),
     *(Curve(f"Outcome: {name}", "share of completions", f"{OUTCOME}{name}", include=(0.0, 1.0)) for name in OUTCOMES),
 )
@@ -126,8 +114,6 @@ KV_CURVES = (
     Curve("Saturated elements of Q, K and V", "share beyond the scale", "kv/saturated_share", log=True),
     Curve("Lag of the scales", "mean |log2(used / fresh)|", "kv/lag_error", include=(0.0, 1.0)),
 )
-
-
 # Of runs that generate ahead.
 _HIDDEN = "rollout/tokens_beside_update"
 _AHEAD = (
@@ -147,8 +133,7 @@ _BY_AGE = (
         "ESS / tokens",
         LAG_ESS,
         include=(0.0, 1.0),
-        note="Of the policy before the update against that which wrote a token; weights truncated at 2. 1: they are "
-        "equal.",
+        note="Of the policy before the update against that which wrote a token; 1: they are equal.",
     ),
     Curve(
         "Clip fraction by age",
@@ -162,28 +147,14 @@ _BY_AGE = (
 
 
 def curve_chart(curve: Curve, runs: Sequence[tuple[str, History]], bounds: Sequence[Bound] = ()) -> Chart:
-    """A metric over the steps of runs (label, history); the place in the list is the style.
-
-    `bounds` replace those of the curve; they are in the units of its axis.
-    """
+    """A metric over the steps of runs (label, history). `bounds` replace those of the curve, in its units."""
     series = []
     for style, (label, history) in enumerate(runs):
         rows = [row for row in history if curve.metric in row]
         series.append(Series(label, [row[STEP] for row in rows], [curve.of(row) for row in rows], style))
-    return Chart(
-        curve.title,
-        "step",
-        curve.y_label,
-        series,
-        bounds or curve.bounds,
-        y_scale="log" if curve.log else "linear",
-        include=curve.include,
-        note=curve.note,
-    )
-
-
-def histories(runs: Sequence[RunData]) -> list[tuple[str, History]]:
-    return [(run.label, run.history) for run in runs]
+    scale: Literal["log", "linear"] = "log" if curve.log else "linear"
+    lines = bounds or curve.bounds
+    return Chart(curve.title, "step", curve.y_label, series, lines, scale, curve.include, curve.note)
 
 
 def training_charts(label: str, history: History, bounds: StopBounds | None) -> list[Chart]:
@@ -192,7 +163,7 @@ def training_charts(label: str, history: History, bounds: StopBounds | None) -> 
 
 
 def token_charts(samples: Sequence[tuple[str, TokenSample | None]]) -> tuple[list[Chart], list[str]]:
-    """The charts of the tokens of runs by label, as `collapsed`; one sentence a run where all tokens are bit-equal."""
+    """The charts of the tokens of runs, as `collapsed`; one sentence a run where all tokens are bit-equal."""
     present = [(style, label, sample) for style, (label, sample) in enumerate(samples) if sample is not None]
     if not present or any(np.any(sample.difference != 0) for _, _, sample in present):
         return collapsed((difference_histogram(present), logprob_scatter(present), difference_by_position(present)))
@@ -207,10 +178,9 @@ Samples = Sequence[tuple[int, str, TokenSample]]
 
 
 def difference_histogram(samples: Samples) -> Chart:
-    """The distribution of the difference of a token's log-probs; where nothing differs there is one bar, at 0."""
-    magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in samples] or [np.zeros(0)])
-    reach = float(np.quantile(magnitudes, COVERED_BY_HISTOGRAM)) if len(magnitudes) else 0.0
-    edges = np.linspace(-1.0, 1.0, HISTOGRAM_BINS + 1) * (reach or 1e-6)
+    magnitudes = np.concatenate([np.abs(sample.difference) for _, _, sample in samples] or [np.zeros(1)])
+    reach = float(np.quantile(magnitudes, _COVERED_BY_HISTOGRAM))
+    edges = np.linspace(-1.0, 1.0, _HISTOGRAM_BINS + 1) * (reach or 1e-6)
     series = list[Series]()
     notes = list[str]()
     for style, label, sample in samples:
@@ -231,7 +201,6 @@ def difference_histogram(samples: Samples) -> Chart:
 
 
 def logprob_scatter(samples: Samples) -> Chart:
-    """Log-probs of tokens under both policies: evenly chosen ones, and those that differ most."""
     series = list[Series]()
     lowest = -1e-3
     for style, label, sample in samples:
@@ -241,8 +210,7 @@ def logprob_scatter(samples: Samples) -> Chart:
         rollout, training = sample.rollout[chosen].tolist(), sample.training[chosen].tolist()
         lowest = min([lowest, *rollout, *training])
         series.append(Series(label, rollout, training, style, "dots"))
-    if series:
-        series.append(Series("equal", [lowest, 0.0], [lowest, 0.0], REFERENCE))
+    series.append(Series("equal", [lowest, 0.0], [lowest, 0.0], REFERENCE))
     return Chart(
         "Log-probs of tokens under both policies",
         "log-prob under the rollout policy (nats)",
@@ -298,15 +266,8 @@ def _steps(sample: TokenSample) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-Bounds = Mapping[str, Sequence[Bound]]
-"""By metric, in the units of its curve; they replace those of the curve."""
-
 # The chart of differing tokens shows their share, the bound is a count.
 _NAMES = {metric: name for name, metric in BOUNDED.items() if name != "tokens_differing"}
-
-
-def configured_bounds(runs: Sequence[RunData]) -> Bounds:
-    return bound_lines([(run.label, stored_bounds(run.view.config)) for run in runs])
 
 
 def bound_lines(runs: Sequence[tuple[str, StopBounds | None]]) -> Bounds:

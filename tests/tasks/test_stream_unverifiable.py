@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_runs
+from fp8core.report.run_data import read_run
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.run.execute import StepError, carried
 from fp8core.run.loop import begin
@@ -88,7 +88,7 @@ def test_the_trainer_scores_each_token_with_the_weights_that_wrote_it(loop_run, 
 
 def test_manifest_metrics_and_report_say_so(mixed):
     assert_said(mixed)
-    told = report_html(read_runs([mixed.folder]))
+    told = report_html([read_run(mixed.folder, "mixed")])
     assert "; unverifiable, as the sides compute linear fp8_block and bf16" in told[: told.index("<section")]
     assert "<td>behaviour</td><td>unverifiable</td>" in told
 

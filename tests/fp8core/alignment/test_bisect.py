@@ -57,18 +57,6 @@ def test_units_cover_every_parameter_and_operation_once(architecture, granularit
     assert {place_of(name) for name in parameter_shapes(arch)} <= set(places)
 
 
-def test_parameters_go_with_the_operation_that_reads_them():
-    layer = "model.layers.11."
-    assert (
-        place_of(layer + "self_attn.k_norm.weight")
-        == place_of(layer + "input_layernorm.weight")
-        == DecoderPart(11, "qkv")
-    )
-    assert place_of(layer + "mlp.experts.3.up_proj.weight" + SCALE_SUFFIX) == DecoderPart(11, "gate_up")
-    assert place_of(layer + "mlp.gate.weight") == place_of(layer + "post_attention_layernorm.weight")
-    assert place_of("model.norm.weight") == place_of("lm_head.weight") == DecoderPart(-1, "head")
-
-
 def test_flipping_every_unit_makes_the_other_side(case):
     reference = Side.of(reference_formats(2), case.masters)
     everything = frozenset(place for unit in units_of(case.arch, "layer") for place in unit.places)
@@ -127,17 +115,6 @@ def test_a_wrong_weight_is_the_whole_error_of_its_unit_and_of_no_other(case, par
     assert {(other.share, other.removed) for other in others} == {(0.0, 0.0)}
 
 
-@pytest.mark.parametrize(("granularity", "first"), [("layer", "layer 1"), ("operation", "all down")])
-def test_a_damaged_layer_comes_first_among_the_roundings_of_all(case, granularity, first):
-    suspect = damaged(case.fp8, "model.layers.1.mlp.down_proj.weight" + SCALE_SUFFIX, 2.0)
-    result = bisect(case.arch, case.bf16, suspect, case.task, units_of(case.arch, granularity))
-    assert result.units[0].unit == first
-    assert result.units[0].removed == max(unit.removed for unit in result.units)
-    assert [unit.share for unit in result.units] == sorted((unit.share for unit in result.units), reverse=True)
-    assert sum(unit.share > 0 for unit in result.units) > 1
-    assert result.tokens == int(case.task.sequences.completion.sum())
-
-
 @pytest.mark.parametrize(("part", "change"), [("head", SidePrecision(head="bf16")), ("values", None)])
 def test_head_and_rounding_are_units_too(case, part, change):
     if change is None:
@@ -148,14 +125,6 @@ def test_head_and_rounding_are_units_too(case, part, change):
     suspect = replace(case.fp8, formats=formats)
     result = bisect(case.arch, case.fp8, suspect, case.task, units_of(case.arch, "layer"))
     assert [(unit.unit, unit.share) for unit in result.units if unit.share] == [(part, 1.0)]
-
-
-def test_scale_rules_are_compared_with_their_weights(case):
-    contract = PrecisionContract(scale_rule="fp32", attention=case.fp8.formats.recipe.attention)
-    suspect = Side.of(rollout_formats(contract, 2), case.masters)
-    result = bisect(case.arch, case.fp8, suspect, case.task, units_of(case.arch, "both"))
-    measured = {unit.unit for unit in result.units if unit.share}
-    assert measured == {f"layer {i} {part}" for i in range(2) for part in ("qkv", "output", "gate_up", "down")}
 
 
 def test_equal_sides_have_nothing_to_rank(case):

@@ -5,20 +5,16 @@ from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.config.load import load_config
 from fp8core.config.precision import PrecisionContract, SidePrecision
-from fp8core.errors import UserError
 from fp8core.evaluation.measure import (
     Counting,
     Measurement,
-    all_problems,
     contract_in,
-    heldout_problems,
     majority_at_k,
     measure,
     paired_differences,
@@ -77,17 +73,6 @@ def test_bounds_grow_with_k_as_the_estimates_do(rights: list[int], confidence: f
     assert all(each.low <= each.value <= each.high for each in found.values())
 
 
-def test_shares_near_one_are_covered_as_often_as_the_interval_says() -> None:
-    """Of 32 prompts solved in 97 % of samples, many have equal shares: a plain bootstrap covered 19 % of pass@2."""
-    random, covered, truth = np.random.default_rng(4), 0, 1 - 0.03**2
-    for _ in range(60):
-        rights = random.binomial(4, 0.97, 32)
-        scores = [score_prompt(str(i), [RIGHT] * n + [wrong("a")] * (4 - n), (1, 2)) for i, n in enumerate(rights)]
-        found = measure(scores, [4] * 32, Counting((1, 2), 0.95, 7)).estimates["pass@2"]
-        covered += found.low <= truth <= found.high
-    assert covered >= 54
-
-
 def test_intervals_have_room_where_values_are_equal_and_are_seeded() -> None:
     """Whole scores have Wilson's interval: Newcombe 1998 (Statistics in Medicine 17), table I, method 3."""
     found = score_estimate([1.0] * 15 + [0.0] * 133, 0.95, 0)
@@ -137,13 +122,6 @@ def config(tmp_path):
     rows = [{"question": f"What is {n % 20} and 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config("gsm8k", {"model": "any", "data.source": str(tmp_path / "rows.jsonl"), "evaluation.prompts": 1})
-
-
-def test_heldout_problems_are_those_of_the_training(config):
-    tiny = load_config("tiny", {"evaluation.prompts": 3})
-    assert len(heldout_problems(tiny)) == 3
-    with pytest.raises(UserError, match="the chain task has no rows"):
-        all_problems(tiny, None)
 
 
 def test_a_precision_changes_the_rollout_side_alone():

@@ -103,16 +103,6 @@ def test_a_recipe_has_the_parts_that_are_in_fp8(architecture, masters_of):
         assert list(compared.parts) == names
 
 
-def test_layers_in_bf16_cost_nothing(architecture, masters_of, texts):
-    arch = architecture()
-    contract = PrecisionContract(rollout=NARROW, bf16_first_layers=arch.num_layers)
-    found = parts.part_costs(subjects(contract, arch, masters_of(arch)), texts, NOTHING)
-    assert {cost.nats for name, cost in found.parts.items() if name != "rounding"} == {0.0}
-    half = subjects(contract.model_copy(update={"bf16_first_layers": 1}), arch, masters_of(arch))
-    layers = half.parts["activations"].decoder.formats.layers
-    assert [type(layer.qkv) for layer in layers] == [Bf16Linear, Fp8InputsLinear]
-
-
 def test_inputs_alone_are_those_of_the_product(architecture):
     generator = torch.Generator().manual_seed(3)
     x, values = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (9, 160))
@@ -155,11 +145,3 @@ def test_a_massive_activation_costs_less_under_fp32_scales(architecture, masters
     nats = {rule: found.parts["activations"].nats for rule, found in costs.items()}
     assert nats["fp32_activations"] < 0.5 * nats["pow2"]
     assert costs["pow2"].parts["weights"] == costs["fp32_activations"].parts["weights"]
-
-
-def test_texts_without_an_answer_have_no_shift(architecture, masters_of, texts):
-    arch = architecture()
-    bare = [Text(text.prompt) for text in texts]
-    found = parts.part_costs(subjects(PrecisionContract(), arch, masters_of(arch)), bare, NOTHING)
-    assert (found.answers, found.answer_logprob) == (0, None)
-    assert {(cost.answer_nats, cost.answer_shift) for cost in found.parts.values()} == {(None, None)}

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from fp8core.parity.measure import measure
@@ -17,14 +15,6 @@ def test_a_run_as_the_verdict_takes_it(whole_run):
     held = [row["reward/heldout_accuracy"] for row in run.history if "reward/heldout_accuracy" in row]
     assert measured.accuracy == sum(held[-2:]) / 2
     assert measured.speed == rollout_speed(run) > 0
-
-
-def test_a_geometric_mean_of_ratios_is_no_weight_of_updates(whole_run):
-    run = read_run(whole_run.folder, "whole")
-    assert run.view.config is not None
-    loss = run.view.config.loss.model_copy(update={"policy": "gspo"})
-    by_row = replace(run, view=replace(run.view, config=run.view.config.model_copy(update={"loss": loss})))
-    assert measure(by_row, "fp8-end-to-end-kv", 0, 2).ratios is None
 
 
 def test_a_run_that_was_cut_is_not_whole(run_copy):

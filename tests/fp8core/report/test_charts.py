@@ -7,20 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8core.report.chart import POINTS_OF_A_SERIES, Bound, Chart, Series, bucket_means, collapsed, thinned
+from fp8core.report.chart import Bound, Chart, Series, collapsed
 from fp8core.report.drawing import draw_png
-from fp8core.report.figures import OTHERS, chart_figure, iteration_figure, scale_figures, time_figures
+from fp8core.report.figures import chart_figure, iteration_figure, scale_figures, time_figures
 from fp8core.report.run_data import read_run
 from fp8core.report.tokens import TokenSample
-from fp8core.report.training_charts import (
-    ALIGNMENT,
-    LEARNING,
-    curve_chart,
-    difference_by_position,
-    difference_histogram,
-    logprob_scatter,
-    token_charts,
-)
+from fp8core.report.training_charts import ALIGNMENT, LEARNING, curve_chart, difference_histogram, token_charts
 
 NAN, INF = math.nan, math.inf
 
@@ -39,7 +31,7 @@ def sample(differences, rollout=-1.0) -> TokenSample:
     return TokenSample((3,), base, base + d, np.arange(len(d)))
 
 
-@pytest.mark.parametrize("y", [[], [0.5], [NAN, 1.0], [INF, 1.0], [0.0, 0.0], [-3.0, 0.0], [1e-100, 1e100]])
+@pytest.mark.parametrize("y", [[], [NAN, 1.0, INF], [-3.0, 0.0], [1e-100, 1e100]])
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_degenerate_data_are_drawn(y, scale, tmp_path) -> None:
     for mark in ("line", "dots", "outline"):
@@ -73,15 +65,6 @@ def test_texts_of_others_are_no_markup_of_plotly_and_end_no_script() -> None:
     assert trace["name"].startswith("&lt;/script&gt;&lt;b&gt;\\x1b[2J\\u202e &amp; ")
 
 
-def test_a_long_series_keeps_its_ends_and_spikes() -> None:
-    y = [0.0] * 10_000
-    y[7777] = 9.0
-    few = thinned(line(y))
-    assert len(few.x) <= POINTS_OF_A_SERIES
-    assert {0, 7777, 9999} <= set(few.x)
-    assert bucket_means([1.0, 3.0, NAN, NAN, 5.0, 7.0], 3)[::2] == [2.0, 6.0]
-
-
 @pytest.mark.parametrize(
     ("values", "drawn"),
     [(([0.0, 0.0], [0.0]), False), (([], [NAN]), False), (([0.0, 1e-9],), True), (([1.0], [0.0]), True)],
@@ -113,21 +96,6 @@ def test_the_histogram_holds_nearly_all_tokens_and_says_the_rest() -> None:
     assert "exact: 10 tokens of step 3, 100.0% exactly 0" in histogram.note
 
 
-def test_the_scatter_shows_the_tokens_that_differ_most() -> None:
-    d = np.zeros(50_000)
-    d[12_345] = 2.0
-    series = logprob_scatter([(0, "a", sample(d, -3.0))]).series
-    assert (-3.0, -1.0) in zip(series[0].x, series[0].y, strict=True)
-    assert len(series[0].x) <= 1400
-
-
-@pytest.mark.parametrize("count", [1, 32, 33, 5000])
-def test_every_position_is_in_one_bin(count: int) -> None:
-    (series,) = difference_by_position([(0, "a", sample(np.full(count, 0.5)))]).series
-    assert set(series.y) == {0.5}
-    assert len(series.x) == count if count <= 33 else 33 < len(series.x) <= 66
-
-
 def test_tokens_that_are_all_equal_are_told_and_one_that_differs_is_drawn() -> None:
     equal, other = sample([0.0, 0.0]), sample([0.0, 1e-7])
     charts, told = token_charts([("one", equal), ("two", equal)])
@@ -145,15 +113,13 @@ def test_scales_are_those_of_the_steps(whole_run) -> None:
 
 def test_a_stack_holds_all_the_time_and_runs_side_by_side_have_equal_axes_and_colours(whole_run) -> None:
     run = read_run(whole_run.folder, "whole")
-    other = replace(run, seconds={"own": {8: 900.0}, "train": {8: 90.0}, "sync": {8: 0.1}, "record": {8: 0.1}})
+    other = replace(run, seconds={"own": {8: 900.0}, "train": {8: 90.0}})
     one, two = time_figures([run, other])
     for i, step in enumerate(one.plot.data[0].x):
         total = sum(task.seconds for task in whole_run.ledger.tasks(int(step)).values())
         assert sum(bar.y[i] for bar in one.plot.data) == pytest.approx(total)
     inks = [{bar.name: bar.marker.color for bar in figure.plot.data} for figure in (one, two)]
     assert inks[0]["train"] == inks[1]["train"]
-    assert [*inks[1]] == ["own", "train", OTHERS]
-    assert two.note == f"{OTHERS}: sync, record."
     assert one.plot.layout.yaxis.range == two.plot.layout.yaxis.range
     assert one.plot.layout.xaxis.range == two.plot.layout.xaxis.range == (0.5, 8.5)
 
@@ -163,7 +129,3 @@ def test_the_graph_is_that_of_the_pipeline_without_arrows_that_longer_paths_impl
     boxes = {shape.label.text.split("</b>")[0][3:]: shape.x0 for shape in figure.plot.layout.shapes if shape.label.text}
     assert boxes["prompts"] < boxes["rollout"] < boxes["reward"] == boxes["logprobs"] < boxes["train"]
     assert boxes["record"] == max(boxes.values())
-    hints = [trace.hovertext for trace in figure.plot.data]
-    assert "reward<br>reads: prompts, rollouts<br>provides: rewards" in hints
-    # Prompts reach the reward through the rollout too.
-    assert hints.count("prompts") == 1

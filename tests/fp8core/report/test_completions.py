@@ -3,11 +3,9 @@
 import re
 import shutil
 
-import pytest
-
-from fp8core.report.completions import HELDOUT_PROMPTS, MOST_TOKENS, PROMPTS, SAMPLES, level_of, pick_completions
+from fp8core.report.completions import HELDOUT_PROMPTS, PROMPTS, SAMPLES
 from fp8core.report.pages import report_html
-from fp8core.report.run_data import compared_artifacts, read_run
+from fp8core.report.run_data import read_run
 from fp8core.store.artifacts import Ref
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
@@ -37,14 +35,6 @@ def section(page: str) -> str:
     return page.partition('<section id="completions">')[2].partition("</section>")[0]
 
 
-@pytest.mark.parametrize(
-    ("difference", "level"),
-    [(0.0, 0), (-0.0, 0), (1e-9, 1), (-9e-4, 1), (1e-3, 2), (0.01, 3), (-0.09, 3), (0.1, 4), (-7.0, 4)],
-)
-def test_a_colour_stands_for_the_size_of_the_difference(difference: float, level: int) -> None:
-    assert level_of(difference) == level
-
-
 def test_nothing_has_a_colour_where_the_policies_are_equal_and_tokens_have_one_where_not(whole_run, mixed_run) -> None:
     equal, different = (section(report_html([read_run(run.folder, "run")])) for run in (whole_run, mixed_run))
     assert "equal bit for bit under both policies, so none has a colour" in equal
@@ -64,11 +54,6 @@ def test_of_a_run_that_generates_ahead_a_share_is_compared_with_the_writers_of_i
     for done in completions:
         assert {piece.level for turn in done.turns for piece in turn.pieces} == {None if done.unverified else 0}
     assert report_html([data]).count(", not compared</p>") == sum(done.unverified for done in completions)
-    picked = pick_completions(data.view, compared_artifacts(data.view), [])
-    verified = [sum(row["trained"] is not None for row in rows) for rows in picked.in_order()]
-    assert [sum(not done.unverified for done in asked.completions) for asked in data.examples.in_order()] == [
-        min(SAMPLES, count) for count in verified
-    ], "what was compared is shown first"
 
 
 def test_early_and_late_steps_with_their_rewards_and_the_text_of_the_tokens(run_copy) -> None:
@@ -99,23 +84,6 @@ def test_a_hostile_completion_is_text(run_copy) -> None:
     assert "<script>alert" not in page
     assert not {"\u202e", "\x1b"} & {*section(page)}
     assert section(page).count("&lt;script&gt;alert(1)&lt;/script&gt;\\u202e\\x1b[2J") >= 2
-
-
-def test_long_completions_and_prompts_are_cut(run_copy) -> None:
-    def longer(step, row) -> None:
-        for name in {"tokens", "logprobs", "written", "entropy"} & {*row}:
-            row[name] = (row[name] * 3000)[:3000]
-        if "prompt_tokens" in row:
-            row["prompt_tokens"] = row["prompt_tokens"] * 300
-
-    short = [one.prompt for one in read_run(run_copy.folder, "run").examples.early]
-    for kind in ("rollouts", "logprobs"):
-        rewrite(run_copy, kind, longer)
-    early = read_run(run_copy.folder, "run").examples.early
-    assert all(done.left_out == 3000 - MOST_TOKENS for one in early for done in one.completions)
-    for whole, cut in zip(short, early, strict=True):
-        assert cut.prompt.startswith("\u2026")
-        assert cut.prompt.endswith(whole)
 
 
 def test_held_out_prompts_are_the_same_ones_at_the_first_and_the_last_evaluation(run_copy) -> None:

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.report.chart import short
 from fp8core.report.diagnosis import Evidence, diagnosis
-from fp8core.report.pages import report_html
-from fp8core.report.run_data import read_run
 from fp8core.report.run_verdict import answer
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
@@ -26,7 +23,7 @@ def evidence(name: str, steps: int | None = None) -> Evidence:
     count = len(run["metrics"]["step"]) if steps is None else steps + 1
     columns = {metric: values[:count] for metric, values in run["metrics"].items()}
     rows = [{metric: values[i] for metric, values in columns.items() if values[i] is not None} for i in range(count)]
-    learning = answer(rows, short, prompts=256).learning
+    learning = answer(rows, prompts=256).learning
     return Evidence(rows, load_config(run["config"], run["settings"]), learning, run["texts"], name)
 
 
@@ -38,18 +35,10 @@ def evidence(name: str, steps: int | None = None) -> Evidence:
         ("lr01", "collapsed", "fp8-grpo export lr01 --step 3 FOLDER"),
         ("negcollapse", "collapsed", "entropy 0.115 to 0.2"),
         ("cutoff", "cut off", "Raise rollout.max_new_tokens (now 2)"),
-        (
-            "says_no",
-            "verifier refuses all",
-            "\u201c0,8,7,7#7\u201d. If such texts are right, change reward",
-        ),
+        ("says_no", "verifier refuses all", "\u201c0,8,7,7#7\u201d. If such texts are right, change reward"),
         ("says_no", "verifier refuses all", "data.template"),
         ("says_wrong", "verifier refuses all", "reward.verifier (now chain), else choose easier problems"),
-        (
-            "constant",
-            "no signal",
-            "group were equal in 12 of 12 steps. Choose harder problems",
-        ),
+        ("constant", "no signal", "group were equal in 12 of 12 steps. Choose harder problems"),
         ("two", "too short to tell", "2 steps. Train on: fp8-grpo resume RUN --set steps=20."),
     ],
 )
@@ -136,31 +125,8 @@ def test_a_run_without_a_signal_is_told_why(shares, reward, cause, advised) -> N
     assert advised.lower() in found.sentence.lower()
 
 
-def test_another_signal_than_equal_rewards_of_a_group_is_one() -> None:
-    """A teacher's, a penalty's that is part of the reward, and with REINFORCE++ the rewards of other prompts."""
-    equal = rows({"right": 1.0}, **{"reward/score_std": 0.5})
-    teacher = ["loss.distillation.teacher=x", "loss.distillation.weight=1.0", "loss.distillation.rewards=0.0"]
-    for config in (
-        load_config("tiny", teacher),
-        load_config("careful", {"loss.reward_kl": 0.1}),
-        load_config("tiny", {"loss.advantage": "reinforce_plus_plus"}),
-    ):
-        assert diagnosis(Evidence(equal, config, "not learned")) is None
-    assert diagnosis(Evidence(equal, load_config("tiny"), "not learned")) is not None
-
-
 def test_right_outcomes_to_which_an_environment_gave_no_reward() -> None:
     history = rows({"right": 0.4, "wrong": 0.6}, **{"reward/mean": 0.0})
     found = diagnosis(Evidence(history, load_config("tiny", {"environment": {"name": "calculator"}}), "not learned"))
     assert found is not None
     assert 'Outcome("right")' in found.sentence
-
-
-def test_a_report_begins_with_the_diagnosis(whole_run) -> None:
-    run = read_run(whole_run.folder, "whole")
-    cut = {"reward/groups_with_signal": 0.0, "rollout/cut_off_share": 1.0, "reward/outcome_right": 0.0}
-    html = report_html([replace(run, history=[{**row, **cut} if row["step"] else row for row in run.history])])
-    head = html.partition("<nav>")[0]
-    assert ">Cut off: " in head
-    assert "Raise rollout.max_new_tokens (now " in head
-    assert "<td>outcomes of completions, mean of all steps</td>" in html

@@ -36,11 +36,3 @@ def test_a_summary_is_of_all_steps() -> None:
     assert summary.steps_without_signal == 2
     assert summary.overhead_ms_per_step == Overhead(median=250.0, mean=250.0)
     assert summary.seconds == {"warm_start": 4.0, "train": 2.25, "total": 9.0}
-
-
-@pytest.mark.parametrize(("steps", "edge"), [(0, 0), (1, 1), (4, 2), (5, 2), (20, 10), (80, 10)])
-def test_a_summary_says_of_how_many_steps_its_rewards_are_means(steps: int, edge: int) -> None:
-    history = [{"step": step, "reward/mean": float(step)} for step in range(1, steps + 1)]
-    summary = summarise(history, [], **NAMES, total_seconds=0.0, task_seconds={}, bounds_crossed=0)
-    assert summary.reward_edge_steps == edge
-    assert summary.reward_first10 == (sum(range(1, edge + 1)) / edge if edge else None)
