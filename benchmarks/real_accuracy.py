@@ -60,7 +60,7 @@ def gap_rows(trained: Sequence[TrainedCurve], pairs: int, last: int, confidence:
             }
             for window, gap in gaps.items():
                 row = {"kind": "gap", "variant": variant, "task": task, "window": window, "pairs": len(found)}
-                row |= {"mean": gap.mean, "low": gap.low, "high": gap.high}
+                row |= {"mean": gap.value, "low": gap.low, "high": gap.high}
                 judged = {"outcome": outcome(row, pairs)} if (variant, task) == (FP8, ALL) else {}
                 rows.append(row | judged)
     return rows

@@ -75,7 +75,7 @@ def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
 
-    Console and MLflow show these tokens a second. The report's are by the seconds of rollout. The console's seconds
+    MLflow shows these tokens a second. The report's are by the seconds of rollout. The console's seconds
     have the checkpoint and the orchestration of the step, too. Times are Unix seconds.
     """
     ran = list(tasks)

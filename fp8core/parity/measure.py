@@ -16,6 +16,7 @@ from scipy import stats
 
 from fp8core.config.run import RunConfig
 from fp8core.config.training import CorrectionConfig
+from fp8core.evaluation.measure import Estimate
 from fp8core.report.run_data import RunData
 from fp8core.report.run_verdict import rollout_speed
 from fp8core.rollout.registry import engine_entry
@@ -36,7 +37,6 @@ class Variant:
     """Formats of both sides, and what else differs from the configuration."""
 
     name: str
-    title: str
     rollout: Side
     training: Side
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -49,32 +49,16 @@ class Variant:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant(BASELINE, "BF16 on both sides: what the others are compared with", "bf16", "bf16"),
-        Variant("fp8-rollout", "generation in FP8, training in BF16, no correction", "fp8", "bf16", _UNCORRECTED),
-        Variant("fp8-rollout-corrected", "the same with the correction for the mismatch", "fp8", "bf16"),
-        Variant(
-            "fp8-rollout-kv",
-            "generation with FP8 cache and attention too, training in BF16, no correction",
-            "fp8+kv",
-            "bf16",
-            _UNCORRECTED,
-        ),
-        Variant("fp8-rollout-kv-corrected", "the same with the correction for the mismatch", "fp8+kv", "bf16"),
-        Variant("fp8-end-to-end", "linear layers in FP8 on both sides", "fp8", "fp8"),
-        Variant("fp8-end-to-end-kv", "the KV cache and attention in FP8 as well", "fp8+kv", "fp8+kv"),
-        Variant(
-            STRESS,
-            "FP8 everywhere, many large updates on each rollout: raw importance weights must average 1",
-            "fp8+kv",
-            "fp8+kv",
-        ),
-        Variant(
-            "asynchronous",
-            "FP8 everywhere, and generation beside the update: what staleness costs",
-            "fp8+kv",
-            "fp8+kv",
-            {"pipeline.mode": "asynchronous"},
-        ),
+        Variant(BASELINE, "bf16", "bf16"),
+        Variant("fp8-rollout", "fp8", "bf16", _UNCORRECTED),
+        Variant("fp8-rollout-corrected", "fp8", "bf16"),
+        Variant("fp8-rollout-kv", "fp8+kv", "bf16", _UNCORRECTED),
+        Variant("fp8-rollout-kv-corrected", "fp8+kv", "bf16"),
+        Variant("fp8-end-to-end", "fp8", "fp8"),
+        Variant("fp8-end-to-end-kv", "fp8+kv", "fp8+kv"),
+        # Many large updates on each rollout: raw importance weights must average 1.
+        Variant(STRESS, "fp8+kv", "fp8+kv"),
+        Variant("asynchronous", "fp8+kv", "fp8+kv", {"pipeline.mode": "asynchronous"}),
     )
 }
 """By name, the baseline first."""
@@ -225,13 +209,6 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class ConfidenceInterval:
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Delay:
     """Steps that variants need beyond BF16's to reach an accuracy.
 
@@ -239,17 +216,17 @@ class Delay:
     that never reach it where BF16 does; they count with their last step.
     """
 
-    estimate: ConfidenceInterval | None
+    estimate: Estimate | None
     baseline: float
     unreached: int
 
 
-def curve_difference(pairs: Sequence[Pair], confidence: float) -> ConfidenceInterval:
+def curve_difference(pairs: Sequence[Pair], confidence: float) -> Estimate:
     """Accuracy of variants minus BF16, the mean of all evaluations after the first update; two pairs at least."""
     return _difference(pairs, lambda curve: curve.scores[1:] if len(curve.steps) > 1 else curve.scores, confidence)
 
 
-def end_difference(pairs: Sequence[Pair], last: int, confidence: float) -> ConfidenceInterval:
+def end_difference(pairs: Sequence[Pair], last: int, confidence: float) -> Estimate:
     """Accuracy of variants minus BF16, the mean of the last `last` evaluations; two pairs at least."""
     return _difference(pairs, lambda curve: curve.scores[-last:], confidence)
 
@@ -267,7 +244,7 @@ def delay(pairs: Sequence[Pair], reach: float, confidence: float) -> Delay:
         differences.append((end if ours is None else ours) - baselines[-1])
     if len(differences) < 2:
         return Delay(None, math.nan, unreached)
-    estimate = ConfidenceInterval(fmean(differences), *mean_interval(differences, confidence))
+    estimate = Estimate(fmean(differences), *mean_interval(differences, confidence))
     return Delay(estimate, fmean(baselines), unreached)
 
 
@@ -285,12 +262,12 @@ def steps_to_reach(curve: LearningCurve, reach: float) -> float | None:
 
 def _difference(
     pairs: Sequence[Pair], window: Callable[[LearningCurve], NDArray[np.float64]], confidence: float
-) -> ConfidenceInterval:
+) -> Estimate:
     table = np.stack([(window(pair.variant) - window(pair.baseline)).mean(axis=0) for pair in pairs])
     return crossed_interval(table, confidence)
 
 
-def crossed_interval(table: NDArray[np.float64], confidence: float) -> ConfidenceInterval:
+def crossed_interval(table: NDArray[np.float64], confidence: float) -> Estimate:
     """Interval of the mean of [seed, prompt], of which both are samples of more: two seeds at least.
 
     The variance is that of two crossed random effects, (MS_seeds + MS_prompts - MS_rest) / cells. (Searle, Casella and
@@ -306,4 +283,4 @@ def crossed_interval(table: NDArray[np.float64], confidence: float) -> Confidenc
         rest = float(((table - rows[:, None] - columns + mean) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
         variance += max(0.0, of_prompts - rest)
     half = float(stats.t.ppf(0.5 + confidence / 2, seeds - 1)) * math.sqrt(variance / table.size)
-    return ConfidenceInterval(mean, mean - half, mean + half)
+    return Estimate(mean, mean - half, mean + half)

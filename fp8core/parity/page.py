@@ -93,8 +93,8 @@ def _verdict_bounds(curve: Curve, config: ParityConfig) -> list[Bound]:
 
 
 def _variants_table(result: ParityResult) -> Table:
-    rows = [(name, VARIANTS[name].rollout, VARIANTS[name].training, VARIANTS[name].title) for name in result.variants]
-    return Table("What was trained", ["variant", "rollout", "training", ""], rows)
+    rows = [(name, VARIANTS[name].rollout, VARIANTS[name].training) for name in result.variants]
+    return Table("What was trained", ["variant", "rollout", "training"], rows)
 
 
 def _markdown(table: Table) -> str:

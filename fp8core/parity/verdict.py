@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from fp8core import durable
 from fp8core.config.parity import Limit, ParityConfig
+from fp8core.evaluation.measure import Estimate
 from fp8core.parity.measure import (
     BASELINE,
     STRESS,
     VARIANTS,
-    ConfidenceInterval,
     Measured,
     Pair,
     block_means,
@@ -183,7 +183,7 @@ def _learning(
             yield Check(name, check, NOT_ENOUGH, f"{len(pairs)} pairs of seeds", bound, limit.reason)
         else:
             outcome = _placed(gap.low + limit.limit, gap.high + limit.limit)
-            yield Check(name, check, outcome, _shown(gap, "+.4f", len(pairs)), bound, limit.reason, gap.mean)
+            yield Check(name, check, outcome, _shown(gap, "+.4f", len(pairs)), bound, limit.reason, gap.value)
     yield _delay(name, pairs, config)
 
 
@@ -214,11 +214,11 @@ def _delay(name: str, pairs: Sequence[Pair], config: ParityConfig) -> Check:
         words += f"; {found.unreached} never reach it"
         # Their last step is less than they need: enough to fail, never to pass.
         outcome = NOT_ENOUGH if outcome == PASS else outcome
-    return Check(name, what, outcome, words, bound, limit.reason, found.estimate.mean)
+    return Check(name, what, outcome, words, bound, limit.reason, found.estimate.value)
 
 
-def _shown(estimate: ConfidenceInterval, form: str, seeds: int) -> str:
-    return f"{estimate.mean:{form}} ({estimate.low:{form}} to {estimate.high:{form}}, {seeds} seeds)"
+def _shown(estimate: Estimate, form: str, seeds: int) -> str:
+    return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}}, {seeds} seeds)"
 
 
 def _speed(

@@ -52,13 +52,6 @@ def test_every_contract_has_defaults(config, overrides, contract, limits, decisi
     assert (found.action, found.patience) == decision
 
 
-def test_importance_ratios_that_hold_the_mismatch_are_not_expected_to_be_1() -> None:
-    """In bypass mode they are training over rollout; with equal formats that is 1 all the same."""
-    bypass = {"correction.method": "preset", "correction.preset": "verl/bypass_ppo_clip"}
-    assert of(**bypass).limits["ratio_bias"] == 0
-    assert of(**bypass, **{"precision.training.linear": "bf16"}).limits["ratio_bias"] == pytest.approx(0.1)
-
-
 KEPT = {
     "pipeline.mode": "asynchronous",
     "pipeline.recompute_kv_cache_after_weight_update": False,

@@ -46,7 +46,7 @@ def test_who_never_arrives_counts_with_the_last_step():
     early, late, never = flat(0.5, 0.9, 1.0), flat(0.5, 0.6, 0.9), flat(0.5, 0.6, 0.7)
     found = delay([Pair(late, early), Pair(never, early), Pair(never, never)], 0.9, 0.95)
     assert (found.unreached, found.baseline) == (1, 1.0)
-    assert found.estimate.mean == 1.0
+    assert found.estimate.value == 1.0
     assert delay([Pair(late, early), Pair(never, never)], 0.9, 0.95).estimate is None
 
 

@@ -98,15 +98,5 @@ def test_held_out_prompts_are_the_same_ones_at_the_first_and_the_last_evaluation
     assert len(re.findall('<pre class="prompt">', body)) == 2 * HELDOUT_PROMPTS
 
 
-def test_damaged_steps_are_named_and_the_others_are_shown(run_copy) -> None:
-    run_copy.file(1, "rewards").write_bytes(b"no table")
-    run_copy.file(4, "evaluation").write_bytes(b"no JSON")
-    run = read_run(run_copy.folder, "run")
-    assert {one.step for one in run.examples.early} == {2}
-    assert {one.step for one in run.heldout.late} == {2}
-    for what in ("completions of step 1: ", "held-out completions of step 4: "):
-        assert any(line.startswith(what) for line in run.damaged)
-
-
 def evaluation(run, step: int) -> Ref:
     return run.ledger.artifacts(step)["evaluation"]

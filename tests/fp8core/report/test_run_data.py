@@ -97,14 +97,6 @@ def test_damage_is_named_and_the_rest_is_there(run_copy) -> None:
     assert "libraries" in dict(run.provenance.lines(run.view))
 
 
-def test_a_run_without_a_step_is_read(run_copy) -> None:
-    (run_copy.folder / "ledger.jsonl").write_text("")
-    run = read_run(run_copy.folder, "empty")
-    assert (run.status, run.tokens, list(run.history), run.seconds) == ("no step committed", None, [], {})
-    (run_copy.folder / "ledger.jsonl").unlink()
-    assert any("ledger.jsonl" in line for line in read_run(run_copy.folder, "none").missing)
-
-
 def test_runs_of_one_name_are_told_apart() -> None:
     assert labels([Path("/a/runs/x"), Path("/b/runs/y")]) == ["x", "y"]
     assert labels([Path("/a/runs/x"), Path("/b/runs/x")]) == ["a/runs/x", "b/runs/x"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8core.report.run_data import RunData, read_run
-from fp8core.report.run_verdict import agreement, answer, head, token_mean
+from fp8core.report.run_verdict import agreement, answer, head
 
 RISING = [0.45 + 0.25 * math.tanh((step - 12) / 6) + 0.02 * (-1) ** step for step in range(24)]
 LEVEL = [0.63, 0.61] * 12
@@ -94,13 +94,6 @@ def test_a_share_that_was_compared_is_called_a_share() -> None:
     """A run whose log-probs are the rollout's compares a sixteenth of its completions."""
     rows = history(RISING, **{"rollout/tokens": 1600.0})
     assert "bit for bit on the 2,400 tokens that were compared, 6.2 % of all" in agreement(rows)
-
-
-def test_the_mean_error_is_that_of_all_tokens() -> None:
-    rows = [row | {"alignment/tokens": count} for row, count in zip(history([0.5] * 2), (10.0, 990.0), strict=True)]
-    rows[0] |= {"alignment/token_mult_prob_error": 2.0, "alignment/tokens_differing": 5.0}
-    assert "error a token 1.010000 in the mean, 2.000000 at most" in agreement(rows)
-    assert token_mean(rows, "absent") is None
 
 
 def test_the_head_names_what_decided_first_and_the_speed(run: RunData) -> None:
