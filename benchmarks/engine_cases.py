@@ -33,7 +33,8 @@ from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.aligned import POINTS
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling, sample_seed
-from fp8core.rollout.vllm.requirements import VllmBuild, find_build
+from fp8core.rollout.requirements import EngineBuild
+from fp8core.rollout.vllm.requirements import find_build
 from fp8core.rollout.vllm.settings import WORKER, required_environment, suggested_environment
 from fp8core.run.compilation import product_job
 from fp8core.run.policy import check_report
@@ -74,7 +75,7 @@ class Policy:
     masters: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def build() -> VllmBuild:
+def build() -> EngineBuild:
     """The vLLM of this machine."""
     return find_build(this_platform())
 

@@ -276,7 +276,7 @@ def _start_vllm(arch: Architecture, contract: PrecisionContract, rows: RowFile, 
 
 def _start_sglang(arch: Architecture, contract: PrecisionContract, rows: RowFile, captured: int) -> tuple[Any, Row]:
     """Its steps of prompts are not captured; an answer reads again what is left of a page."""
-    _, _, settings = prepared(ALIGNED, invariant=False)
+    _, _, settings = prepared(ALIGNED)
     sizes = {"mem_fraction_static": 0.85, "context_length": PROMPT + ROW, "page_size": _PAGE}
     settings = settings.model_copy(update=sizes)
     from fp8core.rollout.sglang.engine import SglangEngine

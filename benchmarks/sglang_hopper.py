@@ -2,7 +2,7 @@
 
     python -m benchmarks.sglang_hopper --out FOLDER [--seconds 400] bf16 fp8_linear_kv aligned
     python -m benchmarks.sglang_hopper --out FOLDER --headline bf16 fp8_linear_kv aligned
-    python -m benchmarks.sglang_hopper --out FOLDER --surroundings [--invariant] fp8_linear_kv aligned
+    python -m benchmarks.sglang_hopper --out FOLDER --surroundings fp8_linear_kv aligned
 
 `aligned` is the last precision with our model. The cell is 256 x (512 + 512), with --headline the two of vLLM's table.
 Each case is a process of its own and writes FOLDER/qwen3-8b-CASE-sglang.json after every measurement: the seconds until
@@ -60,7 +60,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=560.0, help="budget; what runs longer is ended")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model")
-    parser.add_argument("--invariant", action="store_true", help="with deterministic inference")
     parser.add_argument("--headline", action="store_true", help="the two long cells, once each")
     parser.add_argument("--surroundings", action="store_true", help="what a request depends on, instead of times")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -76,7 +75,7 @@ def main() -> None:
             print(f"{name}: not started, the time is used up", flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks.sglang_hopper", name, "--inside", f"--out={options.out}"]
-        command += [f"--layers={options.layers}", *(["--invariant"] if options.invariant else [])]
+        command += [f"--layers={options.layers}"]
         command += ["--surroundings"] if options.surroundings else []
         command += ["--headline"] if options.headline else []
         if ended(start(command), deadline) == -signal.SIGKILL:
@@ -86,7 +85,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """Start an engine, update it and time its rollouts."""
     (case,), arch = options.cases, cases.qwen3_8b(options.layers)
-    precision, contract, settings = prepared(case, options.invariant)
+    precision, contract, settings = prepared(case)
     cells, repeats = (HEADLINE, 1) if options.headline else ([SHORT], REPEATS)
     longest = max(prompt + generated for _, prompt, generated in cells)
     settings = settings.model_copy(update={"mem_fraction_static": 0.85, "context_length": longest})
@@ -98,7 +97,7 @@ def measure(options: argparse.Namespace) -> None:
     cases.compile_products(arch, contract, max(settings.chunked_prefill_size, most))
     began = time.perf_counter()
     engine = SglangEngine(arch, contract, settings, most, find_build(this_platform()))
-    about = {"case": case, "precision": precision, "layers": arch.num_layers, "batch_invariant": options.invariant}
+    about = {"case": case, "precision": precision, "layers": arch.num_layers, "batch_invariant": False}
     rows.append({"kind": "start", **about, "seconds": round(time.perf_counter() - began, 1)})
     print(case, "ready", rows.rows[-1]["seconds"], flush=True)
     try:
@@ -121,7 +120,7 @@ def measure(options: argparse.Namespace) -> None:
 def measure_surroundings(options: argparse.Namespace) -> None:
     """Test which surroundings leave a request's tokens and log-probs as they are."""
     (case,) = options.cases
-    _, contract, settings = prepared(case, options.invariant)
+    _, contract, settings = prepared(case)
     settings = settings.model_copy(update={"mem_fraction_static": 0.3, "kv_cache_gib": 16.0, "context_length": 4096})
     rows = RowFile(options.out / f"exactness-{_file_end(case, options)}", engine="sglang", case=case)
     policy = cases.small_policy(contract, version=0)
@@ -130,14 +129,14 @@ def measure_surroundings(options: argparse.Namespace) -> None:
     def started(most: int) -> SglangEngine:
         return SglangEngine(policy.arch, contract, settings, most, find_build(this_platform()))
 
-    for row in cases.exactness_rows(started, policy, options.invariant):
+    for row in cases.exactness_rows(started, policy, False):
         rows.append(row)
 
 
-def prepared(case: str, invariant: bool) -> tuple[str, PrecisionContract, SglangConfig]:
+def prepared(case: str) -> tuple[str, PrecisionContract, SglangConfig]:
     """A case's precision, contract and settings, in an environment that is prepared for it."""
     set_variables(required_environment(), suggested_environment())
-    settings = SglangConfig(batch_invariant=invariant)
+    settings = SglangConfig()
     if case != ALIGNED:
         return case, cases.contract(case), settings
     aligned = cases.aligned(cases.contract("fp8_linear_kv"))
@@ -145,7 +144,7 @@ def prepared(case: str, invariant: bool) -> tuple[str, PrecisionContract, Sglang
 
 
 def _file_end(case: str, options: argparse.Namespace) -> str:
-    return f"{case}-sglang{'-invariant' if options.invariant else ''}{'-headline' if options.headline else ''}.json"
+    return f"{case}-sglang{'-headline' if options.headline else ''}.json"
 
 
 def _timed(engine: Any, cell: tuple[int, int, int], repeats: int) -> Iterator[Row]:

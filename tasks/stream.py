@@ -54,10 +54,8 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     opened = opened_stream(run, stream, index - 1)
     written, judged = writer_of(run, index, source, opened.rows), opened.whole()
     pipeline = run.config.pipeline
-    # A cache that is kept over updates is found by the tokens it is of: nothing of it may be written twice. Nor can an
-    # episode be cut where the longest one of others ends.
-    together = pipeline.mode == "asynchronous" and pipeline.recompute_kv_cache_after_weight_update
-    together = together and run.config.environment is None
+    # No episode can be cut where the longest one of others ends.
+    together = pipeline.mode == "asynchronous" and run.config.environment is None
     chunk = pipeline.chunk_tokens if together or pipeline.drop_or_wait == "drop" else None
     rows, evicted = complete_step(opened, index, chunk, written, source.enter)
     written.attach_turns([*rows, *opened.rows])

@@ -7,7 +7,6 @@ A contract is read from the configuration alone:
 | exact | the embedded engine with a trainer that computes the same operations, in equal formats | equal bits |
 | aligned | an engine's aligned model with the deterministic packed trainer on a GPU, in equal formats | equal bits |
 | matched | equal formats, computed by different kernels | small errors |
-| kept_cache | exact, but the engine keeps its cache at an update (`pipeline`) | small errors |
 | mismatched | formats that differ | errors that the correction covers |
 | accepted | formats that differ, without any correction (`precision.accept_mismatch`) | none: bounds only warn |
 
@@ -26,7 +25,7 @@ from fp8core.rl.objective import named_correction
 from fp8core.rollout.registry import engine_entry
 from fp8core.training.registry import trainer_of
 
-Contract = Literal["exact", "aligned", "matched", "kept_cache", "mismatched", "accepted"]
+Contract = Literal["exact", "aligned", "matched", "mismatched", "accepted"]
 Action = Literal["none", "warn", "pause", "fail"]
 
 EQUAL: frozenset[Contract] = frozenset({"exact", "aligned"})
@@ -145,24 +144,15 @@ def is_known(config: RunConfig) -> bool:
     return config.rollout.engine in ENGINES or bool(_differing(config))
 
 
-def contract_of(config: RunConfig) -> tuple[Contract, str]:
-    contract, reason = _contract_at_rest(config)
-    if contract in EQUAL and not config.pipeline.recompute_kv_cache_after_weight_update:
-        return "kept_cache", "the engine keeps the cache of older weights, and no pass gives such log-probs"
-    return contract, reason
-
-
 def unverifiable(config: RunConfig) -> str | None:
     """The reason why no pass gives the bits of what was sampled, in a run that generates ahead; None elsewhere."""
     if config.pipeline.mode == "synchronous":
         return None
-    contract, reason = _contract_at_rest(config)
-    kept = not config.pipeline.recompute_kv_cache_after_weight_update
-    reasons = {reason: contract not in EQUAL, "the engine kept the cache of older weights": kept}
-    return " and ".join(why for why, found in reasons.items() if found) or None
+    contract, reason = contract_of(config)
+    return None if contract in EQUAL else reason
 
 
-def _contract_at_rest(config: RunConfig) -> tuple[Contract, str]:
+def contract_of(config: RunConfig) -> tuple[Contract, str]:
     if differing := _differing(config):
         corrected = config.correction.method != "none" or not config.precision.accept_mismatch
         return "mismatched" if corrected else "accepted", f"the sides compute {', '.join(differing)}"

@@ -88,5 +88,4 @@ class SglangConfig(Section):
     )
     page_size: int = Field(1, ge=1, le=1024, description="Tokens of a cache page, the unit of prefix caching.")
     graphs: bool = Field(True, description="CUDA graphs of decode steps; false runs eagerly.")
-    batch_invariant: bool = Field(False, description="SGLang's deterministic inference.")
     sleep: bool = Field(False, description="Free weights, cache and graphs between rollout and sync.")

@@ -57,9 +57,6 @@ class PipelineConfig(Section):
     in_flight_weight_updates: bool = Field(
         True, description="false, `asynchronous`: completions that have begun end before engines take new weights."
     )
-    recompute_kv_cache_after_weight_update: bool = Field(
-        True, description="false: the embedded engine keeps older caches, and the run is `unverifiable`."
-    )
     verified_share: float = Field(
         0.0625,
         gt=0,
@@ -78,7 +75,6 @@ class PipelineConfig(Section):
     def _mode_follows(self) -> "PipelineConfig":
         asynchronous_alone = {
             "drop_or_wait=drop": self.drop_or_wait == "drop",
-            "recompute_kv_cache_after_weight_update=false": not self.recompute_kv_cache_after_weight_update,
             "in_flight_weight_updates=false": not self.in_flight_weight_updates,
             f"ahead_tokens={self.ahead_tokens}": self.ahead_tokens is not None,
             f"max_staleness={self.max_staleness}": self.max_staleness > 1,

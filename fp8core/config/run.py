@@ -355,7 +355,6 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
         "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
         # Turns are recorded by the step whose prompts they answer.
         "pipeline.drop_or_wait=drop": pipeline.drop_or_wait == "drop",
-        "pipeline.recompute_kv_cache_after_weight_update=false": not pipeline.recompute_kv_cache_after_weight_update,
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
         # A token of the environment may be one that is left out; its log-prob would be -inf.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fp8core.models.architecture import Architecture
-from fp8core.numerics.e4m3 import round_up
 
 Operands = Literal["fp8_block", "bf16", "fp8_gradient"]
 """Codes with scales to a BF16 result; BF16 to FP32 as the output head is multiplied; codes to a weight's gradient."""
@@ -47,18 +46,18 @@ def shared_out(products: Iterable[Product]) -> list[Product]:
     ]
 
 
-def linear_shapes(arch: Architecture, unit: int = 1) -> list[tuple[int, int]]:
-    """Outputs and contraction of a layer's fused linears, without experts; parts are padded to multiples of `unit`."""
+def linear_shapes(arch: Architecture) -> list[tuple[int, int]]:
+    """Outputs and contraction of a layer's fused linears, without experts."""
     sizes = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size, arch.intermediate_size
-    query, keys, hidden, width = (round_up(size, unit) for size in sizes)
+    query, keys, hidden, width = sizes
     attention = [(query + 2 * keys, hidden), (hidden, query)]
     dense = len(arch.sparse_layers) < arch.num_layers
     return attention + ([(2 * width, hidden), (hidden, width)] if dense else [])
 
 
-def layer_products(arch: Architecture, rows: range, unit: int = 1) -> Iterator[Product]:
-    """Forward products of a layer's linears in block FP8; `unit` as `linear_shapes` takes it."""
-    for outputs, contraction in linear_shapes(arch, unit):
+def layer_products(arch: Architecture, rows: range) -> Iterator[Product]:
+    """Forward products of a layer's linears in block FP8."""
+    for outputs, contraction in linear_shapes(arch):
         yield Product("fp8_block", outputs, contraction, rows)
 
 

@@ -289,25 +289,6 @@ class EngineMemory:
     refusal: str | None = None
 
 
-def gpu_engine_memory(
-    fixed: tuple[Need, ...],
-    asleep: tuple[Need, ...] | None,
-    limit: int,
-    room: CacheRoom,
-    refusal: str | None,
-    *,
-    size: str,
-    share: float | None,
-) -> EngineMemory:
-    """The memory of an engine on a GPU, all but its cache being `fixed`.
-
-    `size`: the setting of the cache's size, or of the engine's `share` of the GPU (None where the cache has a size)."""
-    needs = (*fixed, room.need)
-    # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
-    full = share is not None and sum(need.bytes for need in needs) > limit
-    return EngineMemory(needs, asleep, limit, f"{'raise' if full else 'lower'} {size}", room, refusal)
-
-
 def shipped_bytes(arch: Architecture, contract: PrecisionContract) -> StoredBytes:
     """The bytes that one sync sends, which the engine then holds."""
     formats = rollout_formats(contract, arch.num_layers).stored_names()

@@ -5,21 +5,19 @@ called from `fp8core.numerics`, as the trainer calls it. None of it depends on o
 same decoded alone, in a batch, after a hit in the prefix cache, and scored in training.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, RopeScaling
 from fp8core.models.decoder import rotary_tables
-from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
 from fp8core.numerics.e4m3 import Codes, FiniteFlag, row_codes
 from fp8core.numerics.elementwise import KERNELS
 from fp8core.numerics.fused import HeadLayout, add_norm, add_norm_row_codes, norm_rotate, swiglu, swiglu_row_codes
-from fp8core.numerics.gemm import OUTPUT_MULTIPLE, bf16_gemm, forward_gemm
+from fp8core.numerics.gemm import bf16_gemm, forward_gemm
 from fp8core.numerics.recipe import Recipe, recipe_of
 
 POINTS: Final = "kernels"
@@ -38,8 +36,6 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 # The keys of a config.json that hold the decoder as an `Architecture`, and arguments of `recipe_of`.
 _KEY, _RECIPE_KEY = "fp8_grpo_decoder", "fp8_grpo_recipe"
-# Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
-_ALIGNED_ROW = 4
 
 
 def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe) -> dict[str, Any]:
@@ -63,47 +59,6 @@ def aligned_recipe(config: Any) -> Recipe:
 
 def is_aligned(described: Mapping[str, Any]) -> bool:
     return described["model"] in NAMES.values()
-
-
-def contract_refusals(
-    place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
-) -> Iterator[str]:
-    """The refusals of an aligned model: the setting, its required value and why.
-
-    Args:
-        place: the setting that asks for it, `rollout.ENGINE.model=aligned`.
-        contract: formats.
-        also: what else an engine needs: the setting -> its value, the one it must be, and the reason.
-    """
-    rollout = contract.rollout
-    needed = {
-        "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
-        "precision.rollout.linear": (rollout.linear, "fp8_block", "its linears multiply codes"),
-        "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
-        "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
-        **also,
-    }
-    for setting, (value, wanted, reason) in needed.items():
-        if value != wanted:
-            yield f"{place}: {setting}={value}, it must be {wanted}: {reason}"
-
-
-def shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
-    """Properties of a decoder that an aligned model does not compute; `place` as of `contract_refusals`."""
-    group = arch.num_heads // arch.num_kv_heads
-    if arch.experts is not None:
-        yield f"{place}: the model has experts, only dense ones are aligned; set it to stock"
-    if not decode_kernel_takes(arch.head_dim, group):
-        yield (
-            f"{place}: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
-            f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"
-        )
-    if arch.hidden_size % OUTPUT_MULTIPLE:
-        yield (
-            f"{place}: a hidden size of {arch.hidden_size}, which is no multiple of {OUTPUT_MULTIPLE}; set it to stock"
-        )
-    if arch.vocab_size % _ALIGNED_ROW:
-        yield f"{place}: a vocabulary of {arch.vocab_size}, which is no multiple of {_ALIGNED_ROW}; set it to stock"
 
 
 class AlignedDecoder(nn.Module):

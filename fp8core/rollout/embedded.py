@@ -27,7 +27,7 @@ from fp8core.rollout.engine import (
     check_scales,
     finish_of,
 )
-from fp8core.rollout.kv_cache import KeptRows, Key, KvCache, OpenRows, StoredRow, TurnRows
+from fp8core.rollout.kv_cache import ContinuedRows, Key, KvCache, StoredRow
 from fp8core.rollout.registry import EngineEntry
 
 
@@ -81,11 +81,11 @@ class _Sequence:
 class EmbeddedEngine:
     """Generates with `models.decoder` in the rollout formats of the contract."""
 
-    def __init__(self, arch: Architecture, formats: Formats, max_batch: int, *, keeps_cache: bool = False) -> None:
-        """`keeps_cache`: what older weights have written into the cache of an open completion stays at an update."""
+    def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
         self._decoder = Decoder(arch, formats)
-        self._max_batch, self._keeps_cache = max_batch, keeps_cache
-        self._open: dict[Key, StoredRow] = {}
+        self._max_batch = max_batch
+        # Completions whose room ended under the present policy.
+        self._open = ContinuedRows(("open",))
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None
@@ -94,25 +94,11 @@ class EmbeddedEngine:
         """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
         fp8_cache = any(layer.attention.name in FP8_CACHE_FORMS for layer in self._decoder.formats.layers)
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
-        self._open = self._rescaled(scales) if self._keeps_cache else {}
+        self._open.clear()
         stored = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self._weights = load_policy(self._decoder.arch, PreparedWeights(stored, self._decoder.formats.recipe.weights))
         self._stored, self._scales = stored, scales
         return SyncReport(version=version, digest=self.fingerprint(), scales=self._scales)
-
-    def _rescaled(self, scales: PolicyScales) -> dict[Key, StoredRow]:
-        """The caches that the policy before has gone on with, in the scales of a newer one."""
-        held = self._scales
-        found = {
-            key: stored for key, stored in self._open.items() if held is not None and stored.version == held.version
-        }
-        if held is None or held.layers == scales.layers:
-            return found
-        for key, (version, keys, values) in found.items():
-            forms = zip(self._decoder.formats.layers, held.layers, scales.layers, keys, values, strict=True)
-            layers = [form.attention.store(k * old.k, v * old.v, new) for form, old, new, k, v in forms]
-            found[key] = StoredRow(version, [k for k, _ in layers], [v for _, v in layers])
-        return found
 
     def fingerprint(self) -> str:
         return policy_digest(self._stored)
@@ -124,26 +110,23 @@ class EmbeddedEngine:
             **self._decoder.formats.describe(),
             "dtypes": {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._stored.items()},
             "scales": [] if self._scales is None else [vars(layer) for layer in self._scales.layers],
-            **({"kv_cache_after_update": "kept"} if self._keeps_cache else {}),
         }
 
     def sleep(self) -> None:
         """Keep everything: weights and caches lie in main memory."""
 
     def close(self) -> None:
-        self._stored, self._weights, self._scales, self._open = {}, None, None, {}
+        self._open.clear()
+        self._stored, self._weights, self._scales = {}, None, None
 
     @torch.no_grad()
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         """Generate wave by wave; each yield holds all completions of the groups that finished together."""
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        going_on = [group for group in groups if group.begun and all(key in self._open for key in _keys(group))]
-        others = [group for group in groups if group not in going_on]
-        # In the order of the waves.
-        held: dict[int, dict[int, Completion]] = {g.group: {} for g in (*going_on, *others) if g.samples}
+        held: dict[int, dict[int, Completion]] = {g.group: {} for g in groups if g.samples}
         samples = {group.group: group.samples for group in groups}
         begun, total = 0, sum(map(len, samples.values()))
-        for wave in [*_waves(going_on, self._max_batch), *_waves(others, self._max_batch)]:
+        for wave in _waves(groups, self._max_batch):
             size = sum(len(group.samples) for group in wave)
             for place, ended in enumerate(self._wave(wave, sampling), 1):
                 # As completions, of whose tokens so many may be missing.
@@ -159,8 +142,8 @@ class EmbeddedEngine:
         """Decode requests together that come at any time, each token as `generate` draws it."""
         assert self._weights is not None, "update() comes before open_session()"
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
-        # Of no more than two batches.
-        kept = None if sampling.report_experts else TurnRows(2 * self._max_batch)
+        # Of no more than two batches: the next turn of an episode goes on from its last one.
+        kept = None if sampling.report_experts else ContinuedRows(("stop", "open"), 2 * self._max_batch)
         return EmbeddedSession(self, sampling, self._max_batch, kept)
 
     @torch.no_grad()
@@ -174,9 +157,8 @@ class EmbeddedEngine:
 
     def _wave(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
         assert self._scales is not None, "update() comes before generate()"
-        keys = [key for group in groups for key in _keys(group)]
-        kept = None if sampling.report_experts else OpenRows(self._open, self._scales.version, keys)
-        session = EmbeddedSession(self, sampling, len(keys), kept)
+        kept = None if sampling.report_experts else self._open
+        session = EmbeddedSession(self, sampling, sum(len(group.seeds) for group in groups), kept)
         session.add(groups)
         while session.busy:
             yield session.step()
@@ -227,7 +209,7 @@ class EmbeddedSession:
     one that was kept, only new tokens are computed.
     """
 
-    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, kept: KeptRows | None) -> None:
+    def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, kept: ContinuedRows | None) -> None:
         """`kept`: None where every row is computed from its beginning, as where its experts are recorded."""
         self._engine, self._sampling, self._max_batch, self._kept = engine, sampling, max_batch, kept
         self._waiting: list[_Sequence] = []
@@ -295,7 +277,7 @@ class EmbeddedSession:
         if others:
             self._rows = [row for rows, _, _, _ in parts for row in rows]
             self._hidden = torch.cat([hidden for _, hidden, _, _ in parts])
-            stored = [cache.stored(i, 0) for _, _, cache, places in parts for i in places]
+            stored = [cache.stored(i) for _, _, cache, places in parts for i in places]
             self._cache = KvCache.going_on(stored, max(row.room for row in self._rows))
 
     def _prefilled(self, rows: list[_Sequence]) -> _Part:
@@ -353,10 +335,6 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
         )
 
 
-def _keys(group: PromptGroup) -> list[Key]:
-    return [(seed, group.context(i)) for i, seed in enumerate(group.seeds)]
-
-
 def _in_order(completions: dict[int, Completion], samples: Sequence[int]) -> list[Completion]:
     return [completions[sample] for sample in samples]
 
@@ -380,11 +358,9 @@ ENGINE = EngineEntry(
         arch,
         rollout_formats(config.precision, arch.num_layers),
         config.rollout.max_batch,
-        keeps_cache=not config.pipeline.recompute_kv_cache_after_weight_update,
     ),
     requirements=lambda: "exact FP8 emulation on this CPU",
     memory=_memory,
     arithmetic=lambda config: "exact",
     continues=lambda config: "equal",
-    keeps_cache=True,
 )

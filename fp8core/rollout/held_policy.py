@@ -80,13 +80,6 @@ class HeldPolicy(ABC):
         for cache in self._caches():
             cache.zero_()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of the device in use by this process's tensors, and free on it; zeros on a CPU."""
-        if self._device.type != "cuda":
-            return {"allocated": 0, "free": 0}
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return {"allocated": torch.cuda.memory_allocated(self._device), "free": free}
-
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Names of what runs: `model`, `linears` with kernel and type, `attention` by layer, `head`, `activations`."""

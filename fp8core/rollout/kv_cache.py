@@ -1,7 +1,7 @@
 """Stored keys and values of completions that the embedded engine decodes together."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class StoredRow(NamedTuple):
-    """K and V of a completion by layer, each [heads, tokens but the last, d], and the policy that wrote the newest."""
+    """K and V of a completion by layer, each [heads, tokens but the last, d]."""
 
-    version: int
     keys: list[Tensor]
     values: list[Tensor]
 
@@ -72,13 +71,13 @@ class KvCache:
             cache._values[layer] = _left_padded([row.values[layer] for row in rows], longest, room)
         return cache
 
-    def stored(self, row: int, version: int) -> StoredRow:
+    def stored(self, row: int) -> StoredRow:
         seen = self._valid[row, : self._columns]
         keys, values = (
             [part[row, :, : self._columns][:, seen] for part in parts if part is not None]
             for parts in (self._keys, self._values)
         )
-        return StoredRow(version, keys, values)
+        return StoredRow(keys, values)
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) these rows of the batch: int64 [B']."""
@@ -96,50 +95,27 @@ def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
     return whole
 
 
-class KeptRows(Protocol):
-    """Keys and values of completions that ended, for others that go on from them."""
+class ContinuedRows:
+    """Rows of completions that ended, by seed, for others that go on from them: the newest `most`, or all."""
 
-    def take(self, key: Key) -> StoredRow | None:
-        """The row that the completion of this key goes on from, handed out once; None where none is kept."""
-        ...
-
-    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
-        """A row of a cache has ended with this key."""
-        ...
-
-
-class TurnRows:
-    """Of a session, by seed: the next turn of an episode goes on from its last one. The newest `most` are kept."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, finishes: Collection[Finish], most: int | None = None) -> None:
+        """`finishes`: those that another completion may go on from."""
+        self._finishes, self._most = finishes, most
         # All tokens, and what the cache had of them when they were complete.
-        self._kept: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
+        self._rows: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
 
     def take(self, key: Key) -> StoredRow | None:
+        """The row that the completion of this key goes on from, handed out once."""
         seed, tokens = key
-        kept = self._kept.pop(seed, None)
-        return kept[1] if kept is not None and tokens[: len(kept[0])] == kept[0] else None
+        known = self._rows.pop(seed, None)
+        return known[1] if known is not None and tokens[: len(known[0])] == known[0] else None
 
     def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
-        if finish == "length":
+        if finish not in self._finishes:
             return
-        self._kept[key[0]] = key[1], cache.stored(row, 0)
-        while len(self._kept) > self._most:
-            del self._kept[next(iter(self._kept))]
+        self._rows[key[0]] = key[1], cache.stored(row)
+        if self._most is not None and len(self._rows) > self._most:
+            del self._rows[next(iter(self._rows))]
 
-
-class OpenRows:
-    """Of an engine, by key: completions whose room ended under a policy `version`, in the mapping `rows`."""
-
-    def __init__(self, rows: dict[Key, StoredRow], version: int, asked: Sequence[Key]) -> None:
-        """All that are `asked` for together go on from held rows, or none of them."""
-        self._rows, self._version = rows, version
-        self._all_held = all(key in rows for key in asked)
-
-    def take(self, key: Key) -> StoredRow | None:
-        return self._rows.pop(key) if self._all_held else None
-
-    def keep(self, key: Key, finish: Finish, cache: KvCache, row: int) -> None:
-        if finish == "open":
-            self._rows[key] = cache.stored(row, self._version)
+    def clear(self) -> None:
+        self._rows.clear()

@@ -78,7 +78,6 @@ class EngineEntry:
         import_libraries: those that `build` needs, in the environment that is set. A GPU host imports vLLM for 15 s.
         continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room:
             `equal` with the tokens that it would write in one go, `anew` with others of the same distribution.
-        keeps_cache: whether it can keep, over an update, what older weights wrote into its cache.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
         stock: settings, dotted keys, with which it runs its own model; an aligned one computes FP8 alone.
@@ -100,7 +99,6 @@ class EngineEntry:
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products
     import_libraries: Callable[[], None] = lambda: None
     continues: Callable[["RunConfig"], Continuation] = lambda config: "none"
-    keeps_cache: bool = False
     sleeps: Callable[["RunConfig"], bool] = lambda config: False
     own_process: bool = False
     stock: Mapping[str, str] = field(default_factory=dict)

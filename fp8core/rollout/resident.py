@@ -7,6 +7,7 @@ that what generates is proved to be what was sent (`tasks.sync`). An engine adds
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -17,7 +18,16 @@ from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
 from fp8core.rollout.aligned import is_aligned
-from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, SyncReport, check_lengths, check_scales
+from fp8core.rollout.engine import (
+    Completion,
+    PolicyScales,
+    PromptGroup,
+    Sampling,
+    Session,
+    SyncReport,
+    check_lengths,
+    check_scales,
+)
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
 
@@ -101,6 +111,22 @@ class ResidentEngine(ABC):
         self._complete = True
         return self._read_back(scales)
 
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
+        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low."""
+        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
+        sizes = {group.group: len(group.seeds) for group in groups}
+        with closing(self.open_session(sampling)) as session:
+            session.add(groups)
+            while session.busy:
+                finished = list[Completion]()
+                for completion in session.step():
+                    completions = open_[completion.group]
+                    completions.append(completion)
+                    if len(completions) == sizes[completion.group]:
+                        finished += open_.pop(completion.group)
+                if finished:
+                    yield finished
+
     def fingerprint(self) -> str:
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
         return self._digest(self.ask_policies("read_back"))
@@ -121,11 +147,6 @@ class ResidentEngine(ABC):
             "scales": [dict(zip("qkv", layer, strict=True)) for layer in self.ask_policy("scales")],
         }
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of the engine's tensors on the device (`allocated`), and bytes free on it (`free`)."""
-        used = self.ask_policies("memory")
-        return {"allocated": max(each["allocated"] for each in used), "free": min(each["free"] for each in used)}
-
     def ask_policy(self, method: str, *arguments: Any) -> Any:
         """As `ask_policies`; the result of the first."""
         return self.ask_policies(method, *arguments)[0]
@@ -134,6 +155,14 @@ class ResidentEngine(ABC):
     def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
         """A method of the `HeldPolicy` in each process that shares the layers; numbers, strings, bytes, lists and dicts
         both ways."""
+
+    @abstractmethod
+    def open_session(self, sampling: Sampling) -> Session:
+        """Requests as they come. Raises UserError: the engine cannot sample at this temperature."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine's processes; a second call does nothing."""
 
     @abstractmethod
     def drop_prefixes(self) -> bool:
@@ -158,7 +187,11 @@ class ResidentEngine(ABC):
     def _has_fp8_cache(self) -> bool:
         return self._contract.rollout.kv_cache == "fp8"
 
-    def _read_parameters(self) -> None:
+    def _check_parts(self, missing: Sequence[str], product: str) -> None:
+        """Read the parameters of an engine that has started. Raises UserError: its library lacks parts that we use."""
+        if missing:
+            self.close()
+            raise UserError(f"{product} lacks {', '.join(missing)}")
         found = self.ask_policy("parameters")
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
 
@@ -222,15 +255,6 @@ def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     for name, linear in linears.items():
         kernels.setdefault(name.rpartition(".")[2], {})[linear["kernel"]] = None
     return {kind: "+".join(names) for kind, names in kernels.items()}
-
-
-def attention_refusals(contract: PrecisionContract, described: str) -> Iterator[str]:
-    """Products over an FP8 cache that no kernel of an engine, which is named in words, has."""
-    if contract.attention_of(contract.rollout) == "fp16_over_fp8_cache":
-        yield (
-            f"precision.attention=fp16_over_fp8_cache: {described} multiplies E4M3 Q and P over an FP8 cache; set "
-            "precision.attention=fp8, or take the aligned model"
-        )
 
 
 def executed_formats(

@@ -6,9 +6,8 @@ multiple. The experts of a layer are two parameters [experts, rows, columns], w1
 Their rows are counted through all experts. vLLM has them in a module within SGLang's. Tensors of scales are laid out as
 their codes are, one row a tile.
 
-Where a part is not made of whole tiles of block FP8, vLLM has zeros beside it. The aligned model has heads and columns
-of zeros (`architecture.with_whole_tiles`), vLLM's own models have linears that are padded one by one (`vllm.padded`).
-The zeros are not shipped: the worker writes them.
+Where a part is not made of whole tiles of block FP8, the aligned model has heads and columns of zeros beside it
+(`architecture.with_whole_tiles`). The zeros are not shipped: the worker writes them.
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
 vocabulary. Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a
@@ -24,10 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from fp8core.config.precision import PrecisionContract
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
-from fp8core.models.weights import SCALE_SUFFIX, rollout_formats
-from fp8core.numerics.e4m3 import round_up
+from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import TILE
 from fp8core.rollout.shared_weights import TensorSpec
@@ -157,7 +154,7 @@ def find_shares(
     """The share of each of the GPUs that hold the layers together.
 
     Args:
-        filled: shapes of what has zeros beside it (`filled_shapes`, `padded_shapes`).
+        filled: shapes of what has zeros beside it (`filled_shapes`).
         parameters: of one GPU.
         last: as the GPUs cut o_proj and down_proj.
         within: the end of the name of the module that has the parameters of a layer's experts.
@@ -195,16 +192,6 @@ def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters that the aligned model has zeros in, by name."""
     own = parameter_shapes(arch)
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
-
-
-def padded_shapes(arch: Architecture, contract: PrecisionContract) -> dict[str, tuple[int, ...]]:
-    """Shapes of the linears in block FP8 that vLLM's own models have zeros in, by name."""
-    formats = rollout_formats(contract, arch.num_layers).stored_names()
-    return {
-        name: tuple(round_up(size, TILE) for size in shape)
-        for name, shape in parameter_shapes(arch).items()
-        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape)
-    }
 
 
 def find_slots(

@@ -134,8 +134,6 @@ def _replayed(original: RunSnapshot, run: RunContext, steps: range, overrides: S
         verdict = replace(_compare(original, run, index, time.perf_counter() - began), asked_again=_answers(run, index))
         if verdict.outcome == "different":
             verdict = replace(verdict, causes=(*_went_on(original, index, steps[0]), *verdict.causes))
-        if verdict.outcome != "equal":
-            verdict = replace(verdict, causes=(*verdict.causes, *_lost_cache(original, run.config, steps[0], index)))
         yield verdict
         if verdict.outcome == "different":
             return
@@ -252,18 +250,6 @@ def _other_hardware(stored: StepManifest) -> Iterator[str]:
     machine = list(value_differences("hardware", stored.observed.hardware, hardware()))
     if machine:
         yield f"hardware differs: {', '.join(difference.change('hardware') for difference in machine)}"
-
-
-def _lost_cache(original: RunSnapshot, config: RunConfig, first: int, index: int) -> Iterator[str]:
-    """A line where the run kept the KV cache of older weights across an update, and the replay recomputed it."""
-    # From step 1 on, a replay keeps its cache as the run did, until the step at which the run was resumed.
-    committed = original.ledger.steps()[index].committed_ms / 1000
-    resumed = any(segment.started < committed for segment in original.ledger.segments()[1:])
-    if index > START and (first > START + 1 or resumed) and not config.pipeline.recompute_kv_cache_after_weight_update:
-        yield (
-            "a cache of older weights is stored nowhere (pipeline.recompute_kv_cache_after_weight_update=false): "
-            "completions in flight go on from another one here"
-        )
 
 
 def _refuse_other_model(own: RunConfig, changed: RunConfig, steps: range) -> None:

@@ -2,7 +2,7 @@
 
 Cases that tests/vllm and tests/gpu have of vLLM, and that are none of SGLang here:
 
-- dense layers among those with experts (test_vllm_moe.py): SGLang has none, and such models are refused;
+- models with experts (test_vllm_moe.py): they are refused;
 - layers that processes share (test_vllm_tensor_parallel.py): an engine has one GPU;
 - engines of a cluster (test_vllm_replicas.py, in both folders): no environment of SGLang has Ray;
 - rounding points, operation by operation: SGLang's model has its own, and the aligned one equals training bit by bit;

@@ -8,7 +8,7 @@ from fp8core.rollout.sglang.worker import SglangPolicy, reply
 
 
 class FaultySglangPolicy(FaultyPolicy, SglangPolicy):
-    experts = "model.layers.0.mlp.experts"
+    """A policy of SGLang with faults."""
 
 
 def answer(model: Any, tensors: object) -> None:

@@ -34,18 +34,13 @@ def prepared_build() -> Any:
 
 
 def start_engine(
-    build: Any,
-    contract: PrecisionContract = FP8,
-    worker: str = WORKER,
-    shape: Any = None,
-    routes: bool = False,
-    **changes: Any,
+    build: Any, contract: PrecisionContract = FP8, worker: str = WORKER, shape: Any = None, **changes: Any
 ) -> Any:
     """An engine of the small shape, or of another."""
     from fp8core.rollout.sglang.engine import SglangEngine
 
     options = OPTIONS.model_copy(update=changes)
-    return SglangEngine(Architecture(**(shape or SHAPE)), contract, options, 16, build, worker, routes)
+    return SglangEngine(Architecture(**(shape or SHAPE)), contract, options, 16, build, worker)
 
 
 def two_policies() -> Any:

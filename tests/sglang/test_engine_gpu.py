@@ -193,19 +193,6 @@ def test_bf16_and_llama(sglang_build):
         engine.close()
 
 
-def test_a_batch_does_not_matter_to_deterministic_inference(sglang_build, policies):
-    engine = start_engine(sglang_build, batch_invariant=True)
-    try:
-        engine.update(policies[0].tensors, policies[0].scales, 0)
-        groups = build_groups(12, 2)
-        together = collect(engine, groups, Sampling(1.0, 24, frozenset()))
-        assert engine.drop_prefixes()
-        alone = [done for group in groups for done in collect(engine, [group], Sampling(1.0, 24, frozenset()))]
-        assert alone == together
-    finally:
-        engine.close()
-
-
 def test_memory_is_given_back_and_taken(sglang_build, policies):
     engine = start_engine(sglang_build, sleep=True, kv_cache_gib=2.0)
     try:

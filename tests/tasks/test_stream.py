@@ -281,27 +281,6 @@ def test_with_drop_a_replay_and_a_run_that_was_cut_are_equal(dropping, tmp_path)
     assert run.records == dropping.records
 
 
-KEPT = {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False}
-
-
-@pytest.fixture(scope="module")
-def kept(loop_run):
-    """A run whose engine keeps the cache of older weights; for reading only."""
-    return loop_run("kept", **SETTINGS | KEPT, **{"replay.level": "tolerant"})
-
-
-def test_a_run_that_keeps_its_cache_says_that_it_is_unverifiable(kept):
-    differing = 0.0
-    for record in kept.records[1:]:
-        assert record["executed"]["behaviour"] == "unverifiable"
-        assert record["executed"]["rollout"]["kv_cache_after_update"] == "kept"
-        metrics = kept.store.get_json(kept.ledger.artifacts(record["step"])["metrics"])
-        assert metrics["rollout/unverifiable"] == 1
-        differing += metrics["alignment/tokens_differing"]
-    assert differing
-    assert [*verify(RunView.read(kept.folder))] == []
-
-
 def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):
     """Tokens of step 9 may be of policy 4: without the checkpoint of step 3 every update would be made again."""
     deep = {"pipeline.max_staleness": 4, "checkpoint.every": 1, "checkpoint.keep": 1}

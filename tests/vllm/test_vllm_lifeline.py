@@ -117,7 +117,7 @@ def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
         client.resources.engine_dead = False
         session.close()
         with pytest.raises(EngineLost, match="vLLM's engine core ended"):
-            engine.memory()
+            engine.fingerprint()
 
 
 def _generating(engine: Any, policies: Any) -> Any:

@@ -81,23 +81,16 @@ def test_a_fault_in_the_worker_is_caught(engine, policies, fault):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
-def test_a_wrong_scale_is_caught(engine, policies):
+def test_a_scale_that_is_wrong_or_was_never_written_is_caught(engine, policies):
     policy = policies[1]
-    engine.ask_policy("commit_fault", "wrong_scale")
     try:
+        engine.ask_policy("commit_fault", "wrong_scale")
         report = engine.update(policy.tensors, policy.scales, 1)
         with pytest.raises(SyncError, match=r"policy 1, layer 1: scales .* were sent, .* were read back"):
             check_report(report, policy_digest(policy.tensors), policy.scales, 1)
-    finally:
-        engine.ask_policy("commit_fault", "")
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs an FP8 cache")
-def test_a_scale_that_was_never_written_is_caught(engine, policies):
-    engine.ask_policy("commit_fault", "unwritten_scale")
-    try:
+        engine.ask_policy("commit_fault", "unwritten_scale")
         with pytest.raises(EngineUpdateError, match="layer 1: its scale of k was never written"):
-            engine.update(policies[1].tensors, policies[1].scales, 1)
+            engine.update(policy.tensors, policy.scales, 1)
     finally:
         engine.ask_policy("commit_fault", "")
 

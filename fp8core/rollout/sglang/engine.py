@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -21,22 +21,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-import numpy as np
-from torch import Tensor
-
 from fp8core.config.engines import SglangConfig
 from fp8core.config.precision import PrecisionContract
-from fp8core.errors import EngineLost, UserError
+from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
+from fp8core.rollout.requirements import EngineBuild, temperature_refusals
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
-from fp8core.rollout.routes import routes_of
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
-from fp8core.rollout.sglang.requirements import SglangBuild, temperature_refusals
+from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE
 from fp8core.rollout.sglang.settings import (
     WORKER,
-    Launch,
     described_formats,
     engine_arguments,
     executed_points,
@@ -53,8 +49,6 @@ _STEP_SECONDS = 0.01
 # Ends the thread that sends.
 _LAST = memoryview(b"")
 _DROPPED_BYTES = 1 << 20
-# Its place, and its requests or outputs.
-Group = tuple[int, list[dict[str, Any]]]
 _SLEEPING = ["kv_cache", "weights", "cuda_graph"]
 _WOKEN = {"weights": ["weights", "cuda_graph"], "kv_cache": ["kv_cache"]}
 
@@ -69,9 +63,8 @@ class SglangEngine(ResidentEngine):
         contract: PrecisionContract,
         options: SglangConfig,
         max_batch: int,
-        build: SglangBuild,
+        build: EngineBuild,
         worker: str = WORKER,
-        routes: bool = False,
     ) -> None:
         """Start SGLang.
 
@@ -79,7 +72,6 @@ class SglangEngine(ResidentEngine):
             contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
             max_batch: sequences decoded together.
             worker: path of `worker.answer`, or of a function that calls `worker.reply`.
-            routes: whether the experts that tokens went to can be reported.
 
         Raises:
             UserError: the environment was not prepared (`settings.required_environment`), or SGLang has moved what
@@ -88,26 +80,20 @@ class SglangEngine(ResidentEngine):
         """
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
-        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
-        self._build = build
+        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=False)
+        self._build, self._graphs = build, options.graphs
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
             json.dumps(model_config(arch, contract, options)), encoding="utf-8"
         )
-        launch = Launch(self._folder.name, longest, max_batch, worker, routes)
-        arguments = engine_arguments(arch, contract, options, launch)
+        arguments = engine_arguments(arch, contract, options, self._folder.name, longest, max_batch, worker)
         self._closed = False
         pipe, self._process = _start_host(arguments)
         self._host = HostPipe(pipe)
         # Before `multiprocessing` waits for its children, as it does when Python ends.
         atexit.register(self.close)
         self._host.answer()
-        missing = self.ask_policy("probe")
-        if missing:
-            self.close()
-            raise UserError(f"rollout.engine=sglang: {build.described} lacks {', '.join(missing)}")
-        self._read_parameters()
-        self._resolved: dict[str, Any] = self._host.call("resolved")
+        self._check_parts(self.ask_policy("probe"), f"rollout.engine=sglang: {build.described}")
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         return {
@@ -116,40 +102,26 @@ class SglangEngine(ResidentEngine):
             **described_formats(described, self._contract, self._arch.num_layers),
             "rounding_points": executed_points(described),
             "kernels": kernels_by_type(described["linears"]),
-            "graphs": self._resolved["graphs"],
-            "settings": self._resolved,
+            "graphs": self._graphs,
         }
 
-    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low for SGLang."""
-        self._prepare(sampling)
-        self._check_lengths(groups, sampling)
-        wanted = [
-            (place, [_sample_request(group, i, sampling) for i in range(len(group.seeds))])
-            for place, group in enumerate(groups)
-        ]
-        with closing(self._host.outputs(wanted)) as outputs:
-            for place, found in outputs:
-                group = groups[place]
-                yield [_completion(output, group, i, sampling, self._arch) for i, output in enumerate(found)]
-
     def open_session(self, sampling: Sampling) -> "SglangSession":
-        """Take requests as they come. Raises UserError: the temperature is lower than SGLang can sample at."""
         self._prepare(sampling)
-        return SglangSession(self._host, sampling, self._check_lengths, self._arch)
+        return SglangSession(self._host, sampling, self._check_lengths)
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """Log-prob of each target after its context, with one sampled token a probe; one row."""
         assert self._complete, "update() comes before score(), also after sleep()"
         found = [math.nan] * len(probes)
-        wanted = [(place, [_probe_request(probe, temperature)]) for place, probe in enumerate(probes)]
-        for place, (output,) in self._host.outputs(wanted):
-            ((token, found[place]),) = output["targets"]
-            assert token == probes[place].target, "the log-prob is not that of the target"
+        with closing(RequestStream(self._host)) as stream:
+            stream.add(enumerate(_probe_request(probe, temperature) for probe in probes))
+            for _ in probes:
+                place, output = stream.next_output()
+                ((token, found[place]),) = output["targets"]
+                assert token == probes[place].target, "the log-prob is not that of the target"
         return [found]
 
     def close(self) -> None:
-        """End SGLang's processes; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -189,7 +161,7 @@ class SglangEngine(ResidentEngine):
         self._host.call("release", _SLEEPING)
 
     def _temperature_refusals(self, temperature: float) -> Iterator[str]:
-        return temperature_refusals(temperature)
+        return temperature_refusals(temperature, LOWEST_TEMPERATURE, "SGLang")
 
 
 class HostPipe:
@@ -234,24 +206,6 @@ class HostPipe:
             pass
         return message[1]
 
-    def outputs(self, groups: Sequence[Group]) -> Generator[Group, None, None]:
-        """Outputs of each group as it finishes; closed before the last, the rest is ended."""
-        self.send("generate", groups)
-        running = True
-        try:
-            while (message := self.receive())[0] == FINISHED:
-                yield message[1], message[2]
-            running = False
-        except (EngineLost, RuntimeError):
-            running = False
-            raise
-        finally:
-            if running:
-                # After `close` there is nothing to stop, and the next call raises the loss.
-                with suppress(EngineLost):
-                    self.send(STOP)
-                    self.answer()
-
     def close(self, deadline: float) -> None:
         """Ask for the end, and drop what the host may be blocked in sending until it ends or the deadline passes."""
         with suppress(EngineLost):
@@ -264,51 +218,64 @@ class HostPipe:
                     break
 
 
+class RequestStream:
+    """Numbered requests in SGLang, which schedules them as they come and go."""
+
+    def __init__(self, host: HostPipe) -> None:
+        self._host = host
+        host.send("session")
+
+    def add(self, requests: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        self._host.send(ADD, [*requests])
+
+    def next_output(self) -> tuple[int, dict[str, Any]]:
+        _, number, output = self._host.receive()
+        return number, output
+
+    def close(self) -> None:
+        """Drop what is in flight; where the host has ended, the call that found this has raised it."""
+        with suppress(EngineLost):
+            self._host.send(STOP)
+            self._host.answer()
+
+
 class SglangSession:
-    """Requests in SGLang, which schedules them as they come and go.
+    """Completions in progress.
 
     A request that goes on after what was begun has another position in its sequence, and so draws other numbers.
     """
 
     def __init__(
-        self,
-        host: HostPipe,
-        sampling: Sampling,
-        check: Callable[[Sequence[PromptGroup], Sampling], None],
-        arch: Architecture,
+        self, host: HostPipe, sampling: Sampling, check: Callable[[Sequence[PromptGroup], Sampling], None]
     ) -> None:
         """`check` raises UserError for prompts that do not fit."""
-        self._host, self._sampling, self._check, self._arch = host, sampling, check, arch
+        self._host, self._sampling, self._check = host, sampling, check
         self._requests: dict[int, tuple[PromptGroup, int]] = {}
         self._numbers = count()
-        host.send("session")
+        self._stream = RequestStream(host)
 
     @property
     def busy(self) -> bool:
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests.
-        Raises UserError: a prompt and its completion are longer than the engine allows; none was sent then."""
+        """Further requests; where a prompt with its completion does not fit, none is sent."""
         self._check(groups, self._sampling)
         new = {next(self._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
         self._requests |= new
-        self._host.send(ADD, [(number, [_sample_request(*asked, self._sampling)]) for number, asked in new.items()])
+        self._stream.add((number, _sample_request(*asked, self._sampling)) for number, asked in new.items())
 
     def step(self) -> list[Completion]:
         """The completions that have ended; none after a moment in which none does."""
         found = list[Completion]()
         while self._requests and self._host.comes(0 if found else _STEP_SECONDS):
-            _, number, (output,) = self._host.receive()
-            found.append(_completion(output, *self._requests.pop(number), self._sampling, self._arch))
+            number, output = self._stream.next_output()
+            found.append(_completion(output, *self._requests.pop(number), self._sampling))
         return found
 
     def close(self) -> None:
         self._requests = {}
-        # The call that found the loss has raised it.
-        with suppress(EngineLost):
-            self._host.send(STOP)
-            self._host.answer()
+        self._stream.close()
 
 
 def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
@@ -339,7 +306,6 @@ def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str,
     return {
         "tokens": [*group.context(i)],
         "sampling": _sampling(sampling.temperature, wanted, seed, sorted(sampling.stop_ids)),
-        "routes": sampling.report_experts,
     }
 
 
@@ -360,9 +326,7 @@ def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> d
     }
 
 
-def _completion(
-    output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling, arch: Architecture
-) -> Completion:
+def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling) -> Completion:
     tokens, reason = output["tokens"], output["reason"]
     assert output["ids"] == tokens, "the log-probs are not those of the tokens"
     if reason == "abort":
@@ -370,16 +334,4 @@ def _completion(
     assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
     # SGLang's reason of a last token that is both, the last of all and a stop, is the length.
     finish = finish_of(tokens, len(group.begun_of(i)), sampling)
-    experts = None
-    if sampling.report_experts:
-        experts = _routes(output["routes"], arch, len(group.context(i)) + len(tokens) - 1)
-    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish, experts)
-
-
-def _routes(recorded: bytes | None, arch: Architecture, positions: int) -> Tensor:
-    """SGLang records int32 [positions, layers, k], without those of the last token."""
-    assert arch.experts is not None, "a dense model chooses no experts"
-    chosen = None
-    if recorded is not None:
-        chosen = np.frombuffer(recorded, dtype=np.int32).reshape(-1, arch.num_layers, arch.experts.per_token)
-    return routes_of("SGLang", chosen, arch.sparse_layers, positions)
+    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)

@@ -6,82 +6,58 @@ from fp8core.config.capability import Environment, Node, this_platform
 from fp8core.config.run import RunConfig
 from fp8core.models.architecture import Architecture, padded_vocabulary
 from fp8core.resources.kernels import Product, layer_products
-from fp8core.resources.memory import (
-    Device,
-    EngineMemory,
-    Need,
-    cache_refusal,
-    cache_room,
-    engine_weights,
-    gpu_engine_memory,
-    shipped_bytes,
-)
+from fp8core.resources.memory import Device, EngineMemory, engine_weights, shipped_bytes
 from fp8core.rollout.engine import RolloutEngine
-from fp8core.rollout.registry import EngineEntry, longest_refusals, longest_sequence
-from fp8core.rollout.sglang.requirements import (
-    SglangBuild,
-    contract_refusals,
-    find_build,
-    model_refusals,
-    temperature_refusals,
-)
+from fp8core.rollout.registry import EngineEntry, longest_refusals
+from fp8core.rollout.requirements import resident_memory, temperature_refusals
+from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE, contract_refusals, find_build, model_refusals
 from fp8core.rollout.sglang.settings import required_environment, suggested_environment
 
-# CUDA context, activations, captured graphs. An estimate: SGLang measures its own when it starts.
+# CUDA context, activations, captured graphs.
 _WORKSPACE = 5_000_000_000
-# Memory that a sleeping engine leaves on its GPU: CUDA context, workspaces. An estimate.
-_ASLEEP = 2_000_000_000
+_LONGEST = "rollout.sglang.context_length"
 
 
 def _build(config: RunConfig, arch: Architecture) -> RolloutEngine:
-    rollout = config.rollout
     # SGLang is optional.
     from fp8core.rollout.sglang.engine import SglangEngine
 
-    settings = config.precision, rollout.sglang, rollout.max_batch, find_build(this_platform())
-    return SglangEngine(arch, *settings, routes=rollout.router_replay)
-
-
-def _build_on(node: Node) -> SglangBuild:
-    return find_build(node.platform, node.version)
+    rollout = config.rollout
+    return SglangEngine(arch, config.precision, rollout.sglang, rollout.max_batch, find_build(this_platform()))
 
 
 def _check(config: RunConfig, node: Node) -> Iterator[str]:
-    build = _build_on(node)
+    build = find_build(node.platform, node.version)
     yield from contract_refusals(config.precision, config.rollout.sglang, build)
-    yield from temperature_refusals(config.rollout.temperature)
+    yield from temperature_refusals(config.rollout.temperature, LOWEST_TEMPERATURE, "SGLang")
 
 
 def _check_model(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    yield from longest_refusals("rollout.sglang.context_length", config.rollout.sglang.context_length, arch)
+    yield from longest_refusals(_LONGEST, config.rollout.sglang.context_length, arch)
     yield from model_refusals(arch, config.precision, config.rollout.sglang)
 
 
-def _requirements() -> str:
-    return f"{find_build(this_platform()).described}, block FP8 and BF16"
-
-
 def _environment(config: RunConfig, node: Node) -> Environment:
-    _build_on(node)
+    find_build(node.platform, node.version)
     return Environment(required_environment(), suggested_environment())
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
     """Of one GPU with one engine; there is none for a host."""
-    options = config.rollout.sglang
-    weights = engine_weights(shipped_bytes(arch, config.precision))
+    options, weights = config.rollout.sglang, engine_weights(shipped_bytes(arch, config.precision))
     if gpu is None:
         return EngineMemory((weights,))
-    share = options.mem_fraction_static if options.kv_cache_gib is None else None
-    size = "rollout.sglang." + ("kv_cache_gib" if share is None else "mem_fraction_static")
-    # Its share is of weights and cache alone. With a cache of a given size it takes what it needs.
-    static = gpu.memory if share is None else int(gpu.memory * share)
-    workspace = Need("engine workspace", _WORKSPACE, "CUDA context, activations, graphs; estimate")
-    asleep = (Need("engine asleep", _ASLEEP, "CUDA context; estimate"),) if options.sleep else None
-    room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, static - weights.bytes)
-    refusal = cache_refusal(room, "rollout.sglang.context_length", _longest(config, arch), size)
-    limit = min(gpu.memory, static + _WORKSPACE)
-    return gpu_engine_memory((weights, workspace), asleep, limit, room, refusal, size=size, share=share)
+    return resident_memory(
+        config,
+        arch,
+        gpu,
+        options,
+        weights=weights,
+        share=("rollout.sglang.mem_fraction_static", options.mem_fraction_static),
+        longest=(_LONGEST, _longest(config, arch)),
+        workspace=_WORKSPACE,
+        workspace_in_share=False,
+    )
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:
@@ -105,7 +81,7 @@ ENGINE = EngineEntry(
     build=_build,
     check=_check,
     check_model=_check_model,
-    requirements=_requirements,
+    requirements=lambda: find_build(this_platform()).described,
     environment=_environment,
     memory=_memory,
     gpus=lambda config: config.cluster.engines,

@@ -1,19 +1,17 @@
-"""The only place that touches what SGLang does not publish: attributes of attention layers and experts, kernels, the
-KV cache.
+"""The only place that touches what SGLang does not publish: attributes of attention layers, kernels, the KV cache.
 
 `probe` looks for all of it when an engine starts. Attributes are read, and those that SGLang leaves empty are filled;
 no method is replaced.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8core.numerics.e4m3 import Codes, scale_from_amax
+from fp8core.numerics.e4m3 import scale_from_amax
 from fp8core.numerics.recipe import TILE
-from fp8core.rollout.slots import expert_layers
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
 _SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
@@ -98,7 +96,7 @@ def probe(model: nn.Module) -> list[str]:
     missing += [f"KV pool.{part}" for part in _POOL_PARTS if not hasattr(pool, part)]
     if backend_type(model) is torch.float8_e4m3fn and not has_scales(model):
         missing.append("layers that take scales")
-    return missing + [f"{name}: a kernel that is named" for name, each in expert_layers(model) if not _kernel(each)]
+    return missing
 
 
 def backend_type(model: nn.Module) -> torch.dtype:
@@ -121,27 +119,15 @@ def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Method and weight type of every linear of the decoder layers, and of the experts of each, by name."""
-    linears = {
-        name: _described(type(module.quant_method).__name__, module.get_parameter("weight"))
+    """Method and weight type of every linear of the decoder layers, by name."""
+    return {
+        name: {
+            "kernel": type(module.quant_method).__name__,
+            "dtype": str(module.get_parameter("weight").dtype).removeprefix("torch."),
+        }
         for name, module in model.named_modules()
         if name.endswith("_proj") and hasattr(module, "quant_method")
     }
-    experts = {name: _described(_kernel(each), each.get_parameter("w13_weight")) for name, each in expert_layers(model)}
-    return linears | experts
-
-
-def _described(kernel: str, weight: Tensor) -> dict[str, str]:
-    return {"kernel": kernel, "dtype": str(weight.dtype).removeprefix("torch.")}
-
-
-def _kernel(experts: nn.Module) -> str:
-    """The method of experts, with the kernel that it chose where it has a choice; empty where it does not say."""
-    method: Any = experts.quant_method
-    if hasattr(method, "quantisers"):
-        return type(method).__name__
-    chosen = getattr(getattr(method, "runner", None), "runner_backend", None)
-    return "" if chosen is None else f"{type(method).__name__} by {chosen.value}"
 
 
 def describe_head(model: nn.Module) -> str:
@@ -153,37 +139,16 @@ def describe_head(model: nn.Module) -> str:
 
 
 def describe_scale_rule(model: nn.Module) -> str:
-    """The rule of every FP8 linear and expert, found from what each quantised; `none` where there are none."""
-    modules: list[Any] = list(model.modules())
-    rules = {
-        _rule_of(module.quant_method.quantise, module.get_parameter("weight"))
-        for module in modules
-        if hasattr(getattr(module, "quant_method", None), "quantise")
-    }
-    for _, experts in expert_layers(model):
-        if hasattr(experts.quant_method, "quantisers"):
-            rules |= _rules_of_experts(experts)
-    return "+".join(sorted(rules)) or "none"
+    """The rule of every FP8 linear, found from what each quantised; `none` where there are none."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "quant_method")]
+    return "+".join(sorted({_rule_of(each) for each in modules if hasattr(each.quant_method, "quantise")})) or "none"
 
 
-def _rules_of_experts(experts: Any) -> set[str]:
-    """Of the inputs of both products."""
-    w13, w2 = experts.get_parameter("w13_weight"), experts.get_parameter("w2_weight")
-    quantisers = experts.quant_method.quantisers(w13.device)
-
-    def activated(x: Tensor) -> Codes:
-        # silu(64) is 64, so that what is quantised is 64 x; of its scales 1 / 64 are those of x.
-        codes, scales = quantisers.activated(torch.cat((torch.full_like(x, 64.0), x), dim=1))
-        return codes, scales / 64
-
-    return {_rule_of(quantisers.inputs, w13), _rule_of(activated, w2)}
-
-
-def _rule_of(quantise: Callable[[Tensor], Codes], weight: Tensor) -> str:
-    columns = weight.shape[-1]
+def _rule_of(linear: Any) -> str:
+    weight, columns = linear.weight, linear.weight.shape[-1]
     # Magnitudes over several powers of two, so that no group's amax / 448 is one by chance.
     x = torch.linspace(-3, 5, 4 * columns, device=weight.device).view(4, columns).to(torch.bfloat16)
-    scales = quantise(x)[1].float()
+    scales = linear.quant_method.quantise(x)[1].float()
     amax = x.float().view(4, columns // TILE, TILE).abs().amax(-1)
     found = [rule for rule in ("pow2", "fp32") if torch.equal(scales, scale_from_amax(amax, rule))]
     return found[0] if len(found) == 1 else "unknown"

@@ -1,4 +1,4 @@
-"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang; its experts are in `experts`.
+"""Block-FP8 linears and an FP32 head, as a quantisation method of SGLang.
 
 The quantiser of activations, the product of codes and the head are those that train. Weights and their scales are read
 where they were written: nothing is laid out anew after loading.
@@ -46,7 +46,7 @@ class BlockFp8Linear(LinearMethodBase):
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Lay nothing out anew."""
+        """Nothing is laid out anew."""
 
     def quantise(self, x: Tensor) -> Codes:
         """Codes and scales of BF16 [tokens, in]."""
@@ -102,19 +102,11 @@ class PolicyQuantisation(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Linears, experts, embedding and head; attention has its scales from our backend."""
+        """Linears, embedding and head; attention has its scales from our backend."""
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._groups)
         if isinstance(layer, VocabParallelEmbedding):
             return Fp32Head() if self._head == "fp32" else UnquantizedEmbeddingMethod()
-        # Processes without a model have no use for what these import.
-        from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-        from fp8core.rollout.sglang.experts import BlockFp8Experts
-
-        if isinstance(layer, FusedMoE) and not self._keeps(prefix):
-            return BlockFp8Experts(self._groups)
-        # Attention, and experts in BF16, which are SGLang's own then.
         return None
 
     def _keeps(self, prefix: str) -> bool:

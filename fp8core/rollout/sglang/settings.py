@@ -5,13 +5,11 @@ Everything that decides a bit is pinned here (facts about SGLang 0.5.15 on Hoppe
 - Its own block-FP8 linears quantise activations by FP32 scales on Hopper, whatever the weights' scales are
   (`deep_gemm_wrapper/configurer.py`). A quantisation method of ours (`quantisation`) has the contract's rule, with the
   quantiser and the product that train.
-- So do its FP8 experts; a method of ours (`experts`) multiplies by DeepGEMM's grouped product. BF16 experts are its own
-  in Triton. Router logits are BF16, whatever the contract's points are; gate weights are FP32.
 - FP8 attention is FlashAttention 3. SGLang casts Q unscaled, without saturation, and takes 1.0 where it finds no
   scale of K or V. An attention backend of ours (`attention`) makes the codes and hands the scales to the kernel.
 - Logits are FP32 sums of BF16 products. SGLang's FP32 head would multiply in FP32, a copy of the head each step.
-- SGLang has seeds in deterministic inference alone. Otherwise a sampler of ours (`sampler`) draws by the embedded
-  engine's function of logits, seed and position.
+- A sampler of ours (`sampler`) draws by the embedded engine's function of logits, seed and position: SGLang itself has
+  seeds in deterministic inference alone.
 - Log-probs are those of the tempered distribution, which is sampled from: nothing truncates it.
 
 `rollout.sglang.model: aligned` runs the model of `fp8core.rollout.sglang.aligned`, which computes with the functions
@@ -22,7 +20,6 @@ imports no SGLang.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +38,8 @@ WORKER = "fp8core.rollout.sglang.worker.answer"
 # FlashAttention 3 with the policy's scales, and ours for all steps.
 _BACKENDS = ("ScaledAttention", "AlignedAttention")
 _POINTS = "kernels of SGLang"
-_EXPERTS_KERNEL = "triton"
-# Methods that compute what the contract means, by type of the weights, with the kernel where SGLang chooses one.
-_KERNELS = {
-    "bfloat16": ("UnquantizedLinearMethod", f"UnquantizedFusedMoEMethod by {_EXPERTS_KERNEL}"),
-    "float8_e4m3fn": ("BlockFp8Linear", "BlockFp8Experts"),
-}
+# Methods that compute what the contract means, by type of the weights.
+_KERNELS = {"bfloat16": ("UnquantizedLinearMethod",), "float8_e4m3fn": ("BlockFp8Linear",)}
 # SGLang ends a request of the full length this many tokens before its context does.
 BEYOND = 2
 _GIB = 1 << 30
@@ -77,41 +70,37 @@ another.
 """
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The arguments that one engine is started with.
+def engine_arguments(
+    arch: Architecture,
+    contract: PrecisionContract,
+    options: SglangConfig,
+    folder: str,
+    longest: int,
+    max_batch: int,
+    worker: str = WORKER,
+) -> dict[str, Any]:
+    """Arguments of `sglang.srt.server_args.ServerArgs`: plain values, which travel to another process.
 
-    Attributes:
+    Args:
         folder: of a config.json (`model_config`), and of the worker's requests; weights come by the first update.
         longest: tokens of the longest prompt with its completion.
         worker: path of the function that answers in the process with the model (`worker.answer`).
-        routes: whether the experts that tokens went to are recorded.
     """
-
-    folder: str
-    longest: int
-    max_batch: int
-    worker: str = WORKER
-    routes: bool = False
-
-
-def engine_arguments(
-    arch: Architecture, contract: PrecisionContract, options: SglangConfig, launch: Launch
-) -> dict[str, Any]:
-    """Arguments of `sglang.srt.server_args.ServerArgs`: plain values, which travel to another process."""
+    name = ALIGNED if options.model == "aligned" else REGISTERED
     return {
-        "model_path": launch.folder,
+        "model_path": folder,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "dtype": "bfloat16",
         "random_seed": 0,
         "quantization": REGISTERED,
-        "attention_backend": ALIGNED if options.model == "aligned" else REGISTERED,
-        # Deterministic inference has SGLang's own sampler, which takes seeds then.
-        **({"enable_deterministic_inference": True} if options.batch_invariant else own_sampler(options)),
+        "attention_backend": name,
+        "sampling_backend": name,
+        # Brings the parameters of requests to the sampler.
+        "enable_custom_logit_processor": True,
         "kv_cache_dtype": "fp8_e4m3" if contract.rollout.kv_cache == "fp8" else "bf16",
-        "context_length": launch.longest + BEYOND,
-        "max_running_requests": launch.max_batch + SPARE,
+        "context_length": longest + BEYOND,
+        "max_running_requests": max_batch + SPARE,
         "max_total_tokens": cache_tokens(arch, contract, options),
         "mem_fraction_static": options.mem_fraction_static,
         "chunked_prefill_size": options.chunked_prefill_size,
@@ -119,28 +108,11 @@ def engine_arguments(
         "disable_cuda_graph": not options.graphs,
         # Compiled pieces of prompts round where torch.compile fuses, graphs of decode steps do not.
         "disable_prefill_cuda_graph": True,
-        **({"cuda_graph_max_bs_decode": launch.max_batch} if options.graphs else {}),
+        **({"cuda_graph_max_bs_decode": max_batch} if options.graphs else {}),
         "enable_memory_saver": options.sleep,
-        "custom_weight_loader": [launch.worker],
-        **({} if arch.experts is None else experts_arguments(launch)),
+        "custom_weight_loader": [worker],
         "log_level": "error",
     }
-
-
-def own_sampler(options: SglangConfig) -> dict[str, Any]:
-    """Our sampler, and the flag that brings the parameters of requests to it."""
-    name = ALIGNED if options.model == "aligned" else REGISTERED
-    return {"sampling_backend": name, "enable_custom_logit_processor": True}
-
-
-def experts_arguments(launch: Launch) -> dict[str, Any]:
-    """The kernel of experts in BF16, and whether choices of experts are recorded.
-
-    SGLang records them in one buffer for all steps. A step that it schedules ahead would write over those of the step
-    before, while they are copied to the host (`managers/scheduler.py`). So it must schedule none ahead then.
-    """
-    recorded = {"enable_return_routed_experts": True, "disable_overlap_schedule": True} if launch.routes else {}
-    return {"moe_runner_backend": _EXPERTS_KERNEL, **recorded}
 
 
 def cache_tokens(arch: Architecture, contract: PrecisionContract, options: SglangConfig) -> int | None:
@@ -157,19 +129,13 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[], pad_id=None, dtype="bfloat16")
     formats = rollout_formats(contract, arch.num_layers).stored_names()
     linears = (name for name in parameter_shapes(arch) if is_linear(name))
-    kept = dict.fromkeys(_module(name) for name in linears if formats.of(name) != "fp8_block")
+    kept = [name.removesuffix(".weight") for name in linears if formats.of(name) != "fp8_block"]
     section = block_fp8_section(["lm_head", *kept])
     about = {"quant_method": REGISTERED, "scale_rule": contract.scale_rule, "head": contract.rollout.head}
     # SGLang refuses a context beyond the model's positions.
     positions = {"max_position_embeddings": arch.max_positions + BEYOND}
     made = {**config, **positions, "quantization_config": {**section, **about}}
     return aligned_config(made, arch, contract.recipe) if options.model == "aligned" else made
-
-
-def _module(name: str) -> str:
-    """The module of a linear's weight; of an expert the one that holds all of a layer."""
-    stem, experts, _ = name.partition(".experts.")
-    return f"{stem}.experts" if experts else name.removesuffix(".weight")
 
 
 def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:

@@ -6,7 +6,8 @@ The request and its answer are files of the engine's folder, which is the model'
 
 import pickle
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +36,16 @@ def register() -> None:
     QUANTIZATION_METHODS[REGISTERED] = PolicyQuantisation
     server_args.add_quantization_method_choices([REGISTERED])
     server_args.add_attention_backend_choices([REGISTERED, ALIGNED])
-    server_args.add_deterministic_attention_backend_choices([REGISTERED])
-    server_args.add_radix_supported_deterministic_attention_backend_choices([REGISTERED])
-    register_attention_backend(REGISTERED)(_scaled_attention)
-    register_attention_backend(ALIGNED)(_aligned_attention)
-    register_sampler_backend(REGISTERED, _seeded_sampler)
-    register_sampler_backend(ALIGNED, _aligned_sampler)
+    register_attention_backend(REGISTERED)(_lazily("attention:ScaledAttention"))
+    register_attention_backend(ALIGNED)(_lazily("aligned:AlignedAttention"))
+    register_sampler_backend(REGISTERED, _lazily("sampler:SeededSampler"))
+    register_sampler_backend(ALIGNED, _lazily("aligned:AlignedSampler"))
 
 
-def _scaled_attention(runner: Any) -> Any:
-    from fp8core.rollout.sglang.attention import ScaledAttention
-
-    return ScaledAttention(runner)
-
-
-def _aligned_attention(runner: Any) -> Any:
-    from fp8core.rollout.sglang.aligned import AlignedAttention
-
-    return AlignedAttention(runner)
-
-
-def _aligned_sampler() -> Any:
-    from fp8core.rollout.sglang.aligned import AlignedSampler
-
-    return AlignedSampler()
-
-
-def _seeded_sampler() -> Any:
-    from fp8core.rollout.sglang.sampler import SeededSampler
-
-    return SeededSampler()
+def _lazily(place: str) -> Callable[..., Any]:
+    """A class of a module beside this one: processes without a model have no use for what these import."""
+    module, name = place.split(":")
+    return lambda *arguments: getattr(import_module(f"fp8core.rollout.sglang.{module}"), name)(*arguments)
 
 
 def run_scheduler(*arguments: Any, **settings: Any) -> None:
@@ -118,7 +99,7 @@ class Mailbox:
 
 
 def answer(model: nn.Module, tensors: object) -> None:
-    """A loader of weights, as SGLang calls it: the request in the engine's folder gets its answer."""
+    """A loader of weights, as SGLang calls it."""
     reply(model, SglangPolicy)
 
 

@@ -88,10 +88,6 @@ class DecodeImpl(FlashAttentionImpl):
 
 
 def keys_and_values(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """E4M3 [blocks, page, kv_heads, head_size] views: vLLM 0.26 has values beside keys, versions before apart."""
-    codes = cache.view(torch.float8_e4m3fn)
-    if codes.dim() == 5:
-        keys, values = codes.unbind(0)
-    else:
-        keys, values = codes.transpose(1, 2).split(head_size, dim=-1)
+    """E4M3 [blocks, page, kv_heads, head_size] views of values beside keys."""
+    keys, values = cache.view(torch.float8_e4m3fn).transpose(1, 2).split(head_size, dim=-1)
     return keys, values

@@ -13,8 +13,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,21 +33,24 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
+from fp8core.rollout.requirements import EngineBuild, temperature_refusals
 from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
-from fp8core.rollout.routes import routes_of
 from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import Share, filled_shapes, find_shares, padded_shapes
-from fp8core.rollout.vllm.internals import end_calls, load_model_class, probe_client, register_aligned_models
-from fp8core.rollout.vllm.requirements import VllmBuild, memory_shortage, temperature_refusals
+from fp8core.rollout.slots import Share, filled_shapes, find_shares
+from fp8core.rollout.vllm.internals import (
+    end_calls,
+    load_model_class,
+    probe_client,
+    recorded_experts,
+    register_aligned_models,
+)
+from fp8core.rollout.vllm.requirements import lowest_temperature, memory_shortage
 from fp8core.rollout.vllm.settings import (
     ALIGNED_KERNEL,
     WORKER,
-    Launch,
-    attention_backend,
     described_formats,
     engine_arguments,
     executed_points,
-    experts_arguments,
     model_config,
     required_environment,
 )
@@ -76,7 +79,7 @@ class VllmEngine(ResidentEngine):
         contract: PrecisionContract,
         options: VllmConfig,
         max_batch: int,
-        build: VllmBuild,
+        build: EngineBuild,
         worker: str = WORKER,
         routes: bool = False,
     ) -> None:
@@ -94,17 +97,14 @@ class VllmEngine(ResidentEngine):
             RuntimeError: vLLM did not start for another reason.
         """
         _check_environment(required_environment(contract, options, build))
-        if build.platform == "cpu":
+        if not build.on_gpu:
             # Registers the quantisation method that `engine_arguments` names.
-            import fp8core.rollout.vllm.in_place
-        elif options.model == "stock" and padded_shapes(arch, contract):
-            # The one that `model_config` names.
-            import fp8core.rollout.vllm.padded  # noqa: F401
+            import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
         longest = options.max_model_len or arch.max_positions
         super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
-        self._build, self._aligned, self._ranks = build, options.model == "aligned", options.tensor_parallel
-        attention = attention_backend(arch, contract, options)
+        self._build, self._options = build, options
+        self._aligned = options.model == "aligned"
         before = multiprocessing.active_children()
         # vLLM reads the folder while it starts. One that is killed later leaves none.
         with tempfile.TemporaryDirectory(prefix="fp8-grpo-") as folder:
@@ -112,14 +112,14 @@ class VllmEngine(ResidentEngine):
             for name in config["architectures"]:
                 load_model_class(name)
             Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-            launch = Launch(folder, self._longest, max_batch, worker, attention)
-            arguments = engine_arguments(contract, options, build, launch)
-            arguments |= experts_arguments(arch, contract, options, build, routes)
+            arguments = engine_arguments(
+                arch, contract, options, build, folder=folder, max_batch=max_batch, worker=worker, routes=routes
+            )
             try:
                 self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=True)
             except RuntimeError as error:
                 # vLLM's error names no reason, and its process has written much besides.
-                if build.platform == "cuda" and (shortage := memory_shortage(*torch.cuda.mem_get_info(), options)):
+                if build.on_gpu and (shortage := memory_shortage(*torch.cuda.mem_get_info(), options)):
                     raise UserError(shortage) from error
                 raise
         self._cores = [process for process in multiprocessing.active_children() if process not in before]
@@ -129,11 +129,8 @@ class VllmEngine(ResidentEngine):
         self.ask_policy("follow", os.getpid())
         found = [probe_client(self._llm.engine_core), *self.ask_policies("probe")]
         missing = sorted({part for parts in found for part in parts})
-        if missing:
-            self.close()
-            raise UserError(f"rollout.engine=vllm: {build.distribution} {build.version} lacks {', '.join(missing)}")
-        self._read_parameters()
         self._requests = 0
+        self._check_parts(missing, f"rollout.engine=vllm: {build.described}")
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         kernels = kernels_by_type(described["linears"])
@@ -146,29 +143,7 @@ class VllmEngine(ResidentEngine):
             **{name: described[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
         }
 
-    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """As `RolloutEngine.generate`. Raises UserError: a row is too long, or the temperature too low for vLLM."""
-        with closing(self.steps(groups, sampling)) as steps:
-            yield from filter(None, steps)
-
-    def steps(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Generator[list[Completion], None, None]:
-        """As `generate`, but yields after every step, mostly nothing, for callers that may end it at any time."""
-        open_: dict[int, list[Completion]] = {group.group: [] for group in groups}
-        sizes = {group.group: len(group.seeds) for group in groups}
-        with closing(self.open_session(sampling)) as session:
-            session.add(groups)
-            while session.busy:
-                finished = list[Completion]()
-                for completion in session.step():
-                    completions = open_[completion.group]
-                    completions.append(completion)
-                    if len(completions) == sizes[completion.group]:
-                        finished += open_.pop(completion.group)
-                yield finished
-
     def open_session(self, sampling: Sampling) -> "VllmSession":
-        """Send requests to the core as they come.
-        Raises UserError: the temperature is lower than vLLM can sample at."""
         self._prepare(sampling)
         if self._aligned:
             self.ask_policies("set_temperature", sampling.temperature or 1.0)
@@ -230,8 +205,9 @@ class VllmEngine(ResidentEngine):
             raise EngineLost("vLLM's engine core ended") from error
 
     def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
-        filled = filled_shapes(self._arch) if self._aligned else padded_shapes(self._arch, self._contract)
-        return find_shares(sent, filled, self._parameters, self._ranks, 0 if self._aligned else 1)
+        filled = filled_shapes(self._arch) if self._aligned else {}
+        ranks, last = self._options.tensor_parallel, 0 if self._aligned else 1
+        return find_shares(sent, filled, self._parameters, ranks, last)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._ask(self._llm.wake_up, [part])
@@ -240,7 +216,7 @@ class VllmEngine(ResidentEngine):
         self._ask(self._llm.sleep, 2)
 
     def _temperature_refusals(self, temperature: float) -> Iterator[str]:
-        return temperature_refusals(temperature, self._aligned)
+        return temperature_refusals(temperature, lowest_temperature(self._options), "vLLM")
 
     def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
         """Queue a request, and return its name; `settings` are of `SamplingParams`."""
@@ -299,7 +275,7 @@ class VllmEngine(ResidentEngine):
         experts = None
         if sampling.report_experts:
             positions = len(group.context(i)) + len(tokens) - 1
-            experts = routes_of("vLLM", done.routed_experts, self._arch.sparse_layers, positions)
+            experts = recorded_experts(done.routed_experts, self._arch.sparse_layers, positions)
         return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
 
 
@@ -315,8 +291,7 @@ class VllmSession:
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests.
-        Raises UserError: a prompt and its completion are longer than the engine allows; none was sent then."""
+        """Further requests; where a prompt with its completion does not fit, none is sent."""
         self._engine._check_lengths(groups, self._sampling)
         for group in groups:
             for i in range(len(group.seeds)):

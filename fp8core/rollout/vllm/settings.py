@@ -1,6 +1,6 @@
 """From a precision contract to the settings of a vLLM engine: its environment, its arguments, its config.json.
 
-Everything that decides a bit is pinned here (facts about vLLM 0.24 to 0.26 on Hopper):
+Everything that decides a bit is pinned here (facts about vLLM 0.26 on Hopper):
 
 - Block-FP8 linears run DeepGEMM at every batch size; left alone, vLLM takes another kernel below 32 rows.
 - DeepGEMM's activation quantiser follows VLLM_USE_DEEP_GEMM_E8M0: powers of two, or FP32.
@@ -18,7 +18,6 @@ train. This module imports no vLLM.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +33,13 @@ from fp8core.models.quantised_checkpoint import block_fp8_section
 from fp8core.models.weights import StoredNames, is_linear, rollout_formats
 from fp8core.numerics.attention import decode_kernel_takes
 from fp8core.rollout.aligned import POINTS, aligned_config, is_aligned
+from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import executed_formats
-from fp8core.rollout.slots import padded_shapes
-from fp8core.rollout.vllm.requirements import VllmBuild
 
 # The product of the aligned model, and classes of vLLM's kernels that compute what `fp8_block` means.
 ALIGNED_KERNEL = "forward_gemm"
 FP8_KERNELS = (ALIGNED_KERNEL, "DeepGemmFp8BlockScaledMMKernel", "TritonOrDeepGemmExperts", "TritonExperts")
 _KERNELS_BY_TYPE = {"bfloat16": None, "float8_e4m3fn": FP8_KERNELS}
-
-
-def experts_arguments(
-    arch: Architecture, contract: PrecisionContract, options: VllmConfig, build: VllmBuild, routes: bool
-) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` for a mixture of experts; none for a dense model.
-
-    DeepGEMM is chosen by the environment (`required_environment`): asked for by name, it would be
-    demanded of layers in BF16 as well.
-    """
-    if arch.experts is None:
-        return {}
-    arguments: dict[str, Any] = {"enable_return_routed_experts": True} if routes else {}
-    if build.platform == "cuda" and (contract.rollout.linear == "bf16" or options.experts == "triton"):
-        arguments["moe_backend"] = "triton"
-    return arguments
 
 
 def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
@@ -75,8 +57,8 @@ def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
 
 WORKER = "fp8core.rollout.vllm.worker.PolicyWorker"
 EXECUTOR = "fp8core.rollout.vllm.executor.ForkingExecutor"
-# Methods of quantisation that vLLM's registry is given (`in_place`, `padded`).
-IN_PLACE, PADDED = "fp8_grpo_in_place", "fp8_grpo_padded"
+# The method of quantisation that vLLM's registry is given (`in_place`).
+IN_PLACE = "fp8_grpo_in_place"
 
 # FlashAttention 3, ours for decode steps (`decode`), and ours for all steps (`aligned`).
 _FP8_BACKENDS = ("FlashAttentionImpl", "DecodeImpl", "AlignedImpl")
@@ -93,56 +75,37 @@ _CPU_BLOCK = 32
 _CPU_BATCHED_TOKENS = 2048
 
 
-def required_environment(contract: PrecisionContract, options: VllmConfig, build: VllmBuild) -> dict[str, str]:
+def required_environment(contract: PrecisionContract, options: VllmConfig, build: EngineBuild) -> dict[str, str]:
     """Variables that decide what vLLM computes; they must be set before it is imported."""
     required = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant))}
-    if build.platform == "cuda":
+    if build.on_gpu:
         required |= {
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1",
             "VLLM_USE_DEEP_GEMM_E8M0": str(int(contract.recipe.activations.rule == "pow2")),
             "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int(captures_prompts(options))),
         }
-        if build.takes_aligned:
-            required["VLLM_USE_BREAKABLE_CUDAGRAPH"] = str(int(captures_prompts(options)))
     return required
 
 
-def suggested_environment(threads: int, build: VllmBuild) -> dict[str, str]:
+def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
     """Variables that decide speed and talkativeness; what a user has set stays."""
     suggested = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    if build.platform == "cuda":
+    if build.on_gpu:
         # Kernels are compiled before a run (`run.compilation`): vLLM's own warm-up, one after the other, takes minutes.
         # Both sides find them where vLLM keeps its own anyway. nvcc compiles them: with NVRTC (DG_JIT_USE_NVRTC)
         # DeepGEMM 2.5.0 does not compile against CUDA 13.
         kept = Path.home() / ".cache" / "vllm" / "deep_gemm"
         suggested |= {"VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(kept)}
-    if build.platform == "cpu":
+    else:
         suggested |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     return suggested
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The arguments that one engine is started with.
-
-    Attributes:
-        model: folder of a config.json (`model_config`); weights come by the first update.
-        longest: tokens of the longest prompt with its completion.
-        worker: qualified name of the class mixed into vLLM's worker.
-        attention: vLLM's name of the attention backend, on a GPU (`attention_backend`).
-    """
-
-    model: str
-    longest: int
-    max_batch: int
-    worker: str
-    attention: str = "FLASH_ATTN"
 
 
 def attention_backend(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> str:
@@ -152,14 +115,14 @@ def attention_backend(arch: Architecture, contract: PrecisionContract, options: 
     return "CUSTOM" if fits and wanted else "FLASH_ATTN"
 
 
-def aligned_compilation(options: VllmConfig, launch: Launch) -> dict[str, Any]:
+def aligned_compilation(options: VllmConfig, max_batch: int) -> dict[str, Any]:
     """Of vLLM's `CompilationConfig`: nothing is compiled, steps are captured as they are.
 
     Operations are fused by hand, so torch.compile would only add minutes to the start. A decode step is one graph. Of a
     step with prompts, what lies between two attentions is a graph, or all of it runs eagerly.
     """
     if captures_prompts(options):
-        sizes = captured_sizes(options.captured_tokens or 0, launch.max_batch)
+        sizes = captured_sizes(options.captured_tokens or 0, max_batch)
         return {"mode": "NONE", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": sizes}
     return {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY" if options.graphs else "NONE"}
 
@@ -183,23 +146,38 @@ def captured_sizes(tokens: int, max_batch: int) -> list[int]:
 
 
 def engine_arguments(
-    contract: PrecisionContract, options: VllmConfig, build: VllmBuild, launch: Launch
+    arch: Architecture,
+    contract: PrecisionContract,
+    options: VllmConfig,
+    build: EngineBuild,
+    *,
+    folder: str,
+    max_batch: int,
+    worker: str,
+    routes: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed."""
+    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed.
+
+    Args:
+        folder: of a config.json (`model_config`); weights come by the first update.
+        worker: qualified name of the class mixed into vLLM's worker.
+        routes: whether chosen experts are recorded.
+    """
+    longest = options.max_model_len or arch.max_positions
     arguments: dict[str, Any] = {
-        "model": launch.model,
+        "model": folder,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "load_format": "dummy",
         "dtype": "bfloat16",
         "seed": 0,
-        "max_num_seqs": launch.max_batch,
-        "max_model_len": launch.longest,
+        "max_num_seqs": max_batch,
+        "max_model_len": longest,
         "tensor_parallel_size": options.tensor_parallel,
         # While the worker launches a step, the core schedules the next one in its own process: one processor for both
         # is slower than the GPU. And in a process of Ray vLLM would ask Ray for places of several workers. On a CPU
         # a worker reads its number of threads when it starts.
-        "distributed_executor_backend": EXECUTOR if build.platform == "cuda" else "mp",
+        "distributed_executor_backend": EXECUTOR if build.on_gpu else "mp",
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib),
         "block_size": options.block_size,
@@ -208,24 +186,28 @@ def engine_arguments(
         "enable_sleep_mode": options.sleep,
         "logprobs_mode": "processed_logits" if options.model == "aligned" else "processed_logprobs",
         "disable_log_stats": True,
-        "worker_extension_cls": launch.worker,
+        "worker_extension_cls": worker,
         "kv_cache_dtype": "fp8" if contract.rollout.kv_cache == "fp8" else "auto",
     }
     if contract.rollout.head == "fp32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    return arguments | (
-        _cuda_arguments(contract, options, launch) if build.platform == "cuda" else _cpu_arguments(options, launch)
-    )
+    if arch.experts is not None and routes:
+        arguments["enable_return_routed_experts"] = True
+    if not build.on_gpu:
+        return arguments | _cpu_arguments(options, longest)
+    return arguments | _cuda_arguments(arch, contract, options, max_batch)
 
 
-def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: Launch) -> dict[str, Any]:
+def _cuda_arguments(
+    arch: Architecture, contract: PrecisionContract, options: VllmConfig, max_batch: int
+) -> dict[str, Any]:
     kernels = _KERNELS if contract.rounding_points == "kernels" else ()
     custom_ops = ["+quant_fp8", *(f"+{name}" for name in kernels)]
-    own = aligned_compilation(options, launch) if options.model == "aligned" else {}
+    own = aligned_compilation(options, max_batch) if options.model == "aligned" else {}
     arguments: dict[str, Any] = {
         # Left alone vLLM takes 2,048 here, and reads prompts in four times as many steps.
-        "max_num_batched_tokens": max(options.batched_tokens, launch.max_batch),
-        "attention_config": {"backend": launch.attention, "flash_attn_version": 3},
+        "max_num_batched_tokens": max(options.batched_tokens, max_batch),
+        "attention_config": {"backend": attention_backend(arch, contract, options), "flash_attn_version": 3},
         "compilation_config": {"custom_ops": custom_ops, "pass_config": dict.fromkeys(FUSIONS, False), **own},
     }
     if contract.rounding_points == "kernels":
@@ -233,14 +215,17 @@ def _cuda_arguments(contract: PrecisionContract, options: VllmConfig, launch: La
     if contract.rollout.linear == "fp8_block":
         # The aligned model multiplies by itself; vLLM's DeepGEMM refuses widths of its own choice.
         arguments["linear_backend"] = "triton" if options.model == "aligned" else "deep_gemm"
+    if arch.experts is not None and (contract.rollout.linear == "bf16" or options.experts == "triton"):
+        # DeepGEMM is chosen by the environment: asked for by name, it would be demanded of layers in BF16 as well.
+        arguments["moe_backend"] = "triton"
     return arguments
 
 
-def _cpu_arguments(options: VllmConfig, launch: Launch) -> dict[str, Any]:
+def _cpu_arguments(options: VllmConfig, longest: int) -> dict[str, Any]:
     return {
         # vLLM takes back what a seeded request drew at the end of a part of its prompt, which CPU generators cannot do.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, launch.longest),
+        "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, longest),
         "quantization": IN_PLACE,
         "kv_cache_memory_bytes": _cache_bytes(options.kv_cache_gib or CPU_CACHE_GIB),
         "block_size": options.block_size or _CPU_BLOCK,
@@ -257,11 +242,7 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: VllmC
     config = architecture_to_hf(arch, bos_id=None, eos_ids=[0], pad_id=None, dtype="bfloat16")
     if contract.rollout.linear == "fp8_block":
         config["quantization_config"] = block_fp8_section(_kept_modules(arch, contract))
-    if options.model == "aligned":
-        return aligned_config(config, arch, contract.recipe)
-    if padded_shapes(arch, contract):
-        config["quantization_config"]["quant_method"] = PADDED
-    return config
+    return aligned_config(config, arch, contract.recipe) if options.model == "aligned" else config
 
 
 def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[str]:
@@ -283,13 +264,13 @@ def described_formats(described: Mapping[str, Any], contract: PrecisionContract,
     return executed_formats(described, contract, num_layers, _KERNELS_BY_TYPE, _FP8_BACKENDS)
 
 
-def executed_points(described: Mapping[str, Any], build: VllmBuild) -> str:
+def executed_points(described: Mapping[str, Any], build: EngineBuild) -> str:
     """The rounding points of the contract that these kernels have, or what runs where they have none of them."""
     if is_aligned(described):
         return POINTS
     operations, norms = described["custom_ops"], set(described["norms"])
     compiled = described["compilation"] != "NONE"
-    if build.platform == "cpu":
+    if not build.on_gpu:
         return "compiled for a CPU" if compiled else "native"
     own = {name for name in _KERNELS if f"+{name}" in operations or "all" in operations}
     if own == set(_KERNELS) and norms <= {"vllm_c"}:

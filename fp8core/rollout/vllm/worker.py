@@ -1,7 +1,4 @@
-"""The policy inside vLLM's worker process.
-
-vLLM mixes `PolicyWorker` into its worker (`worker_extension_cls`).
-"""
+"""The part inside vLLM's worker process: the policy that it holds; vLLM mixes `PolicyWorker` into its worker."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -145,8 +145,6 @@ def _refuse_ahead(config: RunConfig) -> None:
             f"{place}: rollout.engine={rollout.engine} does not go on from what was begun; set it to embedded, or "
             "pipeline.mode to one_step_off"
         )
-    if not config.pipeline.recompute_kv_cache_after_weight_update:
-        _refuse_kept_cache(config)
     if not config.training.deterministic and trainer_of(config.training).device(config.training) == "cuda":
         raise UserError(
             f"{place}: training.deterministic=false: a resumed run makes older policies again, bit for bit; set it to "
@@ -164,18 +162,6 @@ def _refuse_ahead(config: RunConfig) -> None:
     }
     for setting in (setting for setting, used in others.items() if used):
         raise UserError(f"{place}: {setting} is not computed for what was begun by an older policy; unset one of both")
-
-
-def _refuse_kept_cache(config: RunConfig) -> None:
-    """Refuse to keep a cache of older weights where no engine does, or where a replay is to be equal without it."""
-    place, engine = "pipeline.recompute_kv_cache_after_weight_update=false", config.rollout.engine
-    if not engine_entry(config).keeps_cache:
-        raise UserError(f"{place}: rollout.engine={engine} computes its cache anew; set it to embedded")
-    if config.replay.level != "tolerant":
-        raise UserError(
-            f"{place}: a replay and a resumed run lack that cache; replay.level={config.replay.level} promises equal "
-            "digests, set it to tolerant"
-        )
 
 
 def _refuse_unverified(config: RunConfig, reason: str) -> None:

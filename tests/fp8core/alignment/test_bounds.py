@@ -52,22 +52,15 @@ def test_every_contract_has_defaults(config, overrides, contract, limits, decisi
     assert (found.action, found.patience) == decision
 
 
-KEPT = {
-    "pipeline.mode": "asynchronous",
-    "pipeline.recompute_kv_cache_after_weight_update": False,
-    "replay.level": "tolerant",
-}
 BF16 = {"precision.training.linear": "bf16"}
 
 
 def test_every_reason_why_a_run_is_unverifiable_is_told() -> None:
-    formats, cache = "the sides compute linear fp8_block and bf16", "the engine kept the cache of older weights"
+    formats = "the sides compute linear fp8_block and bf16"
     ahead = {"pipeline.mode": "asynchronous"}
     assert unverifiable(load_config("tiny", BF16)) is None
     assert unverifiable(load_config("tiny", ahead)) is None
     assert unverifiable(load_config("tiny", ahead | BF16)) == formats
-    assert unverifiable(load_config("tiny", KEPT)) == cache
-    assert unverifiable(load_config("tiny", KEPT | BF16)) == f"{formats} and {cache}"
 
 
 def test_a_setting_replaces_its_default_and_says_so() -> None:

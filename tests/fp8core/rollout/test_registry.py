@@ -17,7 +17,7 @@ from fp8core.resources.memory import Machine
 from fp8core.rollout.registry import find_entry, longest_row
 from fp8core.run.checks.inputs import check_inputs
 from fp8core.run.checks.machine import check_engine
-from fp8core.run.checks.settings import graph_of, pipeline_of
+from fp8core.run.checks.settings import graph_of
 from fp8core.run.loop import train
 from fp8core.run.open import open_directory, open_run
 from fp8core.store.layout import LEDGER
@@ -58,7 +58,6 @@ def check(config, node):
 ENGINE = EngineEntry(name="toy", build=build, check=check)
 SHORT = EngineEntry(name="toy", build=build, longest=lambda config, arch: 20)
 NO_ENTRY = ToyEngine
-KEEPING = EngineEntry(name="toy", build=build, continues=lambda config: "equal", keeps_cache=True)
 FRESH = EngineEntry(name="toy", build=build, continues=lambda config: "equal")
 YES = EngineEntry(name="toy", build=build, continues=lambda config: True)
 NO = EngineEntry(name="toy", build=build, continues=lambda config: False)
@@ -166,11 +165,3 @@ def test_reading_a_configuration_imports_neither_torch_nor_an_engine():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_a_cache_is_kept_over_an_update_where_the_entry_says_so(toy):
-    settings = {"pipeline.mode": "asynchronous", "pipeline.recompute_kv_cache_after_weight_update": False}
-    settings |= {"replay.level": "tolerant", "precision.accept_mismatch": True}
-    pipeline_of(load_config("tiny", settings | {"rollout.engine": "toy_engine:KEEPING"}))
-    with pytest.raises(UserError, match=r"rollout.engine=toy_engine:FRESH computes its cache anew"):
-        pipeline_of(load_config("tiny", settings | {"rollout.engine": "toy_engine:FRESH"}))

@@ -1,265 +1,159 @@
 """The process between training and SGLang: its pipe, with SGLang's event loop and an engine that answers by itself."""
 
 import asyncio
-import base64
-import struct
+import multiprocessing
+import signal
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
+import answering_engine
 import pytest
 import uvloop
 
 from fp8core.errors import EngineLost
-from fp8core.models.architecture import Experts
-from fp8core.models.hub import PUBLISHED
-from fp8core.rollout.engine import PromptGroup, Sampling, Session
+from fp8core.rollout.engine import Completion, PromptGroup, Sampling, Session
 from fp8core.rollout.sglang.engine import HostPipe, SglangSession
-from fp8core.rollout.sglang.host import CLOSE, FINISHED, RESULT, STOP, Host
+from fp8core.rollout.sglang.host import ADD, Host, serve
+from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 
 # Together more than the buffer of any pipe.
-GROUPS, TOKENS = 64, 20_000
-SETTINGS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_running_requests": 65}
-REQUEST = {"tokens": [1, 2], "sampling": {}}
-# Two layers, of whose four experts a token goes to two.
-EXPERTS = Experts(count=4, per_token=2, intermediate_size=128, normalise_top_k=True, sparse_step=1, dense_layers=())
-ARCH = replace(PUBLISHED["Qwen/Qwen3-30B-A3B"], num_layers=2, experts=EXPERTS)
+TOKENS = 20_000
+SETTINGS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_running_requests": 9}
+# Python and torch start twice as slowly beside other tests.
+STARTED = 120.0
+ENDLESS = 99
+StartHost = Callable[[Callable[..., Any]], tuple[HostPipe, Any]]
+pytestmark = pytest.mark.timeout(300)
 
 
-class Answering:
-    """Stands for `sglang.Engine`: all requests end at the same moment, or none does before it is told to abort."""
+class Counting:
+    """Stands for `sglang.Engine`: tokens count on from the length of what was read; ENDLESS never ends by itself."""
 
-    def __init__(self, endless: bool) -> None:
+    policy_processor = ""
+
+    def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self.tokenizer_manager = self
-        self._endless, self._aborted, self.entered = endless, asyncio.Event(), 0
+        self._aborted, self._now, self.most = asyncio.Event(), 0, 0
 
-    async def async_generate(self, input_ids: list[int], **_: Any) -> dict[str, Any]:
-        self.entered += 1
-        if self._endless:
+    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self._now += 1
+        self.most = max(self.most, self._now)
+        # Requests reach it after a moment, and what was aborted until then does not concern them.
+        await asyncio.sleep(0.01)
+        self._aborted.clear()
+        if ENDLESS in input_ids:
             await self._aborted.wait()
-        about = {"output_token_logprobs": [(-1.0, 7, None)] * TOKENS, "finish_reason": {"type": "length"}}
-        return {"output_ids": [7] * TOKENS, "meta_info": about}
+        self._now -= 1
+        tokens = list(range(len(input_ids), len(input_ids) + sampling_params["max_new_tokens"]))
+        about = {"output_token_logprobs": [(-1.0, token, None) for token in tokens]}
+        return {"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}
 
     def abort_request(self, abort_all: bool) -> None:
         assert abort_all
         self._aborted.set()
 
 
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
-class Late(Answering):
-    """Requests reach it after a moment, and what was aborted until then does not concern them."""
-
-    async def async_generate(self, input_ids: list[int], **settings: Any) -> dict[str, Any]:
-        await asyncio.sleep(0.1)
-        self._aborted.clear()
-        return await super().async_generate(input_ids, **settings)
-
-
-def hosted(
-    engine: Answering, thread: ThreadPoolExecutor, rounds: int = 1, places: int = 64
-) -> tuple[Any, "Future[list[bool]]"]:
-    """The parent's end of a host's pipe, and the host's answers to so many generations, in a thread of its own."""
+@contextmanager
+def hosted(engine: Counting) -> Iterator[HostPipe]:
+    """The pipe to a host of this engine, which answers in a thread until it is closed."""
     ours, theirs = Pipe()
-    host = Host(theirs, engine, {**SETTINGS, "max_running_requests": places + 1})
-    wanted = [(group, [REQUEST]) for group in range(GROUPS)]
 
-    def answers() -> list[bool]:
-        # A host that fails in the middle of a message would let the parent wait for its end.
+    def answer() -> None:
         with theirs:
-            return [host.answer("generate", wanted) for _ in range(rounds)]
+            host = Host(theirs, engine, SETTINGS)
+            while host.answer(*theirs.recv()):
+                pass
 
-    return ours, thread.submit(answers)
-
-
-def test_a_parent_that_reads_late_gets_everything(thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(Answering(False), thread, rounds=2)
-    for _ in range(2):
-        assert ours.poll(60)
-        time.sleep(0.3)  # The pipe fills up.
-        found = [ours.recv() for _ in range(GROUPS + 1)]
-        assert sorted(group for kind, group, _ in found[:-1] if kind == FINISHED) == list(range(GROUPS))
-        assert all(len(output["tokens"]) == TOKENS for _, _, (output,) in found[:-1])
-        assert found[-1] == (RESULT, None)
-    assert answers.result(timeout=10) == [True, True]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(answer)
+        pipe = HostPipe(ours)
+        try:
+            yield pipe
+        finally:
+            pipe.close(time.monotonic() + 20)
+        ended.result(timeout=10)
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", [Answering, Late])
-def test_stop_ends_a_generation(kind: type[Answering], thread: ThreadPoolExecutor) -> None:
-    engine = kind(True)
-    ours, answers = hosted(engine, thread, places=8)
-    ours.send((STOP,))
-    assert ours.poll(20)
-    assert ours.recv() == (RESULT, None)
-    assert answers.result(timeout=10) == [True]
-    # Those that waited for a place have not begun.
-    assert engine.entered <= 8
-
-
-class Crowded(Answering):
-    """Remembers how many requests were in it at once."""
-
-    now = most = 0
-
-    async def async_generate(self, input_ids: list[int], **settings: Any) -> dict[str, Any]:
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.001)
-        self.now -= 1
-        return await super().async_generate(input_ids, **settings)
-
-
-def test_no_more_requests_run_than_the_batch_has_places(thread: ThreadPoolExecutor) -> None:
-    """SGLang has one place more: it counts a prompt that it cuts twice."""
-    ours, theirs = Pipe()
-    engine = Crowded(False)
-    answers = thread.submit(answer_all, Host(theirs, engine, {**SETTINGS, "max_running_requests": 9}), theirs)
-    pipe = HostPipe(ours)
-    session = session_of(pipe, Sampling(1.0, TOKENS, frozenset()))
-    session.add([group(number, 1) for number in range(12)])
-    found = []
-    while session.busy:
-        found += session.step()
-    session.close()
-    pipe.close(time.monotonic() + 20)
-    answers.result(timeout=10)
-    assert len(found) == 24
-    assert engine.most == 8
-
-
-def test_close_ends_a_generation_as_the_end_of_the_parent_does(thread: ThreadPoolExecutor) -> None:
-    ours, answers = hosted(Answering(True), thread, places=8)
-    ours.send((CLOSE,))
-    with pytest.raises(EOFError, match="closed while requests were running"):
-        answers.result(timeout=10)
-
-
-ENDLESS = 99
-
-
-class Counting(Answering):
-    """Tokens count on from the length of what was read, one a millisecond; a prompt of ENDLESS never ends by itself."""
-
-    async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
-        if ENDLESS in input_ids:
-            await self._aborted.wait()
-        tokens = list(range(len(input_ids), len(input_ids) + sampling_params["max_new_tokens"]))
-        await asyncio.sleep(len(tokens) / 1000)
-        about = {"output_token_logprobs": [(-1.0, token, None) for token in tokens]}
-        return {"output_ids": tokens, "meta_info": about | {"finish_reason": {"type": "length"}}}
-
-
-class Routed(Answering):
-    """Each position of each layer goes to experts 3 and 1, by descending weight; only where it is asked."""
-
-    async def async_generate(
-        self, input_ids: list[int], return_routed_experts: bool = False, **_: Any
-    ) -> dict[str, Any]:
-        about: dict[str, Any] = {"output_token_logprobs": [(-1.0, 7, None)] * 2, "finish_reason": {"type": "length"}}
-        if return_routed_experts:
-            positions = len(input_ids) + 1
-            chosen = struct.pack(f"{positions * 4}i", *[3, 1] * (positions * 2))
-            about["routed_experts"] = base64.b64encode(chosen).decode()
-        return {"output_ids": [7, 7], "meta_info": about}
-
-
-def session_of(pipe: HostPipe, sampling: Sampling) -> SglangSession:
-    return SglangSession(pipe, sampling, lambda groups, sampling: None, ARCH)
+def session_of(pipe: HostPipe, tokens: int) -> SglangSession:
+    return SglangSession(pipe, Sampling(1.0, tokens, frozenset()), lambda groups, sampling: None)
 
 
 def group(number: int, *prompt: int) -> PromptGroup:
     return PromptGroup(number, f"{number}", prompt, (0, 1), (7, 8))
 
 
-def answer_all(host: Host, pipe: Any) -> None:
-    """Answer until CLOSE is asked for."""
-    with pipe:
-        while host.answer(*pipe.recv()):
-            pass
-
-
-@pytest.fixture
-def opened(thread: ThreadPoolExecutor) -> Iterator[tuple[HostPipe, Session]]:
-    """A session, and the pipe to its host, which takes a second one afterwards."""
-    ours, theirs = Pipe()
-    host = Host(theirs, Counting(False), SETTINGS)
-
-    thread.submit(answer_all, host, theirs)
-    pipe = HostPipe(ours)
-    yield pipe, session_of(pipe, Sampling(1.0, 6, frozenset()))
-    pipe.close(time.monotonic() + 20)
-
-
-def test_a_session_takes_requests_while_others_run(opened: tuple[HostPipe, Session]) -> None:
-    """Of several turns: the second goes on where the first and an observation ended."""
-    _, session = opened
-    session.add([group(0, 1, 2)])
-    found, late = [], [replace(group(1, 4), begun=((5, 6), (5, 6, 6)), room=(2, 99)), group(2, 3, 3, 3)]
-    while session.busy or late:
+def finished(session: Session) -> list[Completion]:
+    found = list[Completion]()
+    while session.busy:
         found += session.step()
-        if late:
-            session.add([late.pop()])
     session.close()
+    return found
+
+
+def test_a_session_takes_requests_while_others_run() -> None:
+    """Of several turns: the second goes on where the first and an observation ended."""
+    with hosted(Counting()) as pipe:
+        session = session_of(pipe, 6)
+        session.add([group(0, 1, 2)])
+        found = session.step()
+        session.add([replace(group(1, 4), begun=((5, 6), (5, 6, 6)), room=(2, 99))])
+        found += finished(session)
     assert {(done.group, done.sample): (done.tokens, done.finish) for done in found} == {
         (0, 0): ([2, 3, 4, 5, 6, 7], "length"),
         (0, 1): ([2, 3, 4, 5, 6, 7], "length"),
         (1, 0): ([3, 4], "open"),
         (1, 1): ([4, 5, 6], "length"),
-        (2, 0): ([3, 4, 5, 6, 7, 8], "length"),
-        (2, 1): ([3, 4, 5, 6, 7, 8], "length"),
     }
 
 
-def test_a_session_that_is_left_drops_what_runs(opened: tuple[HostPipe, Session]) -> None:
-    pipe, session = opened
-    session.add([group(0, ENDLESS), group(1, 1)])
-    assert all(done.group == 1 for done in session.step())
-    session.close()
-    assert not session.busy
-    again = session_of(pipe, Sampling(1.0, 2, frozenset()))
-    again.add([group(3, 1)])
-    found = []
-    while again.busy:
-        found += again.step()
-    again.close()
-    assert [(done.group, done.tokens) for done in found] == [(3, [1, 2])] * 2
+def test_a_session_that_is_left_drops_what_runs_and_what_waits() -> None:
+    with hosted(Counting()) as pipe:
+        session = session_of(pipe, 6)
+        session.add([group(0, ENDLESS), group(1, 1), *(group(2 + more, ENDLESS) for more in range(6))])
+        assert all(done.group == 1 for done in session.step())
+        session.close()
+        assert not session.busy
+        again = session_of(pipe, 2)
+        again.add([group(3, 1)])
+        assert [(done.group, done.tokens) for done in finished(again)] == [(3, [1, 2])] * 2
 
 
-@pytest.mark.timeout(60)
-def test_a_session_takes_long_prompts_while_its_outputs_are_unread(thread: ThreadPoolExecutor) -> None:
+def test_no_more_requests_run_than_the_batch_has_places() -> None:
+    """SGLang has one place more: it counts a prompt that it cuts twice."""
+    engine = Counting()
+    with hosted(engine) as pipe:
+        session = session_of(pipe, 4)
+        session.add([group(number, 1) for number in range(12)])
+        assert len(finished(session)) == 24
+    assert engine.most == 8
+
+
+def test_a_session_takes_long_prompts_while_its_outputs_are_unread() -> None:
     """Either end has more to send than a pipe holds."""
-    ours, theirs = Pipe()
-    host = Host(theirs, Answering(False), SETTINGS)
-    with ours:
-        ended = thread.submit(answer_all, host, theirs)
-        pipe = HostPipe(ours)
-        session = session_of(pipe, Sampling(1.0, TOKENS, frozenset()))
+    with hosted(Counting()) as pipe:
+        session = session_of(pipe, TOKENS)
         session.add([group(number, 1) for number in range(8)])
         assert pipe.comes(30)
         time.sleep(0.3)  # The pipe fills up.
         session.add([group(8, *[5] * 1_000_000)])
-        found = []
-        while session.busy:
-            found += session.step()
-        session.close()
-        pipe.close(time.monotonic() + 20)
-        ended.result(timeout=10)
-    assert sorted(done.group for done in found) == sorted([*range(9)] * 2)
+        assert sorted(done.group for done in finished(session)) == sorted([*range(9)] * 2)
 
 
-def test_requests_of_a_host_that_has_ended_are_refused() -> None:
+def test_the_end_of_a_host_is_raised_by_whatever_is_asked_of_it() -> None:
     ours, theirs = Pipe()
     pipe = HostPipe(ours)
+    session = session_of(pipe, 6)
+    session.add([group(0, 1)])
     theirs.close()
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        session.step()
+    session.close()
 
     def send_on() -> None:
         while True:
@@ -267,33 +161,70 @@ def test_requests_of_a_host_that_has_ended_are_refused() -> None:
 
     with pytest.raises(EngineLost, match="SGLang's host ended"):
         send_on()
+
+
+@pytest.fixture
+def start_host() -> Iterator[StartHost]:
+    """Starts a host in a process of its own, whose engine a function of `answering_engine` makes."""
+    context, hosts = multiprocessing.get_context("spawn"), list[Any]()
+
+    def start(engine: Callable[..., Any]) -> tuple[HostPipe, Any]:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, SETTINGS, engine), daemon=False)
+        process.start()
+        hosts.append(process)
+        theirs.close()
+        pipe = HostPipe(ours)
+        assert pipe.comes(STARTED), "it neither started nor ended"
+        return pipe, process
+
+    yield start
+    for process in hosts:
+        process.kill()
+        process.join()
+
+
+def test_the_end_of_a_process_of_sglang_in_the_middle_of_a_call_is_raised(start_host: StartHost) -> None:
+    pipe, process = start_host(answering_engine.start)
+    pipe.answer()
+    pipe.send("release", [])
+    assert pipe.comes(30), "the call neither returns nor ends"
     with pytest.raises(EngineLost, match="SGLang's host ended"):
-        pipe.call("resolved")
+        pipe.receive()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_experts_come_with_completions_that_ask_for_them(thread: ThreadPoolExecutor, wanted: bool) -> None:
-    ours, theirs = Pipe()
-    thread.submit(answer_all, Host(theirs, Routed(endless=False), SETTINGS), theirs)
-    pipe = HostPipe(ours)
-    session = session_of(pipe, Sampling(1.0, 3, frozenset(), report_experts=wanted))
-    session.add([group(0, 5, 6, 8), replace(group(1, 5, 6), begun=((8,), (8,)))])
-    found = []
-    while session.busy:
-        found += session.step()
-    session.close()
+def test_a_start_that_fails_leaves_no_process(start_host: StartHost, capfd: pytest.CaptureFixture[str]) -> None:
+    pipe, process = start_host(answering_engine.fail)
+    with pytest.raises(EngineLost, match="SGLang's host ended"):
+        pipe.answer()
+    process.join(10)
+    assert process.exitcode == 1
+    assert "no memory is left for the cache" in capfd.readouterr().err
+
+
+def test_a_close_while_requests_run_is_orderly(start_host: StartHost) -> None:
+    """The host is blocked in sending outputs, and the first message that it reads is the end."""
+    pipe, process = start_host(answering_engine.start)
+    pipe.answer()
+    pipe.send("session")
+    pipe.send(ADD, [(number, {"tokens": [1, 2], "sampling": {}}) for number in range(8)])
+    assert pipe.comes(30)
     pipe.close(time.monotonic() + 20)
-    for done in found:
-        assert (done.experts is not None) == wanted
-        # Three of what was there, and the first of two that were written.
-        assert done.experts is None or done.experts.tolist() == [[[1, 3]] * 2] * 4
-
-
-def test_a_session_whose_host_ends_says_so_and_closes(thread: ThreadPoolExecutor) -> None:
-    ours, theirs = Pipe()
-    session = session_of(HostPipe(ours), Sampling(1.0, 6, frozenset()))
-    session.add([group(0, 1)])
-    theirs.close()
+    process.join(5)
+    assert process.exitcode == 0
     with pytest.raises(EngineLost, match="SGLang's host ended"):
-        session.step()
-    session.close()
+        pipe.call("release", [])
+
+
+def test_a_request_has_its_own_answer(tmp_path) -> None:
+    engine, worker = Mailbox(str(tmp_path)), Mailbox(str(tmp_path))
+    engine.ask("write", (3, {"a": b"bytes"}))
+    assert worker.asked() == ("write", (3, {"a": b"bytes"}))
+    worker.put([1.5], None)
+    assert engine.answered() == [1.5]
+    engine.ask("describe", ())
+    worker.put(None, "Traceback: broken")
+    with pytest.raises(WorkerError, match="broken"):
+        engine.answered()

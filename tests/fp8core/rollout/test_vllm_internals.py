@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -80,3 +81,22 @@ def test_experts_are_described_by_the_kernel_that_multiplies(model):
 def test_a_kernel_with_scales_of_its_own_is_named(model, copied, parameter):
     model.append(_Experts(copied))
     assert internals.probe(model) == [f"3: a kernel that reads {parameter}_weight_scale_inv"]
+
+
+def test_recorded_experts_are_ascending_and_of_sparse_layers_alone():
+    chosen = np.array([[[3, 1], [0, 0], [0, 2]], [[2, 0], [0, 0], [1, 3]]])
+    found = internals.recorded_experts(chosen, (0, 2), 2)
+    assert (found.dtype, found.tolist()) == (torch.int16, [[[1, 3], [0, 2]], [[0, 2], [1, 3]]])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "positions", "said"),
+    [
+        (None, 2, "the experts of nothing of 2 positions"),
+        (np.zeros((2, 1, 2)), 3, "of 2 of 3"),
+        (np.zeros((2, 1, 2)), 2, "one expert twice"),
+    ],
+)
+def test_experts_that_were_not_recorded_are_none(chosen, positions, said):
+    with pytest.raises(RuntimeError, match=said):
+        internals.recorded_experts(chosen, (0,), positions)

@@ -34,18 +34,3 @@ def test_a_replay_keeps_the_mode_and_the_source_of_the_runs_steps(loop_run, ahea
     scored = loop_run("scored_by_training", **{"logprobs.source": "training", "warm_start.steps": 20}, steps=1)
     with pytest.raises(UserError, match=r"logprobs\.source=pass: pipeline\.steps has tasks\.train:train_scoring"):
         scored.replayed([1], "logprobs.source=pass")
-
-
-def test_a_cache_that_was_kept_over_an_update_is_named_where_a_step_is_not_equal(loop_run):
-    kept = {"pipeline.recompute_kv_cache_after_weight_update": False, "replay.level": "tolerant"}
-    run = loop_run("kept_cache", **AHEAD, **kept, **{"correction.method": "token_tis"})
-    (verdict,) = run.replayed([1])
-    assert (verdict.outcome, verdict.causes) == ("equal", ())
-    (verdict,) = run.replayed([3])
-    assert verdict.outcome == "different"
-    (cause,) = verdict.causes
-    assert "pipeline.recompute_kv_cache_after_weight_update=false" in cause
-    run.resume()
-    (verdict,) = run.replayed([1], "training.learning_rate=0.02")
-    assert verdict.outcome != "equal"
-    assert not any("recompute_kv_cache" in cause for cause in verdict.causes), "nothing was lost before step 1"

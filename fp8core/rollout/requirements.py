@@ -1,0 +1,191 @@
+"""Requirements of vLLM and SGLang, checked before either is imported: release, formats, shapes, memory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from typing import Any
+
+from fp8core.config.engines import SglangConfig, VllmConfig
+from fp8core.config.precision import PrecisionContract
+from fp8core.config.run import RunConfig
+from fp8core.errors import UserError
+from fp8core.models.architecture import Architecture, parameter_shapes
+from fp8core.models.weights import rollout_formats
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.recipe import TILE
+from fp8core.resources.memory import (
+    CacheRoom,
+    Device,
+    EngineMemory,
+    Need,
+    cache_refusal,
+    cache_room,
+)
+from fp8core.rollout.aligned import POINTS
+from fp8core.rollout.registry import longest_sequence
+
+VersionOf = Callable[[str], str]
+_HOPPER = "sm_90"
+# Logits of a row that begins on 16 bytes, as TMA stores it; `log_softmax` sums another way from elsewhere.
+_ALIGNED_ROW = 4
+# Memory that a sleeping engine leaves on its GPU: CUDA context, graphs, workspaces. An estimate.
+_ASLEEP = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """An installed distribution of an engine."""
+
+    distribution: str
+    version: str
+    on_gpu: bool = True
+
+    @property
+    def described(self) -> str:
+        return f"{self.distribution} {self.version}" + ("" if self.on_gpu else " on a CPU")
+
+
+def find_release(
+    engine: str, platform: str, releases: Mapping[str, str], install: str, version_of: VersionOf = installed_version
+) -> EngineBuild:
+    """The installed distribution of an engine.
+
+    Args:
+        releases: the release of each distribution that we are written for; a name with `-cpu` needs no GPU.
+        install: the command that installs it.
+        version_of: raises PackageNotFoundError where a distribution is not installed.
+
+    Raises UserError: none is installed, another release, or one that does not run on this platform.
+    """
+    for name, release in releases.items():
+        try:
+            version = version_of(name)
+        except PackageNotFoundError:
+            continue
+        parts = release.split(".")
+        if version.split(".")[: len(parts)] != parts:
+            raise UserError(f"rollout.engine={engine}: {name} {version} is installed, {name} {release} is supported")
+        on_gpu = not name.endswith("-cpu")
+        if on_gpu and platform != _HOPPER:
+            where = "a machine without a GPU" if platform == "cpu" else platform
+            raise UserError(f"rollout.engine={engine}: {name} {version} on {where}: it needs {_HOPPER} (Hopper)")
+        return EngineBuild(name, version, on_gpu)
+    raise UserError(f"rollout.engine={engine}: it is not installed; {install}")
+
+
+def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[str]:
+    """Formats that no kernel of an engine's own has."""
+    if build.on_gpu and contract.attention_of(contract.rollout) == "fp16_over_fp8_cache":
+        yield (
+            f"precision.attention=fp16_over_fp8_cache: {build.described} multiplies E4M3 Q and P over an FP8 cache; "
+            "set precision.attention=fp8, or take the aligned model"
+        )
+    if contract.rollout.linear == "fp32":
+        yield f"precision.rollout.linear=fp32: {build.described} computes in BF16 or FP8; set it to bf16 or fp8_block"
+
+
+def aligned_refusals(
+    place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
+) -> Iterator[str]:
+    """The refusals of an aligned model.
+
+    Args:
+        place: the setting that asks for it, `rollout.ENGINE.model=aligned`.
+        also: what else an engine needs: the setting -> its value, the one it must be, and the reason.
+    """
+    rollout = contract.rollout
+    needed = {
+        "precision.rounding_points": (contract.rounding_points, POINTS, "its operations round there"),
+        "precision.rollout.linear": (rollout.linear, "fp8_block", "its linears multiply codes"),
+        "precision.rollout.kv_cache": (rollout.kv_cache, "fp8", "its attention reads an FP8 cache"),
+        "precision.rollout.head": (rollout.head, "fp32", "its logits are FP32"),
+        **also,
+    }
+    for setting, (value, wanted, reason) in needed.items():
+        if value != wanted:
+            yield f"{place}: {setting}={value}, it must be {wanted}: {reason}"
+
+
+def aligned_shape_refusals(place: str, arch: Architecture) -> Iterator[str]:
+    """Properties of a decoder that an aligned model does not compute; `place` as of `aligned_refusals`."""
+    group = arch.num_heads // arch.num_kv_heads
+    if arch.experts is not None:
+        yield f"{place}: the model has experts, only dense ones are aligned; set it to stock"
+    if not decode_kernel_takes(arch.head_dim, group):
+        yield (
+            f"{place}: head_dim {arch.head_dim} with {group} query heads per KV head; its attention "
+            f"needs head_dim {' or '.join(map(str, HEAD_DIMS))} and at most {LARGEST_GROUP}; set it to stock"
+        )
+    for what, size, multiple in (
+        ("hidden size", arch.hidden_size, OUTPUT_MULTIPLE),
+        ("vocabulary", arch.vocab_size, _ALIGNED_ROW),
+    ):
+        if size % multiple:
+            yield f"{place}: a {what} of {size}, which is no multiple of {multiple}; set it to stock"
+
+
+def tile_refusals(arch: Architecture, contract: PrecisionContract, cure: str) -> Iterator[str]:
+    """The first linear in block FP8 that is not made of whole tiles; `cure`: another setting, and its value."""
+    formats = rollout_formats(contract, arch.num_layers).stored_names()
+    for name, shape in parameter_shapes(arch).items():
+        if formats.of(name) == "fp8_block" and any(size % TILE for size in shape):
+            yield (
+                f"precision.rollout.linear=fp8_block: {name} is {list(shape)}, and both sides must be multiples of "
+                f"{TILE}; set it to bf16, or {cure}"
+            )
+            return
+
+
+def temperature_refusals(temperature: float, lowest: float, product: str) -> Iterator[str]:
+    if 0 < temperature < lowest:
+        yield f"rollout.temperature={temperature}: {product} samples at {lowest} or above"
+
+
+def resident_memory(
+    config: RunConfig,
+    arch: Architecture,
+    gpu: Device,
+    options: VllmConfig | SglangConfig,
+    *,
+    weights: Need,
+    share: tuple[str, float],
+    longest: tuple[str, int],
+    workspace: int,
+    workspace_in_share: bool,
+    gpus: int = 1,
+) -> EngineMemory:
+    """The memory of an engine on one of its `gpus`: weights, workspace and cache.
+
+    Args:
+        weights: of this GPU.
+        share: the setting of its share of the GPU, which counts where the cache has no size of its own.
+        longest: the setting of the longest sequence, for which the cache needs room, and its value.
+        workspace: bytes, an estimate; the engine measures its own when it starts.
+    """
+    sized = options.kv_cache_gib is not None
+    limit = gpu.memory if sized else int(gpu.memory * share[1])
+    if not workspace_in_share:
+        limit = min(gpu.memory, limit + workspace)
+    size = f"{share[0].rpartition('.')[0]}.kv_cache_gib" if sized else share[0]
+    needs = weights, Need("engine workspace", workspace, "CUDA context, activations, graphs; estimate")
+    room, refusal = cache_memory(config, arch, options, limit - weights.bytes - workspace, longest, size, gpus)
+    asleep = (Need("engine asleep", _ASLEEP, "CUDA context, graphs; estimate"),) if options.sleep else None
+    # A cache fills the engine's share of the GPU, unless the weights alone do not fit in it.
+    full = not sized and weights.bytes + workspace + room.bytes > limit
+    return EngineMemory((*needs, room.need), asleep, limit, f"{'raise' if full else 'lower'} {size}", room, refusal)
+
+
+def cache_memory(
+    config: RunConfig,
+    arch: Architecture,
+    options: VllmConfig | SglangConfig,
+    free: int,
+    longest: tuple[str, int],
+    size: str,
+    gpus: int = 1,
+) -> tuple[CacheRoom, str | None]:
+    """The cache in so many free bytes, and the reason why the engine would not start with it."""
+    room = cache_room(config, arch, longest_sequence(config, arch), options.kv_cache_gib, free, gpus)
+    return room, cache_refusal(room, *longest, size)
