@@ -26,10 +26,7 @@ _joined: str | None = None
 
 
 def connect(settings: ClusterConfig, tensor_parallel: int, option: str | None = None) -> None:
-    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again.
-
-    `option` of a command is named in errors, where the address comes from there.
-    """
+    """Connect to the cluster, or start one here; a connection that `ask_node` left serves again."""
     global _joined
     # Its own lines would stand between ours; what ends a member is in our error.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
@@ -79,10 +76,7 @@ def _refuse_silence(address: str, named: str) -> None:
 
 
 def ask_node(settings: ClusterConfig, tensor_parallel: int, wants_gpus: bool, packages: tuple[str, ...] = ()) -> Node:
-    """The machine of members of a cluster, as one of its nodes describes itself (`this_node`).
-
-    Raises UserError: the cluster cannot be used, is too small, or its node does not answer.
-    """
+    """The machine of members of a cluster, as one of its nodes describes itself. Raises UserError: it does not."""
     connect(settings, tensor_parallel)
     try:
         unit, held = checked_size(settings, tensor_parallel, wants_gpus)

@@ -35,8 +35,6 @@ class MemberFailed(RuntimeError):
 
 
 class Call(NamedTuple):
-    """A call in progress."""
-
     member: "Handle"
     ref: Any
 
@@ -50,12 +48,9 @@ class Handle:
 
 
 class Gang:
-    """Engines and trainer ranks of one run, each a member.
+    """Engines and trainer ranks of one run, each a member, in the order of their GPUs.
 
-    Attributes:
-        engines: in the order of their GPUs.
-        ranks: likewise; colocated, rank i is on the GPU of engine i.
-        unit: the resource that they take, `GPU` or `CPU`.
+    Colocated, rank i is on the GPU of engine i. `unit`: the resource that they take, `GPU` or `CPU`.
     """
 
     def __init__(
@@ -94,16 +89,11 @@ class Gang:
             raise
 
     def places(self) -> dict[str, dict[str, str | int | None]]:
-        """Address, GPU and process of each member, by its name."""
         shown = ("address", "gpu", "pid")
         return {member.name: {key: vars(member.place)[key] for key in shown} for member in self._all}
 
     def call_all(self, members: Sequence[Handle], method: str, *arguments: Any) -> list[Any]:
-        """The answers of some members to one call (errors: `gather`).
-
-        Tasks that run side by side call the same ranks. All ranks get the calls in one order: their collectives would
-        pair with those of another call.
-        """
+        """The answers of some members to one call. All ranks get calls in one order, as their collectives pair."""
         with self._order:
             calls = [member.send(method, *arguments) for member in members]
         return self.gather(calls)
@@ -143,7 +133,6 @@ class Gang:
         return [found[call.ref] for call in calls]
 
     def first_ended(self, pending: Mapping[Any, Handle]) -> Any:
-        """The first call to end, by its reference; raises MemberLost: none does in time."""
         done, _ = ray.wait(list(pending), num_returns=1, timeout=self._answer_seconds)
         if done:
             return done[0]
@@ -153,7 +142,6 @@ class Gang:
         raise lost
 
     def value(self, member: Handle, ref: Any) -> Any:
-        """The value of a call that has ended (errors: `gather`)."""
         try:
             return ray.get(ref)
         except RayTaskError as error:
@@ -195,7 +183,6 @@ class Gang:
         return bool(self._all)
 
     def close(self) -> None:
-        """End all members, give their places back, and leave the cluster; a second call does nothing."""
         if ray.is_initialized():
             self._end_members()
             if self._group is not None:
@@ -235,7 +222,6 @@ class Gang:
         check_places(self._all)
 
     def _start(self, sizes: Mapping[int, float], unit: str, arguments: tuple[Any, ...]) -> dict[int, Handle]:
-        """A member in each of these bundles, with so many of its GPUs, or places on a CPU."""
         remote: Any = ray.remote(Member)
         actors = {
             bundle: remote.options(

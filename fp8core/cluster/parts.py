@@ -49,8 +49,6 @@ def _end_with(engine: MemoryReader) -> None:
 
 
 class EnginePart:
-    """An engine that takes its weights from a rank."""
-
     def __init__(self, config: RunConfig, arch: Architecture) -> None:
         self._engine = engine = engine_entry(config).build(config, arch)
         self._session: Session | None = None
@@ -123,8 +121,6 @@ def build_sft(config: RunConfig, arch: Architecture, initial: TensorSource) -> S
 
 
 class TrainerPart:
-    """A trainer's part on one rank; what it exports waits here until it is sent."""
-
     def __init__(self, ranks: GroupRanks, config: RunConfig, arch: Architecture, masters: TensorSource) -> None:
         entry, self._ranks = trainer_of(config.training), ranks
         read = FingerprintedTensors(masters, torch.device(entry.device(config.training)))
@@ -179,7 +175,6 @@ class TrainerPart:
         return Exported(shipped.digest(), specs_of(made), all(tensor.is_cuda for tensor in made.values()))
 
     def lend(self) -> SharedWeights:
-        """Where engines of this host find the exported weights, until `release`."""
         # Engines that wake on this GPU need the memory that torch only keeps.
         torch.cuda.empty_cache()
         return self._lent.enter_context(share_weights(self._exported))

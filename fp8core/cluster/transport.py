@@ -33,14 +33,11 @@ BROADCASTS: Final[Mapping[Broadcast, str]] = {"gloo": "cpu", "nccl": "cuda:0"}
 
 
 class Meeting:
-    """The place where processes find each other: a store in the process of rank 0."""
-
     def __init__(self, host: str) -> None:
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @staticmethod
     def reach(host: str, port: int) -> TCPStore:
-        """The store of another process. Raises UserError: the network does not lead there."""
         try:
             return _connect(host, port)
         except DistNetworkError as error:
@@ -61,7 +58,6 @@ class Link:
     """One end of a broadcast of weights: process 0 sends, all others receive."""
 
     def __init__(self, host: str, port: int, name: str, path: Broadcast, process: int, count: int) -> None:
-        """Meet the other processes of this name; by NCCL each uses the one GPU that it sees."""
         store = PrefixStore(name, _connect(host, port))
         self._device = torch.device(BROADCASTS[path])
         self._group: Any
@@ -126,7 +122,6 @@ class GroupRanks:
     """`training.ranks.Ranks` of several processes: contiguous parts of a batch for each, sums in the order of one."""
 
     def __init__(self, host: str, port: int, rank: int, count: int) -> None:
-        """Meet the other ranks (errors: `Meeting.reach`)."""
         store = PrefixStore("ranks", Meeting.reach(host, port))
         # Megatron computes in this group too.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -43,7 +43,6 @@ Value = TypeVar("Value")
 
 
 def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Value:
-    """The value that all members have; raises ReplicaError where one holds `what`."""
     for member, value in zip(members, values, strict=True):
         if value != values[0]:
             raise ReplicaError(f"{member.name} and {members[0].name} hold {what}: {value} and {values[0]}")
@@ -51,10 +50,7 @@ def agreed(members: Sequence[Handle], what: str, values: Sequence[Value]) -> Val
 
 
 class RemoteWeights(dict[str, TensorSpec]):
-    """Layouts of weights that wait in ranks of a trainer.
-
-    `key`: of the trainer's parts. `on_gpu`: ranks that have all of them on their GPU.
-    """
+    """Layouts of weights that wait in ranks of a trainer; `on_gpu`: ranks that have all of them on their GPU."""
 
     def __init__(self, exported: Sequence[Exported | None], key: str) -> None:
         first = exported[0]
@@ -78,14 +74,7 @@ class Route(NamedTuple):
 def find_routes(
     ranks: Sequence[HostProcess], engines: Sequence[HostProcess], holders: Sequence[int], colocated: bool
 ) -> list[Route]:
-    """A route for each engine.
-
-    Args:
-        holders: ranks that have the whole policy on their GPU; none where it lies in main memory, or where engines
-            take tensors alone.
-        colocated: whether engines share GPUs with ranks. They then read the memory of any GPU of their host, because a
-            buffer of their own would have no room.
-    """
+    """A route for each engine; `holders`: ranks with the whole policy on their GPU, none in main memory."""
 
     def route(index: int, engine: HostProcess) -> Route:
         if not holders or engine.gpu is None:
@@ -100,8 +89,6 @@ def find_routes(
 
 
 class Links:
-    """Groups of rank 0 and the engines that it broadcasts to, each made when it is first needed."""
-
     def __init__(self, gang: Gang, host: str, port: int) -> None:
         self._gang, self._address = gang, (host, port)
         self._made = set[str]()
@@ -118,8 +105,6 @@ class Links:
 
 
 class Cluster:
-    """The members of a run, connected: they live as long as this does."""
-
     def __init__(self, config: RunConfig, wants_gpus: bool, environment: Environment) -> None:
         shared = engine_entry(config).tensor_parallel(config)
         self._arguments = config.cluster, shared, wants_gpus, environment, config.threads
@@ -130,7 +115,6 @@ class Cluster:
         return self.gang.places()
 
     def replace(self) -> None:
-        """End all members and place new ones; engines and trainers of the old ones are gone."""
         self.gang.close()
         self._open(lost=self.gang)
 
@@ -197,8 +181,7 @@ class ReplicatedEngine:
         self._read_memory = all(gang.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
-        """As `RolloutEngine.update`, in all engines at the same time; nothing travels that does not fit in all.
-        Raises ReplicaError: engines do not hold the same afterwards."""
+        """As `RolloutEngine.update`, in all engines. Raises ReplicaError: they do not hold the same afterwards."""
         layouts, ranks = dict(tensors), self._gang.ranks
         try:
             self._gang.gather(self._calls("expect", layouts, scales, version))
@@ -217,7 +200,6 @@ class ReplicatedEngine:
     def _take(
         self, routes: Sequence[Route], key: str, layouts: dict[str, TensorSpec], policy: tuple[PolicyScales, int]
     ) -> list[SyncReport]:
-        """Let each engine take the weights by its route; rank 0 sends while they receive."""
         ranks, gather = self._gang.ranks, self._gang.gather
         lenders = sorted({route.rank for route in routes if route.path == "memory"})
         # Engines need the memory of weights that none of them reads.
@@ -245,7 +227,6 @@ class ReplicatedEngine:
         return agreed(self._members, "other formats", self._gang.gather(self._ask("describe")))
 
     def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Completions, whole groups as they finish; each yield is of one engine."""
         shares = zip(self._members, shard_prompts(groups, len(self._members)), strict=True)
         working = {member: share for member, share in shares if share}
         self._gang.gather(
@@ -288,10 +269,7 @@ class ReplicatedEngine:
 
 
 class ReplicatedSession:
-    """Requests in flight in all engines; satisfies `Session`.
-
-    All requests of a group are one engine's: the next turn of an episode finds the last one in its prefix cache.
-    """
+    """Requests in flight in all engines. All of a group are one engine's, whose prefix cache has their last turns."""
 
     def __init__(self, gang: Gang, key: str) -> None:
         self._gang, self._key, self._members = gang, key, gang.engines

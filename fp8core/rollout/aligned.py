@@ -39,14 +39,12 @@ _KEY, _RECIPE_KEY = "fp8_grpo_decoder", "fp8_grpo_recipe"
 
 
 def aligned_config(config: Mapping[str, Any], arch: Architecture, recipe: Recipe) -> dict[str, Any]:
-    """A config.json for an engine's class, as one for ours."""
     (name,) = config["architectures"]
     named = {"name": recipe.name, "attention": recipe.attention}
     return {**config, "architectures": [NAMES[name]], _KEY: asdict(arch), _RECIPE_KEY: named}
 
 
 def decoder_of(config: Any) -> Architecture:
-    """The decoder that the configuration of an aligned model describes (`aligned_config`), as an engine holds it."""
     fields = dict(getattr(config, _KEY))
     scaling = fields["rope_scaling"]
     return Architecture(**fields | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
@@ -62,23 +60,14 @@ def is_aligned(described: Mapping[str, Any]) -> bool:
 
 
 class AlignedDecoder(nn.Module):
-    """The forward; to be mixed into a dense model of an engine, before it.
-
-    Modules and parameters are the engine's. GPUs that share a layer override `joined` and `joined_codes`.
-    """
+    """The forward, to be mixed into a dense model of an engine before it; GPUs may share a layer (`joined`)."""
 
     model: Any
     cosines: Tensor
     sines: Tensor
 
     def prepare(self, config: Any, heads: HeadLayout, device: torch.device) -> None:
-        """Lay out what the forward reads beside weights.
-
-        Args:
-            config: of `aligned_config`, as an engine holds it.
-            heads: of this GPU.
-            device: of the weights.
-        """
+        """Lay out what the forward reads beside weights; `config` is that of `aligned_config`, `heads` of this GPU."""
         arch = decoder_of(config)
         self._arch, self._heads, self.recipe = arch, heads, aligned_recipe(config)
         tables = [KERNELS.tables(table) for table in rotary_tables(arch)]
@@ -110,7 +99,6 @@ class AlignedDecoder(nn.Module):
         return part
 
     def _add_norm(self, x: Tensor, added: Tensor | None, norm: Any, linear: Any) -> tuple[Tensor, Operand]:
-        """The sum, and its norm as the linear reads it."""
         given = x, added, norm.weight, self._arch.rms_norm_eps
         if _multiplies_codes(linear):
             return add_norm_row_codes(*given, self.recipe.activations, self._flag)
@@ -118,13 +106,11 @@ class AlignedDecoder(nn.Module):
         return total, normed
 
     def _activated(self, inner: Tensor, linear: Any) -> Operand:
-        """SwiGLU of all GPUs, as the linear reads it."""
         if _multiplies_codes(linear):
             return self.joined_codes(swiglu_row_codes(inner, self.recipe.activations, self._flag))
         return self.joined(swiglu(inner))
 
     def _attention(self, attention: Any, rows: Operand, positions: Tensor, attend: Attend) -> Tensor:
-        """A layer's attention with both of its linears; the engine stores K and V and tracks what is cached."""
         heads, arch = self._heads, self._arch
         norms = (attention.q_norm.weight, attention.k_norm.weight) if arch.qk_norm else None
         qkv = _multiply(rows, attention.qkv_proj)
@@ -140,13 +126,11 @@ class AlignedDecoder(nn.Module):
 
 
 def _multiplies_codes(linear: Any) -> bool:
-    """False for a linear of a layer that stays in BF16."""
     codes: bool = linear.weight.dtype == torch.float8_e4m3fn
     return codes
 
 
 def _multiply(rows: Operand, linear: Any) -> Tensor:
-    """BF16 [tokens, out], by the bytes that were shipped."""
     if isinstance(rows, Tensor):
         return bf16_gemm(rows, linear.weight)
     return forward_gemm(rows, (linear.weight, linear.weight_scale_inv))

@@ -33,10 +33,7 @@ from fp8core.rollout.registry import EngineEntry
 
 @dataclass
 class _Sequence:
-    """A completion in progress: `before` tokens were there, and with `last` it has all that it may have now.
-
-    `begun` is its key when it began.
-    """
+    """A completion in progress: `begun` with `before` tokens, it has all that it may have now with `last`."""
 
     begun: Key
     group: int
@@ -50,7 +47,6 @@ class _Sequence:
 
     @classmethod
     def of(cls, group: PromptGroup, i: int, longest: int) -> "_Sequence":
-        """Of a group's completion `i`, with at most `longest` tokens, those that were begun included."""
         before = len(group.begun_of(i))
         last = before + group.room_of(i, longest)
         return cls((group.seeds[i], group.context(i)), group.group, group.samples[i], before, last)
@@ -69,7 +65,6 @@ class _Sequence:
         return len(self.begun[1]) + len(self.tokens)
 
     def note(self, token: int, logprob: float, sampling: Sampling) -> None:
-        """Append a token, unless it is done."""
         if self.finish:
             return
         self.tokens.append(token)
@@ -79,8 +74,6 @@ class _Sequence:
 
 
 class EmbeddedEngine:
-    """Generates with `models.decoder` in the rollout formats of the contract."""
-
     def __init__(self, arch: Architecture, formats: Formats, max_batch: int) -> None:
         self._decoder = Decoder(arch, formats)
         self._max_batch = max_batch
@@ -91,7 +84,6 @@ class EmbeddedEngine:
         self._scales: PolicyScales | None = None
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Copy weights and scales in, then report what is held; `version` must be that of the scales."""
         fp8_cache = any(layer.attention.name in FP8_CACHE_FORMS for layer in self._decoder.formats.layers)
         check_scales(scales, version, self._decoder.arch.num_layers if fp8_cache else 0)
         self._open.clear()
@@ -139,7 +131,6 @@ class EmbeddedEngine:
             begun += size
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
-        """Decode requests together that come at any time, each token as `generate` draws it."""
         assert self._weights is not None, "update() comes before open_session()"
         assert self._decoder.arch.sparse_layers or not sampling.report_experts, "a dense model chooses no experts"
         # Of no more than two batches: the next turn of an episode goes on from its last one.
@@ -184,10 +175,7 @@ class EmbeddedEngine:
         return self._decoder.hidden(self._weights, tokens, positions, cache, scales, routing=record or TOP_K)[:, -1]
 
     def _draw(self, hidden: Tensor, seeds: Tensor, places: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        """The next token of every row and its log-prob, int64 and FP32 [B]; `hidden`: [B, hidden] of the tokens before.
-
-        `seeds` and `places` are int64 [B]: how many tokens were drawn by the seed or said since the prompt.
-        """
+        """The next tokens and their log-probs, int64 and FP32 [B], from [B, hidden], seeds and positions."""
         assert self._weights is not None
         temperature = sampling.temperature or 1.0
         logits = self._decoder.formats.head.logits(hidden, self._weights.head)
@@ -204,13 +192,11 @@ _Part = tuple[list[_Sequence], Tensor, KvCache, list[int]]
 class EmbeddedSession:
     """Requests that are decoded together, and enter between two tokens.
 
-    A token depends on its row alone, so rows enter and leave at any time. When rows enter, the cache is copied. That
-    costs about a decoding step, so they wait until they are a quarter of those in progress. Of a row that goes on from
-    one that was kept, only new tokens are computed.
+    A token depends on its row alone. When rows enter, the cache is copied, which costs about a decoding step: they wait
+    until they are a quarter of those in progress. `kept`: None where every row is computed from its beginning.
     """
 
     def __init__(self, engine: EmbeddedEngine, sampling: Sampling, max_batch: int, kept: ContinuedRows | None) -> None:
-        """`kept`: None where every row is computed from its beginning, as where its experts are recorded."""
         self._engine, self._sampling, self._max_batch, self._kept = engine, sampling, max_batch, kept
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
@@ -281,7 +267,6 @@ class EmbeddedSession:
             self._cache = KvCache.going_on(stored, max(row.room for row in self._rows))
 
     def _prefilled(self, rows: list[_Sequence]) -> _Part:
-        """Rows whose contexts are computed, those of several rows once."""
         contexts: dict[tuple[int, ...], int] = {}
         owners = torch.tensor([contexts.setdefault(row.begun[1], len(contexts)) for row in rows], dtype=torch.int64)
         if not rows:
@@ -316,7 +301,6 @@ class EmbeddedSession:
 
 
 def _waves(groups: Sequence[PromptGroup], size: int) -> Iterator[list[PromptGroup]]:
-    """Batches of at most `size` sequences, groups whole where they fit and in parts where they do not."""
     wave: list[PromptGroup] = []
     for part in (part for group in groups for part in _parts(group, size)):
         if wave and sum(len(other.seeds) for other in (*wave, part)) > size:

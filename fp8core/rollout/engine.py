@@ -48,7 +48,6 @@ class PromptGroup:
         return min(rest, self.room[i]) if self.room else rest
 
     def without(self, known: Collection[int]) -> Self:
-        """The group without some of its samples; it may have none left."""
         left = [i for i, sample in enumerate(self.samples) if sample not in known]
 
         def of(values: tuple[_Value, ...]) -> tuple[_Value, ...]:
@@ -79,10 +78,7 @@ Finish = Literal["stop", "length", "stop_string", "open", "turns", "observation"
 
 
 def finish_of(tokens: Sequence[int], begun: int, sampling: Sampling) -> Finish:
-    """Of a completion that writes no more: a stop token ends it also where it is the last that it may have.
-
-    `begun`: the number of tokens that it had before `tokens`, which it wrote now.
-    """
+    """Of a completion that writes no more: a stop token ends it also where it is the last that it may have."""
     if tokens[-1] in sampling.stop_ids:
         return "stop"
     return "length" if begun + len(tokens) == sampling.max_new_tokens else "open"
@@ -93,16 +89,12 @@ class Completion:
     """One rollout.
 
     Attributes:
-        group: index of the prompt within the step.
         tokens: generated ids, the stop token included; of one that was begun, those that are new.
         logprobs: FP32 log-prob of each token under the distribution it was drawn from (nats).
         finish: `stop`, `length`, of what was cut after a stop string `stop_string`, of what had no more room `open`.
             Of an episode that its environment did not end also `turns` and `observation` (`rollout.episodes`).
-        experts: when reported, int16 [positions, sparse layers, k], ascending; for every position the engine computed:
-            those of the prompt, then those of the completion but its last token, which nothing follows. Completions
-            are compared without them.
-        written: of an episode of several turns, which tokens the policy wrote, as many as `tokens`; the others are its
-            environment's, with a log-prob of 0. None: it wrote them all.
+        experts: when reported, int16 [positions, sparse layers, k], ascending; of all positions but the last.
+        written: which tokens the policy wrote; its environment wrote the others. None: it wrote them all.
     """
 
     group: int
@@ -115,11 +107,9 @@ class Completion:
 
     @property
     def length(self) -> int:
-        """Tokens that the policy wrote."""
         return len(self.tokens) if self.written is None else sum(self.written)
 
     def rest(self, before: int) -> "Completion":
-        """The part after so many tokens, without experts."""
         written = None if self.written is None else self.written[before:]
         tokens, logprobs = self.tokens[before:], self.logprobs[before:]
         return replace(self, tokens=tokens, logprobs=logprobs, experts=None, written=written)
@@ -127,8 +117,6 @@ class Completion:
 
 @dataclass(frozen=True)
 class Probe:
-    """A known token after a known context, at most as many tokens as a prompt may have."""
-
     context: tuple[int, ...]
     target: int
 
@@ -143,19 +131,13 @@ class PolicyScales:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The state of an engine after an update, read back from its own tensors."""
-
     version: int
     digest: str
     scales: PolicyScales
 
 
 class RolloutEngine(Protocol):
-    """A resident generator of completions."""
-
-    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]:
-        """Completions, whole groups as they finish."""
-        ...
+    def generate(self, groups: Sequence[PromptGroup], sampling: Sampling) -> Iterator[list[Completion]]: ...
 
     def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
         """FP32 log-prob (nats) of every probe's target, by the passes that generate; a row for each engine."""
@@ -187,9 +169,7 @@ class Session(Protocol):
     """Requests in flight, to which others are added between steps; what they give depends on none of the others."""
 
     @property
-    def busy(self) -> bool:
-        """True while a request is in flight or waits."""
-        ...
+    def busy(self) -> bool: ...
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
         """Further requests; several groups may have one number, as long as none of their samples is in flight."""
@@ -199,9 +179,7 @@ class Session(Protocol):
         """Move all of them by one token or so: the completions that are finished now, in any order."""
         ...
 
-    def close(self) -> None:
-        """Drop what is in flight."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -219,8 +197,7 @@ def sample_seed(run_seed: int, step: int, group: int, sample: int) -> int:
 
 
 def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
-    """Refuse scales that do not fit the weights they are sent with; `needed` layers have some, 0: nothing needs them.
-    Raises ValueError: they are of another version, or of another number of layers."""
+    """Raises ValueError: scales are of another version, or of other layers than the `needed` ones (0: any)."""
     if scales.version != version:
         raise ValueError(f"scales of policy {scales.version} sent with weights of policy {version}")
     if needed and len(scales.layers) != needed:
@@ -228,7 +205,6 @@ def check_scales(scales: PolicyScales, version: int, needed: int) -> None:
 
 
 def check_lengths(groups: Sequence[PromptGroup], max_new_tokens: int, setting: str, longest: int) -> None:
-    """Raises UserError where a prompt with its completion may be longer than `longest`, the tokens of `setting`."""
     for group in groups:
         length = len(group.prompt) + max_new_tokens
         if length > longest:

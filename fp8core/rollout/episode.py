@@ -31,13 +31,12 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class TurnBudget:
-    """Budgets of an episode, beside the tokens of its row (`Sampling.max_new_tokens`).
+    """Budgets of an episode, beside the tokens of its row (`Sampling.max_new_tokens`); None: no other limit.
 
     Attributes:
-        turns: of the policy.
-        turn_tokens: that the policy may write in a turn; None: as many as the row has left.
-        observation_tokens: of the longest observation; a longer one ends the episode. None: as many as the row has.
-        prompt_tokens: of the longest first messages; longer ones are an observation that is too long.
+        turn_tokens: that the policy may write in a turn.
+        observation_tokens: of the longest observation; a longer one ends the episode.
+        prompt_tokens: of the longest first messages.
     """
 
     turns: int
@@ -109,23 +108,13 @@ class Episode:
 
     @property
     def opening(self) -> str:
-        """First messages and tools, JSON as of `opening_json`; empty where the environment said none."""
         return opening_json(self.began) if isinstance(self.began, Turn) else ""
 
 
 class OpenEpisode:
-    """An episode in progress, which by turns hears what the environment answers and speaks as the policy does.
-
-    Attributes:
-        request: its prompt, sample and seed; the prompt is the group's until the environment has begun.
-        task: the problem as its environment gets it.
-        tokens: after the prompt.
-        heard: the environment's turns.
-        actions: the policy's; the last one may be unanswered.
-    """
+    """An episode in progress: it hears the environment and speaks as the policy does, by turns."""
 
     def __init__(self, request: PromptGroup, task: Task, talk: Talk, budget: TurnBudget, row_tokens: int) -> None:
-        """`request`: of one sample; `row_tokens`: that the episode may have."""
         self.request, self.task = request, task
         self.tokens, self.heard, self.actions = list[int](), list[Turn](), list[Action]()
         self._talk, self._budget, self._row_tokens = talk, budget, row_tokens
@@ -156,11 +145,9 @@ class OpenEpisode:
         return self.actions[: len(self.heard) - 1]
 
     def begin_call(self, room: int | None) -> None:
-        """A call begins; `room` as of `MultiTurn`."""
         self._room, self._wrote = room, False
 
     def take_in(self, begun: Begun) -> None:
-        """Take in all earlier turns, by the same way as when they were played."""
         for reply, end in zip(begun.replies, [*begun.ends, None], strict=True):
             heard = self.hear(reply, 0.0)
             assert heard is None, "it was not over"
@@ -171,7 +158,6 @@ class OpenEpisode:
         assert self.tokens == [*begun.tokens], "an observation has other tokens now"
 
     def speak(self, completion: Completion) -> Action | Episode:
-        """Take in what the policy wrote: its action, or the episode where its turn goes on later."""
         self._write(completion.tokens, completion.logprobs)
         self._wrote = True
         if completion.finish != "open":
@@ -179,7 +165,7 @@ class OpenEpisode:
         return self._end_turn("length") if len(self._turn) == self._budget.turn_tokens else self._leave("open")
 
     def hear(self, reply: Turn | Outcome, seconds: float) -> Episode | None:
-        """Take in what the environment answered: the episode where it is over or goes on later, else None."""
+        """The episode where it is over or goes on later, else None."""
         self._reward += reply.reward
         if self._conversation is None:
             return self._begin(reply, seconds)
@@ -216,7 +202,6 @@ class OpenEpisode:
         return None
 
     def _observe(self, turn: Turn, conversation: Conversation) -> tuple[Finish, str] | None:
-        """Append an observation, or say what ends the episode instead, with a detail."""
         budget, room, stopped = self._budget, self._row_tokens - len(self.tokens), self.actions[-1].finish == "stop"
         if not (room or stopped):
             return "length", f"the episode has its {self._row_tokens} tokens"

@@ -58,10 +58,9 @@ class MultiTurn:
     """Environments, the form of conversations with them, their tasks, and budgets.
 
     Attributes:
-        begun: episodes that go on, as a call has left or as a run has stored them. When the policy's turn has ended, an
-            environment that is not open any more is asked the same again; one that answers otherwise has crashed
-            (`ask_again` finds it before).
-        room: tokens that an episode writes, at most to the end of one turn and its answer; None: to the episode's end.
+        begun: episodes that go on, as a call has left or as a run has stored them. An environment that is not open any
+            more is asked the same again; one that answers otherwise has crashed (`ask_again` finds it before).
+        room: tokens that an episode writes, at most to the end of one turn and its answer; None: to its end.
     """
 
     pool: Pool
@@ -75,7 +74,6 @@ class MultiTurn:
 def one_turn_episodes(
     engine: RolloutEngine, groups: Sequence[PromptGroup], sampling: Sampling
 ) -> Iterator[list[Episode]]:
-    """Completions as episodes without an environment, for a verifier to judge; in parts as of `generate`."""
     prompts = {group.group: group.prompt for group in groups}
     left = sum(len(group.samples) for group in groups)
     for part in engine.generate(groups, sampling) if groups else ():
@@ -89,16 +87,14 @@ def run_episodes(
 ) -> Iterator[list[Episode]]:
     """Play all episodes at once; each yield holds those that have finished since, in order of group and sample.
 
-    One is empty after each second in which environments alone worked and none answered: the caller may end it all then.
-    With `MultiTurn.room` an episode has finished when it is over or has written so much.
+    One is empty after each second in which no environment answered: the caller may end it all then. With
+    `MultiTurn.room` an episode has finished when it is over or has written so much.
 
     Args:
         engine: nothing else may be asked of it meanwhile.
-        groups: each prompt is that of episodes whose environment never begins.
         sampling: `max_new_tokens` limits a whole episode, observations included.
 
-    Raises:
-        UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
+    Raises UserError: the chat template rewrites what was before (`environments.chat`), or the engine refuses a request.
     """
     assert not sampling.report_experts, "experts are not recorded over several turns"
     pool, session = multi_turn.pool, engine.open_session(sampling)
@@ -146,10 +142,7 @@ def run_episodes(
 
 
 def ask_again(groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: MultiTurn) -> list[Key]:
-    """Ask environments that are not open any more what they were asked before; those that answer otherwise, in order.
-
-    The others rest in the pool, as far as it has room. All samples of the groups have begun (`MultiTurn.begun`).
-    """
+    """The episodes whose environments, asked again what they were asked before, answer otherwise; others rest."""
     pool, differing, repeated = multi_turn.pool, list[Key](), dict[Key, _Repeated]()
     for episode in _all_opened(groups, sampling.max_new_tokens, multi_turn):
         if again := _to_repeat(pool, episode):
@@ -169,7 +162,6 @@ def ask_again(groups: Sequence[PromptGroup], sampling: Sampling, multi_turn: Mul
 
 
 def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _Repeated]) -> Iterator[Reply]:
-    """In order of episode, without those by which environments repeat what they said."""
     for key, reply, seconds in sorted(replies, key=lambda answer: answer[0]):
         again = repeated.get(key)
         if not again:
@@ -180,7 +172,6 @@ def _new_replies(pool: Pool, replies: Sequence[Reply], repeated: Mapping[Key, _R
 
 
 def _to_repeat(pool: Pool, episode: OpenEpisode) -> _Repeated:
-    """Nothing where the environment is open; else it begins again, and is to say all that it said before."""
     if pool.wake(episode.key, episode.task, episode.answered):
         return deque()
     pool.begin(episode.key, episode.task)
@@ -198,7 +189,6 @@ def _repeat_next(pool: Pool, key: Key, reply: Turn | Outcome, again: _Repeated) 
 
 
 def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: MultiTurn) -> Iterator[OpenEpisode]:
-    """Every sample of every group, of at most so many tokens: it begins or goes on."""
     for group in groups:
         for sample, seed in zip(group.samples, group.seeds, strict=True):
             key = group.group, sample
@@ -216,7 +206,6 @@ def _all_opened(groups: Sequence[PromptGroup], row_tokens: int, multi_turn: Mult
 
 
 def _new(finished: list[Episode]) -> Iterator[list[Episode]]:
-    """Those that have finished, if any; they leave when the caller has them."""
     if finished:
         yield sorted(finished, key=lambda episode: episode.key)
         finished.clear()

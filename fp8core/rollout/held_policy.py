@@ -29,15 +29,7 @@ class HeldPolicy(ABC):
         with torch.inference_mode():
             return getattr(self, method)(*arguments)
 
-    def probe(self) -> list[str]:
-        """The parts that the engine's library lacks; where it lacks nothing, scales are marked as never written."""
-        missing = self._missing()
-        if not missing:
-            self._forget_scales()
-        return missing
-
     def parameters(self) -> dict[str, list[Any]]:
-        """dtype and shape by name."""
         specs = {name: TensorSpec.of(tensor) for name, tensor in self._model.named_parameters()}
         return {name: [spec.dtype, list(spec.shape)] for name, spec in specs.items()}
 
@@ -52,7 +44,6 @@ class HeldPolicy(ABC):
         self._places().clear_filling()
 
     def write(self, received: SharedWeights) -> list[str]:
-        """Copy this process's part of every shared tensor into its rows, and return the names of the tensors."""
         tensors = open_shared(received, self._device)
         self._places().write(self._named(), tensors)
         if self._device.type == "cuda":
@@ -63,7 +54,6 @@ class HeldPolicy(ABC):
         self._version = version
 
     def set_scales(self, scales: Sequence[Sequence[float]]) -> None:
-        """Scales of Q, K and V by layer: the last thing that is written."""
         self._write_scales(scales)
 
     def read_back(self) -> dict[str, Any]:
@@ -72,7 +62,6 @@ class HeldPolicy(ABC):
         return {"version": self._version, "sums": sums, "scales": self.scales()}
 
     def scales(self) -> list[list[float]]:
-        """Scales of Q, K and V by layer, as they are in force; none where the cache needs none."""
         return self._read_scales() if self._has_scales() else []
 
     def clear_cache(self) -> None:
@@ -83,10 +72,6 @@ class HeldPolicy(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Names of what runs: `model`, `linears` with kernel and type, `attention` by layer, `head`, `activations`."""
-
-    @abstractmethod
-    def _missing(self) -> list[str]:
-        """The parts that this class uses and the installed library lacks."""
 
     @abstractmethod
     def _has_scales(self) -> bool:
@@ -101,15 +86,12 @@ class HeldPolicy(ABC):
         """From the device, where they are in force; NaN where a copy that a kernel reads differs."""
 
     @abstractmethod
-    def _caches(self) -> Iterable[Tensor]:
-        """The tensors of the KV cache."""
+    def _caches(self) -> Iterable[Tensor]: ...
 
     def _rank(self) -> int:
-        """The number of this process among those that share each layer."""
         return 0
 
     def _gather(self, part: Tensor, axis: int) -> Tensor:
-        """A matrix of which every process that shares a layer has an equal part along the axis."""
         return part
 
     def _forget_scales(self) -> None:

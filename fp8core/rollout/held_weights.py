@@ -32,13 +32,9 @@ class _Rows(NamedTuple):
 
 
 class HeldWeights:
-    """The places of all shipped tensors in the parameters of a model, found once for all updates.
-
-    A model with experts has tens of thousands of tensors: an update must not look for each of them again.
-    """
+    """The places of all shipped tensors in a model's parameters, found once: experts are tens of thousands."""
 
     def __init__(self, parameters: Mapping[str, Tensor], share: Share) -> None:
-        """Find them; `share` fits the parameters (`slots.check_fit`)."""
         own = {slot.parameter: parameters[slot.parameter].data for slot, _ in share.values()}
         self._addresses = {name: parameter.data_ptr() for name, parameter in own.items()}
         self._filled_up = [own[name] for name in {slot.parameter for slot, _ in share.values() if slot.filled_up}]
@@ -48,12 +44,10 @@ class HeldWeights:
         self._rest = {name: place for name, place in self._places.items() if name not in self._slices}
 
     def clear_filling(self) -> None:
-        """Write the zeros beside what is shipped; the tensors themselves follow."""
         for parameter in self._filled_up:
             parameter.view(torch.uint8).zero_()
 
     def write(self, parameters: Mapping[str, Tensor], received: SharedTensors) -> None:
-        """Copy every tensor into its rows; storage stays, and with it captured graphs."""
         self._check_addresses(parameters)
         targets, sources, together = list[Tensor](), list[Tensor](), 0
         for name in received:
@@ -80,10 +74,7 @@ class HeldWeights:
     def sums(
         self, parameters: Mapping[str, Tensor], gather: Callable[[Tensor, int], Tensor] | None = None
     ) -> dict[str, list[int]]:
-        """Lane sums of every tensor or its part (`fingerprint.slice_sums`), from the parameters as they are.
-
-        `gather` puts a tensor together whose parts on several GPUs are not made of consecutive words.
-        """
+        """Lane sums of every tensor or its part (`fingerprint.slice_sums`), from the parameters as they are."""
         self._check_addresses(parameters)
         found = dict[str, list[int]]()
         if self._slices:
@@ -109,12 +100,10 @@ def _rows(rows: Tensor, cut: Cut | None) -> _Rows:
 
 
 def _lies_whole(place: _Rows) -> bool:
-    """True if its bytes lie behind one another, and are consecutive words of the tensor."""
     return place.flat is not None and not (place.cut is not None and place.cut.gathered)
 
 
 def _slice_of(place: _Rows) -> Slice:
-    """Rows of one process, as consecutive words of the whole tensor."""
     elements = place.rows.contiguous() if place.flat is None else place.flat
     if (cut := place.cut) is None:
         return Slice.whole(elements)

@@ -20,9 +20,9 @@ class StoredRow(NamedTuple):
 
 
 class KvCache:
-    """Stored K and V of a batch that is decoded together: left-padded prompts, one column per token.
+    """K and V of a batch that is decoded together: left-padded prompts, one column a token (`models.decoder.Context`).
 
-    It satisfies `models.decoder.Context`. `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
+    `mask`: bool [B, 1, Tq, columns so far], for the call in progress.
     """
 
     def __init__(self, valid: Tensor, capacity: int, num_layers: int) -> None:
@@ -36,10 +36,7 @@ class KvCache:
         self.mask = torch.empty(0)
 
     def begin(self, length: int, valid: Tensor | None = None) -> None:
-        """Open `length` further columns and set the mask of the queries in them; `valid`, bool [B, length], None: all.
-
-        Of the first columns, which the prompts have, it is known already.
-        """
+        """Open `length` further columns, and set the mask of their queries; `valid`: bool [B, length], None for all."""
         start, self._columns = self._columns, self._columns + length
         if start:
             self._valid[:, start : self._columns] = True if valid is None else valid
@@ -61,7 +58,6 @@ class KvCache:
 
     @classmethod
     def going_on(cls, rows: Sequence[StoredRow], room: int) -> "KvCache":
-        """From the stored K and V of completions, with `room` further columns."""
         lengths = [row.keys[0].shape[1] for row in rows]
         columns = torch.arange(longest := max(lengths))
         cache = cls(columns >= longest - torch.tensor(lengths)[:, None], longest + room, len(rows[0].keys))
@@ -87,7 +83,6 @@ class KvCache:
 
 
 def _left_padded(parts: Sequence[Tensor], longest: int, room: int) -> Tensor:
-    """[rows, heads, longest + room, d] of [heads, tokens, d]; the rest is zero."""
     heads, _, dim = parts[0].shape
     whole = parts[0].new_zeros(len(parts), heads, longest + room, dim)
     for row, part in zip(whole, parts, strict=True):
@@ -99,13 +94,11 @@ class ContinuedRows:
     """Rows of completions that ended, by seed, for others that go on from them: the newest `most`, or all."""
 
     def __init__(self, finishes: Collection[Finish], most: int | None = None) -> None:
-        """`finishes`: those that another completion may go on from."""
         self._finishes, self._most = finishes, most
         # All tokens, and what the cache had of them when they were complete.
         self._rows: dict[int, tuple[tuple[int, ...], StoredRow]] = {}
 
     def take(self, key: Key) -> StoredRow | None:
-        """The row that the completion of this key goes on from, handed out once."""
         seed, tokens = key
         known = self._rows.pop(seed, None)
         return known[1] if known is not None and tokens[: len(known[0])] == known[0] else None

@@ -1,12 +1,11 @@
 """The rollout engines: each is registered once, with all that code outside its folder may ask of it.
 
-`rollout.engine` is a name of `config.shipped.ENGINES`, or the import path `module:NAME` of an `EngineEntry` of the
-user's own. An entry is imported when a run first needs it.
+`rollout.engine` is a name of `config.shipped.ENGINES`, or the import path `module:NAME` of an `EngineEntry`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from fp8core.config.shipped import ENGINES
 from fp8core.errors import UserError
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
 
 Arithmetic = Literal["exact", "kernels", "own"]
 Continuation = Literal["equal", "anew", "none"]
-_CONTINUATIONS: Final[tuple[Continuation, ...]] = get_args(Continuation)
 
 
 def no_refusals(*_: object) -> Iterable[str]:
-    """An engine that takes every configuration."""
     return ()
 
 
@@ -37,21 +34,18 @@ def longest_refusals(setting: str, longest: int | None, arch: "Architecture") ->
 
 
 def no_environment(*_: object) -> "Environment":
-    """An engine that reads no environment variables."""
     from fp8core.config.capability import Environment
 
     return Environment()
 
 
 def host_memory(config: "RunConfig", arch: "Architecture", gpu: "Device | None") -> "EngineMemory":
-    """An engine that holds its weights on the host, as they are sent."""
     from fp8core.resources.memory import EngineMemory, engine_weights, shipped_bytes
 
     return EngineMemory((engine_weights(shipped_bytes(arch, config.precision)),))
 
 
 def no_products(config: "RunConfig", arch: "Architecture") -> "Iterable[Product]":
-    """An engine that multiplies with nothing that is compiled as it is needed."""
     return ()
 
 
@@ -60,27 +54,24 @@ class EngineEntry:
     """An engine that `rollout.engine` can name. `name` and `build` are enough for one that computes on the host.
 
     Attributes:
-        build: an engine without weights, from the configuration and the model's shape.
-        packages: distributions whose versions `check` and `environment` ask a machine for (`Node.version`).
-        check: why it cannot run a configuration on a machine, a message each; UserError where it is not installed.
-        check_model: why it cannot hold a model, a message each.
+        build: an engine without weights.
+        packages: distributions whose versions checks and environment need (`Node.version`).
+        check, check_model: why it cannot run a configuration on a machine, or a model, a message each.
         requirements: what of it is installed, in words; UserError where something is missing.
-        environment: variables that decide its results on a machine, and those that only suggest, before its libraries
-            are imported.
+        environment: variables that are set before its libraries are imported.
         memory: what one engine takes of a GPU, or of the host for None.
         gpus: on how many GPUs all engines generate; 0 for the host.
         tensor_parallel: GPUs, or places on a CPU, that share the layers of one engine.
         usable: what of a machine a run with it can use.
         longest: tokens of the longest prompt with its completion.
-        arithmetic: the operations it computes: `exact` those of the exact trainer, `kernels` those of the packed
-            trainer, `own` others.
-        products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
-        import_libraries: those that `build` needs, in the environment that is set. A GPU host imports vLLM for 15 s.
-        continues: whether it goes on from what was begun (`PromptGroup.begun`), and stops where there is no room:
-            `equal` with the tokens that it would write in one go, `anew` with others of the same distribution.
+        arithmetic: `exact` as the exact trainer, `kernels` as the packed one, `own` as neither.
+        products: those of DeepGEMM, whose kernels `fp8-grpo compile` builds.
+        import_libraries: those that `build` needs. A GPU host imports vLLM for 15 s.
+        continues: how it goes on from what was begun (`PromptGroup.begun`): `equal` with the tokens that it would write
+            in one go, `anew` with others of the same distribution, or not.
         sleeps: whether it gives its memory back between a rollout and the next update.
         own_process: whether each training needs a new process, because its libraries read the environment once.
-        stock: settings, dotted keys, with which it runs its own model; an aligned one computes FP8 alone.
+        stock: settings with which it runs its own model; an aligned one computes FP8 alone.
     """
 
     name: str
@@ -105,7 +96,7 @@ class EngineEntry:
 
 
 def find_entry(name: str) -> EngineEntry:
-    """The entry of a registered engine, or at an import path. Raises UserError: there is none at this path."""
+    """The entry of a name, or at an import path. Raises UserError: there is none."""
     entry = import_attribute(ENGINES.get(name, name), f"rollout.engine={name}")
     if not isinstance(entry, EngineEntry):
         raise UserError(f"rollout.engine={name}: it is no EngineEntry (fp8core/rollout/registry.py)")
@@ -113,20 +104,11 @@ def find_entry(name: str) -> EngineEntry:
 
 
 def continuation_of(config: "RunConfig") -> Continuation:
-    """`EngineEntry.continues` of the engine that a configuration chooses, checked.
-    Raises UserError: the entry has something else, or as `find_entry`."""
-    found: object = engine_entry(config).continues(config)
-    for known in _CONTINUATIONS:
-        if found == known:
-            return known
-    raise UserError(
-        f"rollout.engine={config.rollout.engine}: its entry's `continues` gives {found!r}; it must give "
-        f"{', '.join(_CONTINUATIONS[:-1])} or {_CONTINUATIONS[-1]}"
-    )
+    """`EngineEntry.continues` of the engine that a configuration chooses."""
+    return engine_entry(config).continues(config)
 
 
 def longest_row(config: "RunConfig", arch: "Architecture") -> int:
-    """Tokens of the longest prompt with its completion that engine and model take (errors: `find_entry`)."""
     return min(engine_entry(config).longest(config, arch), arch.max_positions)
 
 
@@ -136,5 +118,4 @@ def longest_sequence(config: "RunConfig", arch: "Architecture") -> int:
 
 
 def engine_entry(config: "RunConfig") -> EngineEntry:
-    """The entry of the engine that a configuration chooses (errors: `find_entry`)."""
     return find_entry(config.rollout.engine)

@@ -36,8 +36,6 @@ _ASLEEP = 2_000_000_000
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """An installed distribution of an engine."""
-
     distribution: str
     version: str
     on_gpu: bool = True
@@ -52,12 +50,8 @@ def find_release(
 ) -> EngineBuild:
     """The installed distribution of an engine.
 
-    Args:
-        releases: the release of each distribution that we are written for; a name with `-cpu` needs no GPU.
-        install: the command that installs it.
-        version_of: raises PackageNotFoundError where a distribution is not installed.
-
-    Raises UserError: none is installed, another release, or one that does not run on this platform.
+    `releases`: the one that we are written for, by distribution; a name with `-cpu` needs no GPU. Raises UserError:
+    none is installed, another release, or one that does not run on this platform.
     """
     for name, release in releases.items():
         try:
@@ -89,11 +83,9 @@ def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[
 def aligned_refusals(
     place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
 ) -> Iterator[str]:
-    """The refusals of an aligned model.
+    """The refusals of an aligned model, which the setting `place` asks for.
 
-    Args:
-        place: the setting that asks for it, `rollout.ENGINE.model=aligned`.
-        also: what else an engine needs: the setting -> its value, the one it must be, and the reason.
+    `also`: what else an engine needs: the setting -> its value, the one it must be, and the reason.
     """
     rollout = contract.rollout
     needed = {
@@ -156,13 +148,10 @@ def resident_memory(
     workspace_in_share: bool,
     gpus: int = 1,
 ) -> EngineMemory:
-    """The memory of an engine on one of its `gpus`: weights, workspace and cache.
+    """The memory of an engine on one of its `gpus`: weights, workspace (an estimate) and cache.
 
-    Args:
-        weights: of this GPU.
-        share: the setting of its share of the GPU, which counts where the cache has no size of its own.
-        longest: the setting of the longest sequence, for which the cache needs room, and its value.
-        workspace: bytes, an estimate; the engine measures its own when it starts.
+    `share`: the setting of its share of the GPU, for a cache without a size of its own. `longest`: the setting of the
+    longest sequence, for which the cache needs room.
     """
     sized = options.kv_cache_gib is not None
     limit = gpu.memory if sized else int(gpu.memory * share[1])

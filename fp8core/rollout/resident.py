@@ -1,7 +1,7 @@
 """An engine whose model stays in processes of its own: how one policy replaces another there, and is read back.
 
 vLLM and SGLang start without weights; the first update brings them. Weights are written in place and read back, so
-that what generates is proved to be what was sent (`tasks.sync`). An engine adds how its processes are called.
+that what generates is proved to be what was sent (`tasks.sync`).
 """
 
 import signal
@@ -48,10 +48,7 @@ class ResidentEngine(ABC):
     def __init__(
         self, arch: Architecture, contract: PrecisionContract, *, longest: int, sleeps: bool, routes: bool
     ) -> None:
-        """Hold nothing; `longest`: tokens of the longest prompt with its completion.
-
-        `sleeps`: whether `sleep` gives memory back. `routes`: whether the experts that tokens went to can be reported.
-        """
+        """`sleeps`: whether `sleep` gives memory back; `routes`: whether chosen experts can be reported."""
         self._arch, self._contract = arch, contract
         self._longest, self._sleeps, self._routes = longest, sleeps, routes
         self._parameters: dict[str, TensorSpec] = {}
@@ -64,12 +61,7 @@ class ResidentEngine(ABC):
         self._complete, self._asleep = False, False
 
     def update(self, tensors: Mapping[str, Tensor], scales: PolicyScales, version: int) -> SyncReport:
-        """Write weights and scales into the engine's own tensors and read both back; wakes an engine that sleeps.
-
-        Raises:
-            EngineUpdateError: a tensor is missing, unknown, or of another type or shape; nothing was written then. Or
-                the engine did not drop its prefix cache.
-        """
+        """Write weights and scales in place and read both back. Raises EngineUpdateError: they do not fit."""
         self.expect(specs_of(tensors), scales, version)
         if self._asleep:
             # Both share a device: memory that torch caches in this process would be missing in the worker.
@@ -132,7 +124,6 @@ class ResidentEngine(ABC):
         return self._digest(self.ask_policies("read_back"))
 
     def sleep(self) -> None:
-        """Where the options say sleep, give the memory of weights and cache back until the next update."""
         if self._sleeps and not self._asleep:
             self._fall_asleep()
             self._asleep, self._complete = True, False
@@ -161,8 +152,7 @@ class ResidentEngine(ABC):
         """Requests as they come. Raises UserError: the engine cannot sample at this temperature."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the engine's processes; a second call does nothing."""
+    def close(self) -> None: ...
 
     @abstractmethod
     def drop_prefixes(self) -> bool:
@@ -181,17 +171,12 @@ class ResidentEngine(ABC):
             torch.cuda.empty_cache()
 
     def _check_lengths(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        """Raises UserError where a prompt and its completion are longer than the engine allows."""
         check_lengths(groups, sampling.max_new_tokens, self.length_setting, self._longest)
 
     def _has_fp8_cache(self) -> bool:
         return self._contract.rollout.kv_cache == "fp8"
 
-    def _check_parts(self, missing: Sequence[str], product: str) -> None:
-        """Read the parameters of an engine that has started. Raises UserError: its library lacks parts that we use."""
-        if missing:
-            self.close()
-            raise UserError(f"{product} lacks {', '.join(missing)}")
+    def _read_parameters(self) -> None:
         found = self.ask_policy("parameters")
         self._parameters = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in found.items()}
 
@@ -212,7 +197,6 @@ class ResidentEngine(ABC):
         return digest_of(found)
 
     def _agreed(self, what: str, held: Sequence[_Value]) -> _Value:
-        """The value that all workers hold. Raises EngineUpdateError: one of them holds another."""
         if any(each != held[0] for each in held):
             raise EngineUpdateError(f"{self.product}'s {len(held)} workers hold different {what}")
         return held[0]
@@ -230,12 +214,10 @@ class ResidentEngine(ABC):
         """Take the memory of a part again; its contents are undefined."""
 
     @abstractmethod
-    def _fall_asleep(self) -> None:
-        """Give the memory of weights and cache back."""
+    def _fall_asleep(self) -> None: ...
 
     @abstractmethod
-    def _temperature_refusals(self, temperature: float) -> Iterable[str]:
-        """The reasons why the engine cannot sample at a temperature."""
+    def _temperature_refusals(self, temperature: float) -> Iterable[str]: ...
 
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
@@ -266,15 +248,9 @@ def executed_formats(
 ) -> dict[str, object]:
     """The formats that run, in the words of the contract, from what a process reports of itself (`HeldPolicy`).
 
-    Args:
-        described: `linears`, `attention`, `head` and `activations`, the rule of their scales.
-        kernels: those that compute what the contract means, by type of the weights; None for any.
-        backends: implementations of attention over an FP8 cache that do, with FlashAttention's version 3.
-
-    Returns:
-        `linear` and `attention` (by layer, and for all), `head` and `scale_rule` (the contract's where activations
-        have its rule, or no linear is in block FP8; a sync compares the bytes of weights). Where a part is
-        not what any contract means, its name says what it is.
+    `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise
+    of attention over an FP8 cache, with FlashAttention's version 3. Where a part is not what any contract means, its
+    name says what it is. The scale rule is the contract's unless activations of block FP8 have another.
     """
     linears = {name: _linear_format(linear, kernels) for name, linear in described["linears"].items()}
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]

@@ -26,8 +26,6 @@ _COUNTER, _WAITS_FOR_EVENT = slice(-4, -2), -1
 
 
 class TensorSpec(NamedTuple):
-    """dtype (without `torch.`) and shape of a tensor."""
-
     dtype: str
     shape: tuple[int, ...]
 
@@ -37,7 +35,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows, through all experts where there are any."""
         return prod(self.shape[:-1]) if len(self.shape) > 2 else self.shape[0]
 
     @property
@@ -89,8 +86,6 @@ def share_weights(tensors: Mapping[str, Tensor]) -> Iterator[SharedWeights]:
 
 
 class SharedTensors(Mapping[str, Tensor]):
-    """Tensors that another process shares, each made when it is asked for."""
-
     @abstractmethod
     def taken(self, name: str) -> tuple[TensorSpec, Tensor]:
         """Type and shape of a tensor, and its bytes, uint8 [bytes]."""
@@ -118,7 +113,6 @@ class _SharedFile(SharedTensors):
 
 class _SharedMemory(SharedTensors):
     def __init__(self, storages: list[Tensor], places: Mapping[str, list[Any]]) -> None:
-        """`places` has for each tensor its storage, dtype, shape, and its first byte in the storage."""
         self._taken: dict[str, tuple[TensorSpec, Tensor]] = {}
         inside: list[list[tuple[int, str, TensorSpec]]] = [[] for _ in storages]
         for name, (storage, dtype, shape, first) in places.items():
@@ -151,7 +145,6 @@ def open_shared(received: SharedWeights, device: torch.device) -> SharedTensors:
 
 
 def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list[tuple[Any, ...]]]:
-    """Places that readers open, and counters: torch keeps the memory until each of them is released once."""
     index: dict[int, int] = {}
     storages: list[list[Any]] = []
     counters: list[tuple[Any, ...]] = []
@@ -171,7 +164,7 @@ def _shared_storages(tensors: Mapping[str, Tensor]) -> tuple[SharedWeights, list
 
 
 def _handle(tensor: Tensor) -> tuple[list[Any], tuple[Any, ...]]:
-    """IPC fields of the whole storage of a tensor, as bytes, and its counter.
+    """IPC fields of the whole storage of a tensor, and its counter.
 
     torch expects one reader to release the counter: two would take an unsigned number below 0, and one that is killed
     leaves it. So readers get the counter of nothing, and the sender releases this one.

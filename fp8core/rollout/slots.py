@@ -1,27 +1,25 @@
 """Where vLLM and SGLang keep the tensors that a trainer ships.
 
 A trainer ships weights by their Hugging Face names (`models.weights.stored_weights`). The engines' names differ by the
-fused ones alone: q, k and v, gate and up, and experts are rows of one parameter. Both pad the vocabulary to the same
-multiple. The experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down.
-Their rows are counted through all experts. vLLM has them in a module within SGLang's. Tensors of scales are laid out as
-their codes are, one row a tile.
+fused ones alone: q, k and v, gate and up are rows of one parameter. Both pad the vocabulary to the same multiple.
+vLLM's experts of a layer are two parameters [experts, rows, columns], w13 with gate above up, and w2 with down. Their
+rows are counted through all experts. Tensors of scales are laid out as their codes are, one row a tile.
 
-Where a part is not made of whole tiles of block FP8, the aligned model has heads and columns of zeros beside it
+The aligned model has heads and columns of zeros where a part is not made of whole tiles of block FP8
 (`architecture.with_whole_tiles`). The zeros are not shipped: the worker writes them.
 
 GPUs that share a layer of vLLM (tensor parallelism) each hold rows of every part of a fused parameter, and of the
-vocabulary. Of o_proj and down_proj, which multiply their results, they hold columns in vLLM's own models: each adds a
-part of every sum. In the aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held
-by all.
+vocabulary. Of o_proj and down_proj they hold columns in vLLM's own models: each adds a part of every sum. In the
+aligned model they hold rows there as well, so that one GPU adds a whole sum. A norm is held by all.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isnan
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8core.models.architecture import Architecture, padded_vocabulary, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import SCALE_SUFFIX
@@ -35,8 +33,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 _FUSED_WITH = {part: fused for fused, parts in FUSED.items() for part in parts}
 _LAST = ("o_proj", "down_proj")
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight.*)")
-WITHIN = ".routed_experts"
-"""The module that has the parameters of vLLM's experts, within SGLang's."""
 # Part of an expert -> the parameter, how many parts an expert has in it, and which of them this is.
 _EXPERT_PARTS = {"gate": ("w13", 2, 0), "up": ("w13", 2, 1), "down": ("w2", 1, 0)}
 
@@ -48,7 +44,7 @@ class EngineUpdateError(RuntimeError):
 class Slot(NamedTuple):
     """Rows `start` to `stop` of a parameter (`rows_of`), and of their `width` the first `columns`.
 
-    Rows from `stop` to `end` are zeros, and the other columns. A vector has no columns: both numbers are 0.
+    Rows from `stop` to `end` are zeros, and the other columns. A vector has no columns: both are 0.
     """
 
     parameter: str
@@ -97,7 +93,6 @@ Axis = Literal[0, 1]
 
 
 def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Axis) -> dict[str, Cut]:
-    """The parts of one of `ranks` GPUs, by name; a tensor without one is held whole by each."""
     found = {}
     for name, spec in shipped.items():
         if ranks > 1 and (axis := _cut_axis(name, last)) is not None:
@@ -109,7 +104,6 @@ def find_cuts(shipped: Mapping[str, TensorSpec], rank: int, ranks: int, last: Ax
 
 
 def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dict[str, TensorSpec]:
-    """Types and shapes of what one GPU holds."""
     return {
         name: spec._replace(shape=(*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :]))
         if (cut := cuts.get(name)) is not None
@@ -119,7 +113,6 @@ def cut_specs(shipped: Mapping[str, TensorSpec], cuts: Mapping[str, Cut]) -> dic
 
 
 def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axis) -> dict[str, TensorSpec]:
-    """The parameters that `ranks` GPUs have together, from those of one."""
     found = {}
     for name, spec in parameters.items():
         shape, axis = list(spec.shape), _cut_axis(name, last)
@@ -130,7 +123,6 @@ def whole_parameters(parameters: Mapping[str, TensorSpec], ranks: int, last: Axi
 
 
 def _cut_axis(name: str, last: Axis) -> Axis | None:
-    """Of a shipped tensor or a parameter: the axis that is cut."""
     module = name.rsplit(".", 2)[-2]
     if name in _VOCABULARY or module in FUSED or module in _FUSED_WITH:
         return 0
@@ -149,31 +141,23 @@ def find_shares(
     parameters: Mapping[str, TensorSpec],
     ranks: int = 1,
     last: Axis = 1,
-    within: str = WITHIN,
 ) -> list[Share]:
-    """The share of each of the GPUs that hold the layers together.
+    """The share of each of the GPUs that hold the layers together; `parameters` are those of one GPU.
 
-    Args:
-        filled: shapes of what has zeros beside it (`filled_shapes`).
-        parameters: of one GPU.
-        last: as the GPUs cut o_proj and down_proj.
-        within: the end of the name of the module that has the parameters of a layer's experts.
-
-    Raises:
-        EngineUpdateError: as `find_slots` and `check_fit` have it.
+    `filled`: shapes of what has zeros beside it. `last`: how o_proj and down_proj are cut. Raises EngineUpdateError:
+    what is shipped does not fit.
     """
-    check_fit(shipped, find_slots(shipped, filled, within), whole_parameters(parameters, ranks, last))
+    check_fit(shipped, find_slots(shipped, filled), whole_parameters(parameters, ranks, last))
     shares = []
     for rank in range(ranks):
         cuts = find_cuts(shipped, rank, ranks, last)
-        slots = find_slots(cut_specs(shipped, cuts), filled, within)
+        slots = find_slots(cut_specs(shipped, cuts), filled)
         shares.append({name: (slot, cuts.get(name)) for name, slot in slots.items()})
     return shares
 
 
 def written_scales(held: Sequence[Sequence[float]]) -> tuple[LayerScales, ...]:
-    """Scales of Q, K and V by layer, as they were read back.
-    Raises EngineUpdateError: one is NaN, as where none was written, or no scale: not positive, or infinite."""
+    """Scales by layer, as they were read back. Raises EngineUpdateError: one is NaN, or no positive number."""
     for layer, values in enumerate(held):
         for name, value in zip("qkv", values, strict=True):
             if isnan(value):
@@ -194,11 +178,8 @@ def filled_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in parameter_shapes(with_whole_tiles(arch)).items() if shape != own[name]}
 
 
-def find_slots(
-    shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]], within: str = WITHIN
-) -> dict[str, Slot]:
-    """The place of every shipped tensor, by name; `filled` and `within` as `find_shares` takes them.
-    Raises EngineUpdateError: a part of a fused parameter is missing."""
+def find_slots(shipped: Mapping[str, TensorSpec], filled: Mapping[str, tuple[int, ...]]) -> dict[str, Slot]:
+    """The place of every shipped tensor, by name. Raises EngineUpdateError: a part of a fused parameter is missing."""
     slots = {}
 
     def room(name: str) -> tuple[int, ...]:
@@ -208,7 +189,7 @@ def find_slots(
 
     for name, spec in shipped.items():
         if (expert := _EXPERT.fullmatch(name)) is not None:
-            slots[name] = _expert_slot(expert, spec.rows, within)
+            slots[name] = _expert_slot(expert, spec.rows)
             continue
         before, after = _split(name)
         start = 0
@@ -221,15 +202,14 @@ def find_slots(
     return slots
 
 
-def _expert_slot(name: re.Match[str], rows: int, within: str) -> Slot:
+def _expert_slot(name: re.Match[str], rows: int) -> Slot:
     parameter, parts, part = _EXPERT_PARTS[name["part"]]
     start = (int(name["index"]) * parts + part) * rows
     stop = start + rows
-    return Slot(f"{name['experts']}{within}.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
+    return Slot(f"{name['experts']}.routed_experts.{parameter}_{name['kind']}", start, stop, stop, 0, 0)
 
 
 def _split(name: str) -> tuple[list[str], str]:
-    """Names of the tensors above this one in its parameter, and that of the parameter."""
     prefix, _, rest = name.rpartition(".")
     stem, _, module = prefix.rpartition(".")
     fused = _FUSED_WITH.get(module)
@@ -243,8 +223,7 @@ def _split(name: str) -> tuple[list[str], str]:
 def check_fit(
     shipped: Mapping[str, TensorSpec], slots: Mapping[str, Slot], parameters: Mapping[str, TensorSpec]
 ) -> None:
-    """Every tensor must fit its slot, and together they must fill every parameter.
-    Raises EngineUpdateError: naming the first tensor or parameter that does not."""
+    """Raises EngineUpdateError: a tensor does not fit its slot, or together they do not fill a parameter."""
     filled: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, slot in slots.items():
         sent, held = shipped[name], parameters.get(slot.parameter)
@@ -261,7 +240,6 @@ def check_fit(
 
 
 def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
-    """The number of rows that were sent, each once, from the first on."""
     end = 0
     for start, stop in sorted(slots):
         if start != end:
@@ -269,10 +247,3 @@ def _rows_without_gap(parameter: str, slots: list[tuple[int, int]]) -> int:
             raise EngineUpdateError(f"{parameter}: rows from {min(start, end)} to {max(start, end)} are {fault}")
         end = stop
     return end
-
-
-def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold the experts of a layer in vLLM and in SGLang, by name."""
-    for name, module in model.named_modules():
-        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
-            yield name, module

@@ -1,19 +1,17 @@
 """The stream of completions of a run that generates ahead: what is in flight or waits for its step, and how it goes on.
 
-Prompts enter in the order of the data. With `pipeline.drop_or_wait` wait they leave in that order, so nothing is to be
-decided about them: step n learns from its own prompts. A prompt of step n enters at the earliest under policy
-n - 1 - `max_staleness`; so no token that a step learns from is older. With drop a step learns from the first prompts
-that are complete, by the tick of their last token. Those that are too old for the next step are evicted, and others
-enter. A tick is a token that each completion in flight wrote or could have: within one segment all write at one pace.
+Prompts enter in the order of the data. With `pipeline.drop_or_wait` wait they leave in that order: step n learns from
+its own prompts. A prompt of step n enters at the earliest under policy n - 1 - `max_staleness`; so no token that a step
+learns from is older. With drop a step learns from the first prompts that are complete, by the tick of their last token.
+Those that are too old for the next step are evicted. A tick is a token that each completion in flight wrote or could
+have.
 
 - `complete_step` is the first part of a step, under the newest policy: it ends when the prompts of the step are
-  complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`, whose policy is the
-  same.
-- `run_ahead` is beside the update, under the same policy, in chunks: it ends when its chunks do, or all is complete.
+  complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`.
+- `run_ahead` is beside the update, under the same policy: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. Of an engine
-that goes on with equal tokens, each is a function of its seed, its position, the tokens before it, and its version. The
-stream has a version a token.
+Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. The stream has
+a version a token.
 """
 
 from collections import Counter, defaultdict
@@ -34,10 +32,9 @@ LEFT = "left"
 
 @dataclass
 class Row:
-    """A completion, complete or not.
+    """A completion, complete or not, of the step `batch` whose prompt it answers.
 
     Attributes:
-        batch: the step whose prompt it answers.
         versions: of each token, that of the policy that wrote it.
         finish: as a completion's; empty while it is in flight, `left` in the row that stands for a prompt that left.
         ended: of a complete one, the tick at which its last token was written.
@@ -59,12 +56,10 @@ class Row:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def anew(self) -> "Row":
-        """The same completion before anything is written."""
         return Row(self.batch, self.group, self.sample, self.prompt_id, self.seed, self.prompt_tokens)
 
 
 def group_of(number: int, rows: Sequence[Row]) -> PromptGroup:
-    """Completions of one prompt as group `number`, before anything is written."""
     return PromptGroup(
         group=number,
         prompt_id=rows[0].prompt_id,
@@ -90,11 +85,9 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Eviction:
-    """A prompt that left without a step to learn from it.
+    """A prompt that left without a step to learn from it: `step` is the first one for which it was too old.
 
-    Attributes:
-        step: the first one for which it was too old.
-        tokens: that all its completions had written, by the policies `oldest` to `newest`.
+    All its completions together had `tokens`, by the policies `oldest` to `newest`.
     """
 
     step: int
@@ -111,7 +104,6 @@ class Stream:
     """The prompts that have entered and not left, in their order, which is that in which they leave."""
 
     def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
-        """`left`: steps whose prompts are gone."""
         self._groups: dict[GroupPlace, list[Row]] = defaultdict(list)
         for row in rows:
             self._groups[row.batch, row.group].append(row)
@@ -133,11 +125,9 @@ class Stream:
         ]
 
     def begun(self) -> list[GroupPlace]:
-        """Prompts in flight with a completion of which a policy has written something."""
         return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
 
     def whole(self) -> list[int]:
-        """Steps whose prompts have all entered and are complete."""
         entered, open_ = Counter(batch for batch, _ in self._groups), {batch for batch, _ in self.in_flight()}
         return sorted(each for each, prompts in entered.items() if prompts == self.pace.prompts and each not in open_)
 
@@ -151,7 +141,6 @@ class Stream:
         )
 
     def admit(self, version: int, enter: Enter) -> None:
-        """Let as many prompts in as staleness and `max_inflight_prompts` allow under a policy."""
         most, last = self.pace.in_flight, self._last(version)
         room = last if most is None else most - len(self.in_flight())
         for number in range(self._next, min(last, self._next + max(0, room))):
@@ -204,28 +193,25 @@ class Stream:
         return max((done.length for done in found if done.group < len(due)), default=0)
 
     def has_step(self, step: int) -> bool:
-        """True if the prompts of a step are complete."""
         return not self.in_flight(step)
 
     def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
-        """Write until all prompts of a step that have entered are complete, as of `complete_step`."""
         while due := self.in_flight(step):
             others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
             self.tick += self.write(step - 1, due, chunk, generate, others)
 
     def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
-        """The completions of a step, which leave; no other prompt is too old for the next step."""
+        """The completions of a step, which leave."""
         return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))], []
 
 
 class DroppingStream(Stream):
     """Prompts leave in the order in which they are complete, or are evicted.
 
-    The next prompt is the one after that which entered last. Where this has left, a row without tokens stands for it.
+    Where the prompt that entered last has left, a row without tokens stands for it.
     """
 
     def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
-        """`left`: steps that have taken their prompts."""
         super().__init__(rows, pace, 0)
         self._taken = left
         self._groups = {place: rows for place, rows in self._groups.items() if rows[0].finish != LEFT}
@@ -240,7 +226,6 @@ class DroppingStream(Stream):
         return self._next + super()._last(version) - self._taken * self.pace.prompts - len(self._groups)
 
     def complete(self) -> list[GroupPlace]:
-        """Complete prompts, the first of them first; of those of one tick, the first that entered."""
         ended = {
             place: max(row.ended for row in rows)
             for place, rows in self._groups.items()
@@ -249,17 +234,13 @@ class DroppingStream(Stream):
         return sorted(ended, key=lambda place: (ended[place], place))
 
     def has_step(self, step: int) -> bool:
-        """True if as many prompts are complete as a step has."""
         return len(self.complete()) >= self.pace.prompts
 
     def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
         self.tick += self.write(step - 1, self.in_flight(), chunk, generate)
 
     def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
-        """Let the first complete prompts leave, in the order of entering, and what the next step must not learn from.
-
-        The version of its oldest token decides.
-        """
+        """The first complete prompts leave in the order of entering, and those too old for the next step."""
         self._taken += 1
         rows = [row for place in sorted(self.complete()[: self.pace.prompts]) for row in self._groups.pop(place)]
         evicted = list[Eviction]()
@@ -294,9 +275,8 @@ def run_ahead(
 ) -> list[int]:
     """Write beside an update, under the policy that it starts from, chunk by chunk, until all is complete.
 
-    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which it
-    returns, are all that decides about the stream: a call with these gives it again. `chunks`: tokens that each
-    completion may write, one after the other; None: to its end. `enter`: makes the completions of a prompt that enters.
+    A prompt that is complete makes room for the next one when its chunk ends. So the chunks that were written, which
+    it returns, are all that decides about the stream: a call with these gives it again.
     """
     written = list[int]()
     stream.admit(version, enter)
@@ -322,6 +302,5 @@ def drain(stream: Stream, version: int, chunks: Iterator[int], generate: Generat
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[int]:
-    """A number of tokens in chunks, the last of which may be smaller."""
     for begun in range(0, tokens, chunk):
         yield min(chunk, tokens - begun)

@@ -157,18 +157,6 @@ def drawn_together_and_alone(engine: Any) -> tuple[Found, Found]:
     return together, sorted(alone, key=lambda done: (done.group, done.sample))
 
 
-def prompts_that_exceed_a_batch(engine: Any, policy: Any) -> tuple[Found, Found]:
-    """Together and alone, not cached either time; near the trainer then, and where they are cached."""
-    sampling, groups = Sampling(1.0, 4, frozenset()), build_groups(24, 1, longest=240, shortest=237)
-    together = collect(engine, groups, sampling)
-    assert engine.drop_prefixes()
-    alone = [done for group in groups for done in collect(engine, [group], sampling)]
-    cached = collect(engine, groups, sampling)
-    for found in (together, alone, cached):
-        check_near(policy, groups, found)
-    return together, alone
-
-
 def part_and_whole_group(engine: Any, size: int, first: int) -> tuple[Found, Found]:
     """The samples of a group from `first` on, drawn without and with the others."""
     sampling = Sampling(1.0, 12, STOPS)
@@ -178,29 +166,12 @@ def part_and_whole_group(engine: Any, size: int, first: int) -> tuple[Found, Fou
     return part, whole[first:]
 
 
-def check_groups_come_whole_and_as_they_finish(engine: Any) -> None:
-    batches = list(engine.generate(build_groups(24, 4), Sampling(1.0, 12, STOPS)))
-    assert len(batches) > 3
-    seen = [{done.group for done in batch} for batch in batches]
-    assert sorted(group for batch in seen for group in batch) == list(range(24)), "every group once"
-    assert all(len(batch) == 4 * len(groups) for batch, groups in zip(batches, seen, strict=True)), "and whole"
-
-
 def check_a_generation_that_is_left_gives_way_to_an_update(engine: Any, policy: Any) -> None:
     running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
     next(running)
     running.close()
     engine.update(policy.tensors, policy.scales, policy.version)
     assert len(collect(engine, build_groups(2, 2), Sampling(1.0, 3, STOPS))) == 4
-
-
-def drawn_twice_by(seeds: Sequence[int], engine: Any) -> tuple[Found, Found]:
-    """One prompt with these seeds, twice; it is not cached the second time."""
-    (group,) = build_groups(1, len(seeds))
-    sampling, group = Sampling(1.7, 12, frozenset()), replace(group, seeds=tuple(seeds))
-    first = collect(engine, [group], sampling)
-    assert engine.drop_prefixes()
-    return first, collect(engine, [group], sampling)
 
 
 def check_a_policy_that_lacks_a_tensor_is_never_held(engine: Any, policy: Any) -> None:

@@ -1,8 +1,7 @@
 """The aligned model in vLLM for CPUs: its name, its weights' places, and its forward, which is the reference's."""
 
-import json
 import multiprocessing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,18 +89,6 @@ def test_weights_lie_as_in_vllms_own_model(vllm_cpu, tmp_path, arch):
     }
 
 
-def test_the_engine_takes_it_for_a_generating_decoder(vllm_cpu):
-    from vllm import ModelRegistry
-
-    def inspected(name):
-        """As vLLM caches it, with lists for tuples: some of these may come from its cache."""
-        return json.loads(json.dumps(asdict(ModelRegistry.models[name].inspect_model_cls())))
-
-    # Each takes seconds in a process of its own; Mistral is ours for Llama by another name.
-    for name in ("MistralForCausalLM", "Qwen3ForCausalLM"):
-        assert inspected(NAMES[name]) == inspected(name) | {"architecture": NAMES[name]}
-
-
 @pytest.fixture
 def builder(vllm_cpu):
     """From steps to queries and work, for at most 7 requests and four query heads a KV head."""
@@ -155,31 +142,3 @@ def test_a_step_with_prompts_has_work_for_them_and_queries_for_the_others(builde
     assert batch.pairs.tolist() == [[1, 0], [3, 0], [3, 32]]
     # First pair, first row, keys that the first token sees, tokens.
     assert batch.work.tolist() == [[1, 5, 31, 10], [0, 1, 1, 3]]
-
-
-def test_nothing_attends_while_a_step_with_prompts_is_captured(builder):
-    """vLLM's stand-in has a request that is longer than any that the engine takes."""
-    given = step([1, 1, 90], [0, 1, 2, 92])
-    with pytest.raises(AssertionError, match="longest"):
-        builder.build(0, given)
-    built = builder.build_for_cudagraph_capture(given)
-    assert built.prompts == []
-    assert built.decodes.starts is given.query_start_loc
-
-
-def test_a_decode_step_is_captured_as_it_is_computed(builder):
-    given = step([1, 1], [0, 1, 2])
-    captured, computed = builder.build_for_cudagraph_capture(given).decodes, builder.build(0, given).decodes
-    assert [a.data_ptr() for a in captured] == [b.data_ptr() for b in computed]
-
-
-def test_vllm_reads_the_class_of_a_model_in_this_process(monkeypatch):
-    """Of a path it learns in a process of its own, which imports all of vLLM."""
-    from vllm import ModelRegistry
-
-    from fp8core.rollout.vllm import internals
-
-    internals.register_aligned_models()
-    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda read: pytest.fail("a process"))
-    internals.load_model_class("AlignedQwen3ForCausalLM")
-    assert ModelRegistry.models["AlignedQwen3ForCausalLM"].inspect_model_cls().is_text_generation_model

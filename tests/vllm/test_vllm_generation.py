@@ -8,16 +8,13 @@ from generation_cases import (
     check_a_generation_that_is_left_gives_way_to_an_update,
     check_greedy_logprobs_are_those_of_temperature_one,
     check_greedy_tokens_are_the_references,
-    check_groups_come_whole_and_as_they_finish,
     check_known_tokens_are_scored,
     check_logprobs_are_those_of_the_distribution_sampled_from,
     check_small_model,
     check_tokens_come_as_often_as_their_logprobs_say,
     collect,
     drawn_together_and_alone,
-    drawn_twice_by,
     part_and_whole_group,
-    prompts_that_exceed_a_batch,
     share_parted,
     with_a_bf16_head,
 )
@@ -56,28 +53,8 @@ def test_a_seed_gives_its_completion_alone_and_in_any_batch(engine):
     assert share_parted(*drawn_together_and_alone(engine)) == 0
 
 
-def test_prompts_that_exceed_a_batch_change_nothing(engine, policies):
-    """On a GPU vLLM's results depend on the batch, so tokens may part there; log-probs stay near all the same."""
-    parted = share_parted(*prompts_that_exceed_a_batch(engine, policies[0]))
-    assert ON_GPU or parted == 0
-
-
 def test_part_of_a_group_draws_what_the_whole_group_did(engine):
     assert share_parted(*part_and_whole_group(engine, size=6, first=4)) == 0
-
-
-def test_groups_come_whole_and_as_they_finish(engine):
-    check_groups_come_whole_and_as_they_finish(engine)
-
-
-def test_completions_end_with_a_stop_token_or_at_the_limit(engine):
-    found = collect(engine, build_groups(24, 4), Sampling(1.7, 12, STOPS))
-    assert {done.finish for done in found} == {"stop", "length"}
-    for done in found:
-        assert (done.tokens[-1] in STOPS) == (done.finish == "stop")
-        assert not STOPS & set(done.tokens[:-1])
-        assert len(done.tokens) == 12 or done.finish == "stop"
-        assert len(done.logprobs) == len(done.tokens)
 
 
 def test_generation_can_be_abandoned(engine, policies):
@@ -89,11 +66,6 @@ def test_what_does_not_fit_is_refused(engine):
         collect(engine, build_groups(4, 1), Sampling(1.0, 250, STOPS))
     with pytest.raises(UserError, match=r"rollout.temperature=0.005: vLLM samples at 0.01 or above"):
         collect(engine, build_groups(4, 1), Sampling(0.005, 5, STOPS))
-
-
-def test_every_seed_is_one(engine):
-    first, second = drawn_twice_by([-1], engine)
-    assert first == second
 
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)

@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,22 +50,6 @@ def test_nothing_outlives_a_process_that_is_killed(vllm_build, where):
     wait_until_gone(below)
 
 
-def test_a_process_that_has_loaded_the_worker_ends_with_its_parent(vllm_build):
-    """One that still starts; vLLM's own pipe ends it later."""
-    program = (
-        "import multiprocessing, signal; multiprocessing.get_context('fork').Process(target=lambda: "
-        "[__import__('fp8core.rollout.vllm.worker'), print('loaded', flush=True), signal.pause()]).start(); "
-        "signal.pause()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"loaded\n"
-        below = psutil.Process(parent.pid).children()
-        parent.kill()
-    assert len(below) == 1
-    wait_until_gone(below)
-
-
 def test_a_worker_that_is_killed_ends_its_core_and_the_generation(vllm_build, policies):
     """In the process that generates; test_vllm_replicas.py kills such a process."""
     with started_engine(vllm_build) as (engine, core):
@@ -105,31 +88,9 @@ def test_a_core_that_a_scheduler_ends_is_lost(vllm_build, policies):
             list(running)
 
 
-def test_a_core_that_ends_after_vllm_has_looked_is_lost(vllm_build, policies):
-    """vLLM looks whether its core lives, then sends; its socket may be closed between the two."""
-    with started_engine(vllm_build) as (engine, core):
-        engine.update(policies[0].tensors, policies[0].scales, 0)
-        session = engine.open_session(Sampling(1.0, 60, frozenset()))
-        session.add(build_groups(2, 2))
-        core.kill()
-        client: Any = engine._llm.engine_core
-        _wait_for(lambda: client.input_socket.closed)
-        client.resources.engine_dead = False
-        session.close()
-        with pytest.raises(EngineLost, match="vLLM's engine core ended"):
-            engine.fingerprint()
-
-
 def _generating(engine: Any, policies: Any) -> Any:
     """Many completions of a policy, of which the first have come."""
     engine.update(policies[0].tensors, policies[0].scales, 0)
     running = engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
     next(running)
     return running
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)

@@ -14,7 +14,7 @@ from stored_weights import stored
 
 from fp8core.cluster.workers import Cluster, RankedTrainer, ReplicaError, ReplicatedEngine
 from fp8core.config.load import load_config
-from fp8core.errors import MemberLost, UserError
+from fp8core.errors import MemberLost
 from fp8core.models.architecture import Architecture
 from fp8core.models.safetensors_files import FileTensors
 from fp8core.numerics.fingerprint import policy_digest
@@ -99,15 +99,6 @@ def test_they_do_what_one_engine_does(replicas, engine):
         assert [done.tokens for done in found] == [done.tokens for done in expected]
 
 
-def test_groups_come_whole_from_the_engine_that_they_were_dealt_to(replicas):
-    batches = list(replicas.engine.generate(build_groups(24, 4), SAMPLING))
-    assert sorted(group for batch in batches for group in {done.group for done in batch}) == list(range(24))
-    assert all(len(batch) == 4 * len({done.group for done in batch}) for batch in batches)
-    assert all(len({done.group % 2 for done in batch}) == 1 for batch in batches)
-    assert len(collect(replicas.engine, build_groups(1, 4), SAMPLING)) == 4, "the other has nothing to do"
-    assert collect(replicas.engine, [], SAMPLING) == []
-
-
 @pytest.mark.parametrize("fault", ["flipped_bit", "wrong_version"])
 def test_a_fault_in_one_engine_is_named(replicas, policies, fault):
     replicas.commit_fault(1, fault)
@@ -126,20 +117,6 @@ def test_what_does_not_fit_changes_nothing(replicas, policies):
     with pytest.raises(ValueError, match="scales of policy 0 sent with weights of policy 1"):
         replicas.engine.update(replicas.trainers[1].export(), PolicyScales(0, policies[0].scales.layers), 1)
     assert replicas.engine.fingerprint() == policy_digest(policies[0].tensors)
-
-
-def test_a_prompt_that_does_not_fit_is_a_mistake_of_the_user(replicas):
-    with pytest.raises(UserError, match=r"^prompt prompt-\d+: .*rollout.vllm.max_model_len is 256"):
-        collect(replicas.engine, build_groups(4, 1), Sampling(1.0, 250, frozenset()))
-    assert len(collect(replicas.engine, build_groups(4, 1), SAMPLING)) == 4
-
-
-def test_generation_can_be_abandoned(replicas, policies):
-    running = replicas.engine.generate(build_groups(24, 4), Sampling(1.0, 60, frozenset()))
-    next(running)
-    running.close()
-    replicas.engine.update(replicas.trainers[0].export(), policies[0].scales, 0)
-    assert len(collect(replicas.engine, build_groups(2, 2), SAMPLING)) == 4
 
 
 def test_an_engine_that_is_killed_ends_the_generation_and_leaves_nothing(replicas):

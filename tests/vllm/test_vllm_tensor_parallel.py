@@ -12,7 +12,6 @@ from conftest import (
     OPTIONS,
     SHAPE,
     build_policy,
-    update_in_parts,
     wait_until_gone,
 )
 from generation_cases import build_groups, collect
@@ -66,11 +65,6 @@ def test_generation_follows_every_update(pair, policies):
     check_formats(pair.describe(), CONTRACT)
 
 
-def test_a_policy_that_comes_in_parts_is_whole_in_every_share(pair, policies):
-    report = update_in_parts(pair, policies[1], parts=4)
-    check_report(report, policy_digest(policies[1].tensors), policies[1].scales, 1)
-
-
 def test_it_scores_as_it_generates(pair, policies):
     pair.update(policies[0].tensors, policies[0].scales, 0)
     groups = build_groups(3, 1)
@@ -97,24 +91,6 @@ def test_a_fault_in_one_share_is_caught(pair, policies, fault, share):
             sync()
     finally:
         pair.ask_policy("commit_fault", "")
-
-
-def test_a_share_of_another_version_is_caught(pair, policies):
-    pair.ask_policy("commit_fault", "wrong_version", 1)
-    try:
-        with pytest.raises(EngineUpdateError, match="2 workers hold different versions"):
-            pair.update(policies[1].tensors, policies[1].scales, 1)
-    finally:
-        pair.ask_policy("commit_fault", "")
-
-
-def test_tensors_that_do_not_fit_change_nothing(pair, policies):
-    pair.update(policies[0].tensors, policies[0].scales, 0)
-    tensors = policies[1].tensors
-    del tensors["model.layers.1.self_attn.v_proj.weight"]
-    with pytest.raises(EngineUpdateError, match=r"qkv_proj.weight: \d+ of its \d+ rows were sent"):
-        pair.update(tensors, policies[1].scales, 1)
-    assert pair.fingerprint() == policy_digest(policies[0].tensors)
 
 
 # The last: it ends the engine.

@@ -71,7 +71,6 @@ class AlignedAttention(ScaledAttention):
         kernel(query.view(split), keys, values, queries, internals.scale_buffers(layer), out.view(split))
 
     def _work(self, layer: Any, forward_batch: Any) -> list[Batch]:
-        """Of a step's prompts, made at its first layer."""
         if self._step is not self.forward_metadata:
             spans, row = list[Span](), 0
             for tokens, cached in zip(
@@ -122,8 +121,6 @@ class AlignedSampler(SeededSampler):
 
 
 class AlignedForward(AlignedDecoder):
-    """The forward; to be mixed into a model of SGLang, before it."""
-
     lm_head: Any
     logits_processor: Any
 
@@ -136,22 +133,21 @@ class AlignedForward(AlignedDecoder):
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Tensor | None = None, **more: Any
     ) -> Any:
-        """SGLang's logits of the tokens that are sampled."""
         assert input_embeds is None, "an aligned model reads tokens"
         hidden = self.hidden(input_ids, positions, lambda layer, q, k, v: layer.attn(q, k, v, forward_batch))
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
 
 class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
-    """Qwen3."""
+    pass
 
 
 class AlignedQwen2ForCausalLM(AlignedForward, Qwen2ForCausalLM):
-    """Qwen2."""
+    pass
 
 
 class AlignedLlamaForCausalLM(AlignedForward, LlamaForCausalLM):
-    """Llama, and Mistral without a window."""
+    pass
 
 
 internals.register_models(AlignedQwen3ForCausalLM, AlignedQwen2ForCausalLM, AlignedLlamaForCausalLM)

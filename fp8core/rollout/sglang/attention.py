@@ -20,11 +20,7 @@ from fp8core.rollout.sglang import internals
 
 
 class ScaledAttention(FlashAttentionBackend):
-    """All layers of a model; with a BF16 cache FlashAttention as SGLang has it.
-
-    Attributes:
-        products: over an FP8 cache; FlashAttention's.
-    """
+    """All layers of a model; with a BF16 cache FlashAttention as SGLang has it."""
 
     products: AttentionProducts = "fp8"
 

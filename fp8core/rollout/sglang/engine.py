@@ -66,18 +66,7 @@ class SglangEngine(ResidentEngine):
         build: EngineBuild,
         worker: str = WORKER,
     ) -> None:
-        """Start SGLang.
-
-        Args:
-            contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
-            max_batch: sequences decoded together.
-            worker: path of `worker.answer`, or of a function that calls `worker.reply`.
-
-        Raises:
-            UserError: the environment was not prepared (`settings.required_environment`), or SGLang has moved what
-                this engine uses.
-            EngineLost: SGLang ended while it started.
-        """
+        """Start SGLang. Raises UserError: its environment is not prepared, or it lacks parts that we use."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=False)
@@ -93,7 +82,7 @@ class SglangEngine(ResidentEngine):
         # Before `multiprocessing` waits for its children, as it does when Python ends.
         atexit.register(self.close)
         self._host.answer()
-        self._check_parts(self.ask_policy("probe"), f"rollout.engine=sglang: {build.described}")
+        self._read_parameters()
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         return {
@@ -145,11 +134,10 @@ class SglangEngine(ResidentEngine):
         return [self._host.call("ask_worker", method, arguments)]
 
     def drop_prefixes(self) -> bool:
-        """Forget all cached prompts; false while requests are running."""
         return bool(self._host.call("flush_cache"))
 
     def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
-        return find_shares(sent, {}, self._parameters, within="")
+        return find_shares(sent, {}, self._parameters)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._host.call("resume", _WOKEN[part])
@@ -167,7 +155,7 @@ class SglangEngine(ResidentEngine):
 class HostPipe:
     """Our end of the pipe to SGLang's host; raises EngineLost where that has ended.
 
-    Messages are sent by a thread: the host reads none while it sends, so that two full buffers would block both ends.
+    A thread sends: the host reads nothing while it sends, so that two full buffers would block both ends.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -187,11 +175,9 @@ class HostPipe:
         self._unsent.put(ForkingPickler.dumps(message))
 
     def comes(self, seconds: float) -> bool:
-        """True if a message comes in time, or the end of the host."""
         return self._pipe.poll(seconds)
 
     def receive(self) -> tuple[Any, ...]:
-        """The next message. Raises RuntimeError: it is an error of what was asked for."""
         try:
             message: tuple[Any, ...] = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -219,8 +205,6 @@ class HostPipe:
 
 
 class RequestStream:
-    """Numbered requests in SGLang, which schedules them as they come and go."""
-
     def __init__(self, host: HostPipe) -> None:
         self._host = host
         host.send("session")
@@ -233,22 +217,17 @@ class RequestStream:
         return number, output
 
     def close(self) -> None:
-        """Drop what is in flight; where the host has ended, the call that found this has raised it."""
         with suppress(EngineLost):
             self._host.send(STOP)
             self._host.answer()
 
 
 class SglangSession:
-    """Completions in progress.
-
-    A request that goes on after what was begun has another position in its sequence, and so draws other numbers.
-    """
+    """Completions in progress. One that goes on after what was begun draws by its place in the sequence."""
 
     def __init__(
         self, host: HostPipe, sampling: Sampling, check: Callable[[Sequence[PromptGroup], Sampling], None]
     ) -> None:
-        """`check` raises UserError for prompts that do not fit."""
         self._host, self._sampling, self._check = host, sampling, check
         self._requests: dict[int, tuple[PromptGroup, int]] = {}
         self._numbers = count()
@@ -259,14 +238,12 @@ class SglangSession:
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests; where a prompt with its completion does not fit, none is sent."""
         self._check(groups, self._sampling)
         new = {next(self._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
         self._requests |= new
         self._stream.add((number, _sample_request(*asked, self._sampling)) for number, asked in new.items())
 
     def step(self) -> list[Completion]:
-        """The completions that have ended; none after a moment in which none does."""
         found = list[Completion]()
         while self._requests and self._host.comes(0 if found else _STEP_SECONDS):
             number, output = self._stream.next_output()

@@ -43,7 +43,6 @@ def _environment(config: RunConfig, node: Node) -> Environment:
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    """Of one GPU with one engine; there is none for a host."""
     options, weights = config.rollout.sglang, engine_weights(shipped_bytes(arch, config.precision))
     if gpu is None:
         return EngineMemory((weights,))
@@ -61,12 +60,10 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:
-    """SGLang's context: it needs room for one sequence of this length."""
     return config.rollout.sglang.context_length or arch.max_positions
 
 
 def _products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
-    """A step reads prompts, or decodes one token a request."""
     rollout, head = config.rollout, config.precision.rollout.head
     if config.precision.rollout.linear == "fp8_block":
         rows = range(1, max(rollout.sglang.chunked_prefill_size, rollout.max_batch) + 1)

@@ -111,14 +111,12 @@ class Host:
         return self._mailbox.answered()
 
     def flush_cache(self) -> bool:
-        """Forget all cached prompts; false while requests are running."""
         flushed = self._engine.loop.run_until_complete(
             self._engine.tokenizer_manager.flush_cache(timeout_s=_FLUSH_SECONDS)
         )
         return bool(flushed.success)
 
     def release(self, kinds: list[str]) -> None:
-        """Give memory back: `weights`, `kv_cache`, `cuda_graph`."""
         self._engine.release_memory_occupation(kinds)
 
     def resume(self, kinds: list[str]) -> None:
@@ -166,7 +164,6 @@ class Host:
         self._aborting = False
 
     async def _one(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Ids, log-probs and reason of one request."""
         async with self._places:
             if self._aborting:
                 return {}  # No one reads it.

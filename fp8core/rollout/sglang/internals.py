@@ -1,7 +1,6 @@
 """The only place that touches what SGLang does not publish: attributes of attention layers, kernels, the KV cache.
 
-`probe` looks for all of it when an engine starts. Attributes are read, and those that SGLang leaves empty are filled;
-no method is replaced.
+Attributes are read, and those that SGLang leaves empty are filled; no method is replaced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,6 @@ from fp8core.numerics.recipe import TILE
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
 _SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
 _BACKEND = "policy_backend"
-_LAYER_PARTS = (_OF_SCORES, _OF_VALUES, "layer_id", "tp_k_head_num")
-_BACKEND_PARTS = ("token_to_kv_pool", "kv_cache_dtype", "fa_impl_ver", "num_splits", "forward_metadata")
-_POOL_PARTS = ("k_buffer", "v_buffer", "store_dtype", "dtype")
 
 
 def register_models(*models: type[nn.Module]) -> None:
@@ -35,14 +31,12 @@ def pages(pool: Any, layer: Any, size: int) -> tuple[Tensor, Tensor]:
 
 
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """Attention layers in the order of the decoder."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
 def give_scales(layer: nn.Module, device: Any, scaled: bool) -> None:
-    """Where the cache has scales, buffers for them, 1 while graphs are captured."""
     if scaled:
         setattr(layer, _SCALES, torch.ones(3, dtype=torch.float32, device=device))
         setattr(layer, _OF_SCORES, torch.ones(1, dtype=torch.float32, device=device))
@@ -54,7 +48,6 @@ def hold_backend(model: nn.Module, backend: object) -> None:
 
 
 def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """FP32 [1] of Q, K and V."""
     scales: Tensor = getattr(layer, _SCALES)
     return scales[0:1], scales[1:2], scales[2:3]
 
@@ -64,7 +57,6 @@ def has_scales(model: nn.Module) -> bool:
 
 
 def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
-    """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
     for layer, values in zip(attention_layers(model), scales, strict=True):
         held: Tensor = getattr(layer, _SCALES)
         held.copy_(torch.tensor(values, dtype=torch.float32))
@@ -84,26 +76,6 @@ def read_scales(model: nn.Module) -> list[list[float]]:
     return rows
 
 
-def probe(model: nn.Module) -> list[str]:
-    """The parts that this module uses and this SGLang lacks; none when it can be worked with."""
-    layers, backend = attention_layers(model), getattr(model, _BACKEND, None)
-    missing = [] if layers else ["layers of RadixAttention"]
-    missing += [f"RadixAttention.{part}" for part in _LAYER_PARTS if any(not hasattr(layer, part) for layer in layers)]
-    if backend is None:
-        return [*missing, "the attention backend that was registered"]
-    missing += [f"FlashAttentionBackend.{part}" for part in _BACKEND_PARTS if not hasattr(backend, part)]
-    pool = getattr(backend, "token_to_kv_pool", None)
-    missing += [f"KV pool.{part}" for part in _POOL_PARTS if not hasattr(pool, part)]
-    if backend_type(model) is torch.float8_e4m3fn and not has_scales(model):
-        missing.append("layers that take scales")
-    return missing
-
-
-def backend_type(model: nn.Module) -> torch.dtype:
-    found: torch.dtype = getattr(model, _BACKEND).kv_cache_dtype
-    return found
-
-
 def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
     pool = getattr(model, _BACKEND).token_to_kv_pool
     yield from pool.k_buffer
@@ -119,7 +91,6 @@ def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Method and weight type of every linear of the decoder layers, by name."""
     return {
         name: {
             "kernel": type(module.quant_method).__name__,

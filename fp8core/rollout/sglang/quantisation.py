@@ -64,16 +64,12 @@ class Fp32Head(UnquantizedEmbeddingMethod):
     """Embedding, and a head whose logits are FP32 sums of BF16 products."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """FP32 [tokens, vocabulary]."""
         assert bias is None, "no model here has a biased head"
         return head_logits(x, layer.get_parameter("weight"))
 
 
 class PolicyQuantisation(QuantizationConfig):
-    """Names the method of each layer, by the config.json that `settings.model_config` writes."""
-
     def __init__(self, kept: frozenset[str], groups: Grouping, head: str) -> None:
-        """`kept` are modules in BF16, by their Hugging Face names."""
         super().__init__()
         self._kept, self._groups, self._head = kept, groups, head
 
@@ -102,7 +98,6 @@ class PolicyQuantisation(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Linears, embedding and head; attention has its scales from our backend."""
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod() if self._keeps(prefix) else BlockFp8Linear(self._groups)
         if isinstance(layer, VocabParallelEmbedding):

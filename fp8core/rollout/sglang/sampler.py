@@ -33,8 +33,6 @@ def drawn(logits: Tensor, sampling_info: Any, positions: Tensor) -> tuple[Tensor
 
 
 class SeededSampler(Sampler):
-    """Draws each token by the seed of its request."""
-
     def forward(
         self,
         logits_output: Any,

@@ -46,10 +46,7 @@ _GIB = 1 << 30
 
 
 def required_environment() -> dict[str, str]:
-    """Variables that decide what SGLang computes; they must be set before it is imported.
-
-    Its plugins replace any of its functions: none of this name is installed, so none is loaded.
-    """
+    """Variables that decide what SGLang computes, before it is imported. No plugin has this name, so none is loaded."""
     return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_PLUGINS": REGISTERED}
 
 
@@ -81,10 +78,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of `sglang.srt.server_args.ServerArgs`: plain values, which travel to another process.
 
-    Args:
-        folder: of a config.json (`model_config`), and of the worker's requests; weights come by the first update.
-        longest: tokens of the longest prompt with its completion.
-        worker: path of the function that answers in the process with the model (`worker.answer`).
+    `folder`: of a config.json (`model_config`), and of the worker's requests. `worker`: path of `worker.answer`.
     """
     name = ALIGNED if options.model == "aligned" else REGISTERED
     return {
@@ -139,10 +133,8 @@ def model_config(arch: Architecture, contract: PrecisionContract, options: Sglan
 
 
 def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """`executed_formats` of what SGLang's process reports of itself (`worker.SglangPolicy`)."""
     return executed_formats(described, contract, num_layers, _KERNELS, _BACKENDS)
 
 
 def executed_points(described: Mapping[str, Any]) -> str:
-    """The contract's rounding points; or that norms, rotary positions and SwiGLU are SGLang's, as in no contract."""
     return POINTS if is_aligned(described) else _POINTS

@@ -49,7 +49,6 @@ def _lazily(place: str) -> Callable[..., Any]:
 
 
 def run_scheduler(*arguments: Any, **settings: Any) -> None:
-    """SGLang's process that holds the model: it ends with the one that started it."""
     end_with_parent.follow_parent()
     register()
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -61,7 +60,6 @@ def run_scheduler(*arguments: Any, **settings: Any) -> None:
 
 
 def run_detokenizer(*arguments: Any, **settings: Any) -> None:
-    """SGLang's process that makes text: it ends with the one that started it."""
     end_with_parent.follow_parent()
     register()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
@@ -91,7 +89,6 @@ class Mailbox:
         self._answer.write_bytes(pickle.dumps((result, error)))
 
     def answered(self) -> Any:
-        """The result; raises WorkerError with the worker's traceback where it failed."""
         result, error = pickle.loads(self._answer.read_bytes())
         if error is not None:
             raise WorkerError(f"SGLang's worker failed:\n{error}")
@@ -99,7 +96,6 @@ class Mailbox:
 
 
 def answer(model: nn.Module, tensors: object) -> None:
-    """A loader of weights, as SGLang calls it."""
     reply(model, SglangPolicy)
 
 
@@ -118,8 +114,6 @@ def reply(model: nn.Module, policy_class: type["SglangPolicy"]) -> None:
 
 
 class SglangPolicy(HeldPolicy):
-    """The policy that SGLang's model holds."""
-
     def describe(self) -> dict[str, Any]:
         return {
             "model": type(self._model).__name__,
@@ -128,9 +122,6 @@ class SglangPolicy(HeldPolicy):
             "head": internals.describe_head(self._model),
             "activations": internals.describe_scale_rule(self._model),
         }
-
-    def _missing(self) -> list[str]:
-        return internals.probe(self._model)
 
     def _has_scales(self) -> bool:
         return internals.has_scales(self._model)

@@ -45,8 +45,6 @@ _SCALE_PITCH = 4
 
 
 class AlignedBackend(DecodeBackend):
-    """FlashAttention's cache with another builder and implementation."""
-
     @staticmethod
     def get_impl_cls() -> type["AlignedImpl"]:
         return AlignedImpl
@@ -65,8 +63,6 @@ class StepQueries(AttentionMetadata):
 
 
 class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
-    """From a step's requests to their kernels' work, once for all layers."""
-
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -95,10 +91,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
         return StepQueries(Queries(step.block_table_tensor, step.query_start_loc, step.seq_lens), prompts)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> StepQueries:
-        """Of a step with prompts nothing attends while it is captured: attention runs between the graphs.
-
-        vLLM's stand-in for such a step has a request that may be longer than any.
-        """
+        """Of a captured step with prompts nothing attends: attention runs between the graphs."""
         step = common_attn_metadata
         if step.max_query_len == 1:
             return self.build(0, step)
@@ -106,11 +99,7 @@ class AlignedBuilder(AttentionMetadataBuilder[StepQueries]):
 
 
 class AlignedImpl(FlashAttentionImpl):
-    """One layer; FlashAttention's part is to write the cache.
-
-    Attributes:
-        products: as in `kernels.decode_attention`.
-    """
+    """One layer; FlashAttention's part is to write the cache."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -157,8 +146,6 @@ register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.aligned.Alig
 
 
 class AlignedForward(AlignedDecoder):
-    """The forward; to be mixed into a model of vLLM, before it."""
-
     lm_head: Any
     temperature: float = 1.0
 
@@ -182,7 +169,6 @@ class AlignedForward(AlignedDecoder):
         intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens] each."""
         assert intermediate_tensors is None, "an aligned model is not split into stages"
         assert inputs_embeds is None, "an aligned model reads tokens"
         return self.hidden(input_ids, positions, lambda attention, q, k, v: attention.attn(q, k, v))
@@ -190,8 +176,7 @@ class AlignedForward(AlignedDecoder):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Log-probs of the distribution that is sampled from, instead of logits: FP32 [tokens, vocabulary].
 
-        vLLM samples from them at temperature 1 and reports them as they are (`logprobs_mode`). So its sampler, which
-        sums in an order of its own, has no part in them.
+        vLLM samples from them at temperature 1 and reports them as they are (`logprobs_mode`).
         """
         # The head has rows beyond the vocabulary, which vLLM pads it with.
         logits = self.joined(head_logits(hidden_states, self.lm_head.weight))[:, : self._arch.vocab_size]
@@ -211,12 +196,12 @@ class AlignedForward(AlignedDecoder):
 
 
 class AlignedQwen3ForCausalLM(AlignedForward, Qwen3ForCausalLM):
-    """Qwen3."""
+    pass
 
 
 class AlignedQwen2ForCausalLM(AlignedForward, Qwen2ForCausalLM):
-    """Qwen2."""
+    pass
 
 
 class AlignedLlamaForCausalLM(AlignedForward, LlamaForCausalLM):
-    """Llama, and Mistral without a window."""
+    pass

@@ -19,7 +19,6 @@ from fp8core.numerics.recipe import AttentionProducts
 class DecodeBackend(FlashAttentionBackend):
     @staticmethod
     def get_name() -> str:
-        """The registry's name: layers look it up there."""
         return "CUSTOM"
 
     @staticmethod
@@ -31,7 +30,6 @@ class SharedKernel:
     """The kernel as layers of one engine call it: compiled and given its workspace when vLLM warms up."""
 
     def __init__(self, implementation: FlashAttentionImpl, queries: int, products: AttentionProducts) -> None:
-        """For the layers of an implementation; `queries` and `products` are `DecodeAttention`'s."""
         self._heads, self._size = implementation.num_heads, implementation.head_size
         self._group = implementation.num_queries_per_kv
         self._longest = get_current_vllm_config().model_config.max_model_len
@@ -54,8 +52,6 @@ def largest_decode_batch(config: Any) -> int:
 
 
 class DecodeImpl(FlashAttentionImpl):
-    """One layer; requests with one new token are ours."""
-
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._requests = largest_decode_batch(get_current_vllm_config())
@@ -73,11 +69,7 @@ class DecodeImpl(FlashAttentionImpl):
         *rest: Any,
         **more: Any,
     ) -> Tensor:
-        """As FlashAttention's, whose arguments these are.
-
-        Where prompts share the step, FlashAttention computes all of it first: what a request decodes must not depend on
-        who is beside it.
-        """
+        """As FlashAttention's. It computes a step with prompts first, so that decodes do not depend on these."""
         if attn_metadata is None or attn_metadata.max_query_len > 1 or attn_metadata.use_cascade:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **more)
         if attn_metadata is not None:

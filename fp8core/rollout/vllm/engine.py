@@ -40,7 +40,6 @@ from fp8core.rollout.slots import Share, filled_shapes, find_shares
 from fp8core.rollout.vllm.internals import (
     end_calls,
     load_model_class,
-    probe_client,
     recorded_experts,
     register_aligned_models,
 )
@@ -63,15 +62,8 @@ _NOTICE_SECONDS = 0.2
 
 
 class VllmEngine(ResidentEngine):
-    """A resident vLLM that holds one policy.
-
-    Attributes:
-        reads_prefixes: whether requests begin with what is cached of their prompts; else they compute all of it.
-    """
-
     product = "vLLM"
     length_setting = "rollout.vllm.max_model_len"
-    reads_prefixes = True
 
     def __init__(
         self,
@@ -83,18 +75,14 @@ class VllmEngine(ResidentEngine):
         worker: str = WORKER,
         routes: bool = False,
     ) -> None:
-        """Start the engine core.
+        """Start the engine core, for a contract that was found to fit (`requirements.contract_refusals`).
 
         Args:
-            contract: formats; the build must have been found to fit (`requirements.contract_refusals`).
             max_batch: sequences decoded together.
             worker: qualified name of `PolicyWorker` or a class derived from it.
-            routes: whether experts can be reported with completions (`requirements.replay_refusals`).
+            routes: whether experts can be reported with completions.
 
-        Raises:
-            UserError: the environment was not prepared (`settings.required_environment`), vLLM has moved what this
-                engine uses, or its share of the GPU is not free.
-            RuntimeError: vLLM did not start for another reason.
+        Raises UserError: the environment was not prepared, or vLLM's share of the GPU is not free.
         """
         _check_environment(required_environment(contract, options, build))
         if not build.on_gpu:
@@ -127,10 +115,8 @@ class VllmEngine(ResidentEngine):
         threading.Thread(target=self._end_calls, daemon=True).start()
         # The worker follows its parent already, which is vLLM's core.
         self.ask_policy("follow", os.getpid())
-        found = [probe_client(self._llm.engine_core), *self.ask_policies("probe")]
-        missing = sorted({part for parts in found for part in parts})
+        self._read_parameters()
         self._requests = 0
-        self._check_parts(missing, f"rollout.engine=vllm: {build.described}")
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         kernels = kernels_by_type(described["linears"])
@@ -171,10 +157,7 @@ class VllmEngine(ResidentEngine):
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
 
     def await_loss(self) -> str | None:
-        """Wait for the end of the engine core's process: how it ended, None after `close`.
-
-        vLLM itself lets a call wait for ever whose answer a killed core owes.
-        """
+        """Wait for the end of the engine core's process: how it ended, None after `close`."""
         wait([core.sentinel for core in self._cores])
         codes = {core.pid: core.exitcode for core in self._cores if not core.is_alive()}
         ways = ", ".join(f"process {pid} {_ending(code)}" for pid, code in codes.items())
@@ -191,11 +174,9 @@ class VllmEngine(ResidentEngine):
         return self._ask(self._llm.collective_rpc, "policy_answer", None, (method, *arguments))
 
     def drop_prefixes(self) -> bool:
-        """Forget all cached prompts; false while requests are running."""
         return bool(self._ask(self._llm.reset_prefix_cache))
 
     def _ask(self, method: Callable[..., Result], *arguments: Any) -> Result:
-        """A method of vLLM; raises EngineLost where its core has ended."""
         try:
             return method(*arguments)
         except (EngineDeadError, zmq.ZMQError) as error:
@@ -219,7 +200,6 @@ class VllmEngine(ResidentEngine):
         return temperature_refusals(temperature, lowest_temperature(self._options), "vLLM")
 
     def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
-        """Queue a request, and return its name; `settings` are of `SamplingParams`."""
         self._requests += 1
         name = f"{self._requests}"
         parameters = SamplingParams(
@@ -245,14 +225,12 @@ class VllmEngine(ResidentEngine):
             seed=self._seed(group.seeds[i], len(group.begun_of(i))) & SEED_BITS,
             stop_token_ids=sorted(sampling.stop_ids),
             logprobs=0,
-            skip_reading_prefix_cache=not self.reads_prefixes,
         )
 
     def _seed(self, seed: int, begun: int) -> int:
-        """Of a request that goes on after `begun` tokens.
+        """Of a request that goes on after `begun` tokens: the aligned model draws by seed and position.
 
-        The aligned model draws by seed and position. vLLM's generators begin anew with every request: they would draw
-        for a turn of an episode what they drew for the one before.
+        vLLM's generators begin anew with every request: they would draw for a turn what they drew for the one before.
         """
         if self._aligned or not begun:
             return seed
@@ -280,8 +258,6 @@ class VllmEngine(ResidentEngine):
 
 
 class VllmSession:
-    """Requests in vLLM's core, which schedules them as they come and go."""
-
     def __init__(self, engine: VllmEngine, llm: LLMEngine, sampling: Sampling) -> None:
         self._engine, self._llm, self._sampling = engine, llm, sampling
         self._requests: dict[str, tuple[PromptGroup, int]] = {}
@@ -291,7 +267,6 @@ class VllmSession:
         return bool(self._requests)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Further requests; where a prompt with its completion does not fit, none is sent."""
         self._engine._check_lengths(groups, self._sampling)
         for group in groups:
             for i in range(len(group.seeds)):
@@ -306,7 +281,6 @@ class VllmSession:
         return found
 
     def close(self) -> None:
-        """Drop what is in flight; with a core that has ended it is gone."""
         if self._requests:
             with suppress(EngineLost):
                 self._engine._ask(self._llm.abort_request, list(self._requests))

@@ -79,7 +79,6 @@ def _usable(machine: Machine, node: Node) -> Machine:
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:
-    """Of one GPU with one engine, or of a host with one."""
     options, longest = config.rollout.vllm, (_LONGEST, _longest(config, arch))
     weights, shared = engine_weights(shipped_bytes(arch, config.precision)), options.tensor_parallel
     if gpu is None:
@@ -104,7 +103,6 @@ def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> Engine
 
 
 def _longest(config: RunConfig, arch: Architecture) -> int:
-    """vLLM's max_model_len: it needs room for one sequence of this length."""
     return config.rollout.vllm.max_model_len or arch.max_positions
 
 

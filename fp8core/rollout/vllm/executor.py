@@ -11,7 +11,7 @@ class ForkingExecutor(MultiprocExecutor):
     """vLLM's executor of several processes, in a core that computes nothing itself.
 
     Our process has opened CUDA, so the core is spawned and imports vLLM anew: 14 s on a GPU host. The core has not, and
-    its workers need not. Forking is vLLM's own default wherever CUDA is not open; the variable is this process's alone.
+    its workers need not: forking is vLLM's own default there.
     """
 
     def _init_executor(self) -> None:

@@ -1,8 +1,7 @@
 """Linears and experts for vLLM on a CPU whose weights stay where they are.
 
-vLLM packs BF16 weights for oneDNN when they are loaded, and drops the parameter or keeps it beside the packed copy.
-Written in place, it would change nothing that is computed, and read back it would prove nothing. This quantisation
-method, registered through vLLM's registry, multiplies by the parameter itself.
+vLLM packs BF16 weights for oneDNN when they are loaded: written in place, they would change nothing that is computed.
+This quantisation method, registered through vLLM's registry, multiplies by the parameter itself.
 """
 
 from typing import Any
@@ -28,27 +27,20 @@ class InPlaceLinear(UnquantizedLinearMethod):
         """Pack nothing."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """BF16 [..., out]; a bias is added to the rounded product, as the contract's other engines add it."""
         product = nn.functional.linear(x, layer.get_parameter("weight"))
         return product if bias is None else product + bias
 
 
 class InPlaceEmbedding(UnquantizedEmbeddingMethod):
-    """Embedding and head, by the parameter."""
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Pack nothing."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits, BF16 [tokens, vocabulary]."""
         return nn.functional.linear(x, layer.get_parameter("weight"), bias)
 
 
 class InPlaceExperts(FusedMoEMethodBase):
-    """y = sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x), by the parameters; added in FP32, rounded once.
-
-    Every expert computes every token: no shape depends on what was chosen, and a CPU is for small models.
-    """
+    """y = sum of g_e W_down,e (silu(W_gate,e x) * W_up,e x); added in FP32, rounded once. Each computes every token."""
 
     def create_weights(
         self,
@@ -59,7 +51,6 @@ class InPlaceExperts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **attributes: Any,
     ) -> None:
-        """w13 [experts, 2 * intermediate, hidden] and w2 [experts, hidden, intermediate]."""
         width = intermediate_size_per_partition
         shapes = {"w13_weight": (2 * width, hidden_size), "w2_weight": (hidden_size, width)}
         for name, shape in shapes.items():
@@ -111,7 +102,6 @@ class InPlaceConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Linears, experts, embedding and head; the rest is vLLM's own."""
         if isinstance(layer, RoutedExperts):
             return InPlaceExperts(layer.moe_config)
         if isinstance(layer, LinearBase):

@@ -1,7 +1,6 @@
 """The only place that touches what vLLM does not publish: scales of attention, kernels, the KV cache.
 
-`probe` looks for all of it when an engine starts. So a version that moved something is refused by name instead of
-generating with scales nobody set. Attributes are read and tensors are filled; no method is replaced.
+Attributes are read and tensors are filled; no method is replaced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,23 +14,12 @@ from torch import Tensor, nn
 
 from fp8core.numerics.recipe import ScaleRule
 from fp8core.rollout.aligned import NAMES, AlignedDecoder
-from fp8core.rollout.slots import expert_layers
 
 # Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
 # no tensors among them.
 _BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
 _FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
 _MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
-# The scales that a kernel of FP8 experts reads -> the parameter that is written; they must be one tensor.
-_EXPERT_SCALES = {"w1_scale": "w13_weight_scale_inv", "w2_scale": "w2_weight_scale_inv"}
-_ATTENTION = (*_BUFFERS.values(), *_FLOATS.values(), "kv_cache_dtype", "attn_backend", "impl")
-
-
-def probe_client(client: Any) -> list[str]:
-    """The parts of the core's client that `end_calls` uses and this vLLM lacks."""
-    return [
-        f"{type(client).__name__}.{name}" for name in ("outputs_queue", "utility_results") if not hasattr(client, name)
-    ]
 
 
 def end_calls(client: Any, error: Exception) -> None:
@@ -44,7 +32,6 @@ def end_calls(client: Any, error: Exception) -> None:
 
 
 def register_decode_backend() -> None:
-    """Give vLLM the path of the attention backend with our decode kernel, which it imports when it is asked for."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "fp8core.rollout.vllm.decode.DecodeBackend")
@@ -59,43 +46,19 @@ def register_aligned_models() -> None:
 
 
 def load_model_class(name: str) -> None:
-    """Give vLLM the class of a model itself. Of a path it learns in a process of its own, which imports all of vLLM:
-    13 s on two processors. That spares a process CUDA that forks its workers; ours has it, and spawns vLLM's core."""
+    """Give vLLM the class of a model itself. Of a path it learns in a process of its own: 13 s on two processors."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def probe(model: nn.Module) -> list[str]:
-    """The parts that this module uses and this vLLM lacks; none when it can be worked with."""
-    layers = list(_attention_layers(model))
-    missing = [
-        f"{name}.{attribute}" for name, layer in layers for attribute in _ATTENTION if not hasattr(layer, attribute)
-    ]
-    if not layers:
-        missing.append("attention layers with attn_backend")
-    return missing + [fault for name, experts in expert_layers(model) for fault in _copied_scales(name, experts)]
-
-
-def _copied_scales(name: str, experts: nn.Module) -> Iterator[str]:
-    """Scales of FP8 experts that are written to no effect: the kernel has others, or a copy."""
-    kernel = _expert_kernel(experts)
-    for read, written in _EXPERT_SCALES.items():
-        if hasattr(experts, written):
-            held = getattr(kernel, read, None)
-            if held is None or held.data_ptr() != experts.get_parameter(written).data_ptr():
-                yield f"{name}: a kernel that reads {written}"
-
-
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Attention layers by name, in the order of the decoder."""
     for name, module in model.named_modules():
         if hasattr(module, "attn_backend") and hasattr(module, "impl"):
             yield name, module
 
 
 def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
-    """Set the scales of Q, K and V of every layer, in place: captured graphs read the same buffers."""
     for (_, layer), values in zip(_attention_layers(model), scales, strict=True):
         for name, value in zip("qkv", values, strict=True):
             getattr(layer, _BUFFERS[name]).fill_(value)
@@ -120,7 +83,6 @@ def _confirmed(layer: nn.Module, name: str, value: float) -> float:
 
 
 def gather(part: Tensor, axis: int) -> Tensor:
-    """A matrix of which every GPU that shares a layer has an equal part along the axis."""
     from vllm.distributed import get_tp_group
 
     # As words of four bytes, none of which is in two rows: vLLM sends no codes of FP8, and on a CPU no bytes.
@@ -129,7 +91,6 @@ def gather(part: Tensor, axis: int) -> Tensor:
 
 
 def layer_share() -> tuple[int, int]:
-    """The number of this process among those that share each layer, from 0, and how many they are."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
@@ -139,6 +100,12 @@ def layer_share() -> tuple[int, int]:
 def cache_tensors(runner: Any) -> list[Tensor]:
     caches: list[Tensor] = runner.kv_caches
     return caches
+
+
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
+            yield name, module
 
 
 def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
@@ -155,13 +122,12 @@ def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Kernel and weight type of every linear of the decoder layers, and of the experts of each, by name."""
     linears = {}
     for name, module in model.named_modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if name.endswith("_proj") and method is not None and weight is not None:
             linears[name] = _described(getattr(method, "fp8_linear", method), weight)
-    for name, experts in expert_layers(model):
+    for name, experts in _expert_layers(model):
         linears[name] = _described(_expert_kernel(experts), experts.get_parameter("w13_weight"))
     return linears
 
@@ -171,7 +137,6 @@ def _described(kernel: object, weight: Tensor) -> dict[str, str]:
 
 
 def _expert_kernel(experts: nn.Module) -> Any:
-    """The kernel that multiplies; the quantisation method itself where it does."""
     method: Any = experts.quant_method
     kernel = getattr(method, "moe_kernel", None)
     return method if kernel is None else kernel.fused_experts
@@ -196,7 +161,7 @@ def activation_rule(model: nn.Module) -> ScaleRule:
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
     rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
-    if any(hasattr(experts, _EXPERT_SCALES["w1_scale"]) for _, experts in expert_layers(model)):
+    if any(hasattr(experts, "w13_weight_scale_inv") for _, experts in _expert_layers(model)):
         # The quantisers of both kernels call it when they run.
         from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
@@ -207,12 +172,8 @@ def activation_rule(model: nn.Module) -> ScaleRule:
 def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
     """The experts that vLLM recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
 
-    Args:
-        chosen: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers.
-        sparse: layers with experts.
-        positions: of prompt and completion, without the last token.
-
-    Raises RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
+    `chosen`: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers. Raises
+    RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
     """
     if chosen is None or chosen.shape[0] != positions:
         found = "nothing" if chosen is None else f"{chosen.shape[0]}"

@@ -99,7 +99,6 @@ def model_refusals(arch: Architecture, contract: PrecisionContract, options: Vll
 
 
 def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
-    """Properties of a decoder whose layers so many GPUs cannot share: the first that is found."""
     ranks = options.tensor_parallel
     setting = f"rollout.vllm.tensor_parallel={ranks}"
     if ranks == 1:
@@ -129,7 +128,6 @@ def _shared_refusals(arch: Architecture, contract: PrecisionContract, options: V
 
 
 def _expert_refusals(arch: Architecture, contract: PrecisionContract, options: VllmConfig) -> Iterator[str]:
-    """FP8 experts that no kernel computes as the contract requires."""
     if arch.experts is None or contract.rollout.linear != "fp8_block":
         return
     if contract.recipe.activations.rule == "fp32":
@@ -150,7 +148,6 @@ def _expert_refusals(arch: Architecture, contract: PrecisionContract, options: V
 
 
 def replay_refusals(build: EngineBuild) -> Iterator[str]:
-    """Router replay, where vLLM does not report the experts that it chose."""
     if not build.on_gpu:
         yield (
             f"rollout.router_replay: {build.described} does not report the experts it "

@@ -91,7 +91,6 @@ def required_environment(contract: PrecisionContract, options: VllmConfig, build
 
 
 def suggested_environment(threads: int, build: EngineBuild) -> dict[str, str]:
-    """Variables that decide speed and talkativeness; what a user has set stays."""
     suggested = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
@@ -118,8 +117,7 @@ def attention_backend(arch: Architecture, contract: PrecisionContract, options: 
 def aligned_compilation(options: VllmConfig, max_batch: int) -> dict[str, Any]:
     """Of vLLM's `CompilationConfig`: nothing is compiled, steps are captured as they are.
 
-    Operations are fused by hand, so torch.compile would only add minutes to the start. A decode step is one graph. Of a
-    step with prompts, what lies between two attentions is a graph, or all of it runs eagerly.
+    A decode step is one graph. Of a step with prompts, what lies between two attentions is a graph, or all is eager.
     """
     if captures_prompts(options):
         sizes = captured_sizes(options.captured_tokens or 0, max_batch)
@@ -128,15 +126,11 @@ def aligned_compilation(options: VllmConfig, max_batch: int) -> dict[str, Any]:
 
 
 def captures_prompts(options: VllmConfig) -> bool:
-    """True if steps with prompts are captured: in graphs that attention breaks, for which vLLM has a variable."""
     return options.model == "aligned" and options.graphs and bool(options.captured_tokens)
 
 
 def captured_sizes(tokens: int, max_batch: int) -> list[int]:
-    """Tokens of the steps that are captured, ascending: four to a doubling, and the largest step that only decodes.
-
-    Steps between two sizes are padded to the larger.
-    """
+    """Tokens of the steps that are captured, ascending: four to a doubling. Others are padded to the next size."""
     sizes = {1, 2, 4, max_batch}
     size = 8
     while size <= max(tokens, max_batch):
@@ -156,12 +150,10 @@ def engine_arguments(
     worker: str,
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` for formats, settings of speed and memory, and the vLLM that is installed.
+    """Arguments of `vllm.EngineArgs`.
 
-    Args:
-        folder: of a config.json (`model_config`); weights come by the first update.
-        worker: qualified name of the class mixed into vLLM's worker.
-        routes: whether chosen experts are recorded.
+    `folder`: of a config.json (`model_config`). `worker`: qualified name of the class mixed into vLLM's worker.
+    `routes`: whether chosen experts are recorded.
     """
     longest = options.max_model_len or arch.max_positions
     arguments: dict[str, Any] = {
@@ -253,7 +245,6 @@ def _kept_modules(arch: Architecture, contract: PrecisionContract) -> Iterable[s
 
 
 def described_formats(described: Mapping[str, Any], contract: PrecisionContract, num_layers: int) -> dict[str, object]:
-    """`executed_formats` of what a worker of vLLM reports of itself (`worker.VllmPolicy`)."""
     if is_aligned(described):
         linears = {name: {**linear, "kernel": ALIGNED_KERNEL} for name, linear in described["linears"].items()}
         described = {**described, "linears": linears}

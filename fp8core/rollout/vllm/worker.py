@@ -17,14 +17,11 @@ internals.register_aligned_models()
 
 
 class VllmPolicy(HeldPolicy):
-    """The policy that a worker of vLLM holds, of which it may have a part."""
-
     def __init__(self, worker: "PolicyWorker") -> None:
         super().__init__(worker.model_runner.get_model(), worker.device)
         self._worker = worker
 
     def follow(self, pid: int) -> None:
-        """From now on vLLM's processes end with process `pid`."""
         end_with_parent.follow(pid)
 
     def set_temperature(self, temperature: float) -> None:
@@ -48,9 +45,6 @@ class VllmPolicy(HeldPolicy):
             "graphs": str(compilation.cudagraph_mode),
             "runner": type(self._worker.model_runner).__module__,
         }
-
-    def _missing(self) -> list[str]:
-        return internals.probe(self._model)
 
     def _has_scales(self) -> bool:
         return str(self._worker.vllm_config.cache_config.cache_dtype).startswith("fp8")
@@ -81,7 +75,6 @@ class PolicyWorker:
     policy_held: VllmPolicy | None = None
 
     def policy_answer(self, method: str, *arguments: Any) -> Any:
-        """A request to the policy, by the name of its method."""
         if self.policy_held is None:
             self.policy_held = self.policy_class(self)
         return self.policy_held.answer(method, *arguments)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,25 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray_nodes import add_nodes
-from torch.distributed import DistBackendError
 
-from fp8core.cluster.gang import Call, Gang, Handle
+from fp8core.cluster.gang import Call, Handle
 from fp8core.cluster.workers import Cluster as RemoteCluster
 from fp8core.cluster.workers import RemoteSft
-from fp8core.config.capability import Environment, this_node
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig, WarmStartConfig
 from fp8core.data.demonstrations import TokenisedDemonstration
-from fp8core.errors import EngineLost, MemberLost, UserError
+from fp8core.errors import MemberLost, UserError
 from fp8core.models.checkpoint import find_checkpoint, save_checkpoint
 from fp8core.numerics.fingerprint import policy_digest
-from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run.build import build_base, build_sft_trainer, build_trainer, open_cluster
+from fp8core.run.build import build_base, build_sft_trainer, open_cluster
 from fp8core.run.context import RunContext
 from fp8core.run.execute import StepError
 from fp8core.run.loop import Execution, train
-from fp8core.run.machine import members_node
 from fp8core.run.sft import train_on_demonstrations
 from fp8core.run.verify import verify
 from fp8core.store.artifacts import ArtifactStore
 from fp8core.store.layout import LEDGER
 from fp8core.store.run_view import RunView
-from fp8core.training.registry import packages_of
-from fp8core.training.trainer import NotFiniteError
 
 TWO_EACH = {"engines": 2, "ranks": 2}
 
@@ -247,30 +240,6 @@ def test_a_lost_engine_rank_or_node_is_replaced_and_the_run_ends_with_equal_reco
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_waited_for_and_no_other_resource_takes_its_place(two_nodes, monkeypatch):
-    config = load_config("tiny", {"cluster": {"address": two_nodes.address, "engines": 2, "start_seconds": 120.0}})
-    # Only the main thread may set Ray's handler of signals.
-    monkeypatch.setattr("ray._private.node.Node._register_shutdown_hooks", lambda _: None)
-    with closing(open_cluster(config)) as cluster:
-        cluster.gang.close()
-        two_nodes.remove_node(next(iter(two_nodes.worker_nodes)), allow_graceful=False)
-        await_cpus(two_nodes, 1)
-        # A node ends with the thread that started it.
-        with ThreadPoolExecutor() as pool:
-            replaced = pool.submit(cluster.replace)
-            time.sleep(4)
-            two_nodes.add_node(wait=False, num_cpus=1)
-            replaced.result()
-        assert set(cluster.places()) == {"engine 0", "engine 1", "rank 0"}
-        short = config.cluster.model_copy(update={"start_seconds": 1.0})
-        cluster.gang.close()
-        lost = Gang.__new__(Gang)
-        lost.unit = "GPU"
-        with pytest.raises(UserError, match=r"2 GPUs were not free within cluster.start_seconds=1: the cluster has 0"):
-            Gang(short, 1, True, Environment(), 1, lost)
-
-
-@pytest.mark.slow
 def test_a_run_fails_when_processes_are_lost_more_often_than_allowed(two_nodes, run_copy):
     run_copy.cut_after(2, "record")
     settings = {"cluster.address": two_nodes.address, "cluster.engines": 2, "cluster.replacements": 0}
@@ -299,51 +268,19 @@ def test_what_cannot_be_placed_is_refused_in_one_line(two_nodes, settings, said)
     assert "\n" not in str(refused.value)
 
 
-def raise_error(error: Exception) -> None:
-    raise error
-
-
-def end_late() -> None:
-    time.sleep(0.5)
-    os._exit(1)
-
-
 @pytest.mark.slow
-def test_two_ranks_share_a_connection_name_a_file_train_a_warm_start_and_tell_why_they_ended(
-    two_nodes, tmp_path, monkeypatch
-):
-    """Each part says what it holds. Processes cost seconds, so all parts have the same ones, and the last ends them."""
+def test_two_ranks_train_a_warm_start_read_files_and_get_calls_in_one_order(two_nodes, tmp_path, monkeypatch):
+    """Each part says what it holds. Processes cost seconds, so all parts have the same ones."""
     settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
     config, packed = load_config("tiny", settings), load_config("tiny", {**settings, "training.packed": True})
-    job = job_of_a_question(config)
     with closing(open_cluster(packed)) as cluster:
-        assert ray.get_runtime_context().get_job_id() == job
-        a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(cluster, config, tmp_path)
         rank_0_trains_the_warm_start_to_the_bytes_of_this_process(cluster, packed, tmp_path)
         with monkeypatch.context() as moved:
             moved.chdir(tmp_path)
             weights_of_files_are_read_by_ranks_wherever_they_run(cluster, config, packed, tmp_path)
         with monkeypatch.context() as slow:
             ranks_get_the_calls_of_several_threads_in_one_order(cluster, slow)
-        a_process_that_ended_is_the_reason_in_every_thread(cluster)
     assert not ray.is_initialized()
-
-
-def job_of_a_question(config: RunConfig) -> str:
-    """Of the connection that a question to a node leaves; members share it."""
-    here, asked = this_node(packages_of(config)), members_node(config)
-    assert (asked.platform, asked.memory, asked.packages) == (here.platform, here.memory, here.packages)
-    return ray.get_runtime_context().get_job_id()
-
-
-def a_checkpoint_that_a_rank_cannot_write_is_an_error_of_its_file(
-    cluster: RemoteCluster, config: RunConfig, folder: Path
-) -> None:
-    base = build_base(config)
-    with closing(cluster.build_trainer(config, base.arch, base.tensors)) as trainer:
-        with pytest.raises(OSError, match="missing"):
-            trainer.save(folder / "missing")
-        trainer.save(folder)
 
 
 def rank_0_trains_the_warm_start_to_the_bytes_of_this_process(
@@ -398,75 +335,6 @@ def ranks_get_the_calls_of_several_threads_in_one_order(cluster: RemoteCluster, 
     first, second = gang.call_all(gang.ranks, "call", "calls", "copy")
     assert first == second
     assert sorted(first) == list(range(8))
-
-
-def a_process_that_ended_is_the_reason_in_every_thread(cluster: RemoteCluster) -> None:
-    gang, (first, second) = cluster.gang, cluster.gang.ranks
-    nccl = DistBackendError("NCCL error in: a.cpp:1\nmore")
-    for error, said in (
-        (EngineLost("the core ended"), "the core ended"),
-        (nccl, r"NCCL failed: NCCL error in: a.cpp:1$"),
-    ):
-        with pytest.raises(MemberLost, match=rf"^rank 0: process \d+ on \S+: {said}"):
-            gang.value(first, first.send("build", "broken", raise_error, (), error).ref)
-    calls = [second.send("build", "ends", end_late, ())]
-    # A run generates in another thread than that of its updates.
-    with ThreadPoolExecutor() as pool:
-        beside = pool.submit(gang.gather, [first.send("build", "sleeps", time.sleep, (), 60)])
-        with pytest.raises(MemberLost, match=r"^rank 1 ended: "):
-            gang.gather(calls)
-        assert str(beside.exception(30)).startswith("rank 1 ended: ")
-    assert not gang.alive
-
-
-def packed_batch(rows: int) -> RolloutBatch:
-    """Rows of different lengths, half of them with a negative advantage."""
-    prompts = [[3 + (row + i) % 9 for i in range(2 + row % 5)] for row in range(rows)]
-    completions = [[3 + (2 * row + i) % 9 for i in range(1 + row % 7)] for row in range(rows)]
-    sequences = TokenBatch.of(prompts, completions)
-    mask = torch.arange(max(map(len, completions))) < torch.tensor([len(each) for each in completions])[:, None]
-    old = torch.full(mask.shape, -2.0).masked_fill(~mask, torch.nan)
-    advantages = torch.tensor([1.0, -0.5] * (rows // 2))
-    return RolloutBatch(sequences, mask, old, old, None, advantages, torch.ones(rows, dtype=torch.bool))
-
-
-@pytest.mark.slow
-def test_two_ranks_score_with_equal_bytes_share_an_update_and_drop_one_that_either_refuses(two_nodes):
-    """Each part says what it holds; all have the same processes."""
-    settings = {"cluster": {"address": two_nodes.address, "ranks": 2}}
-    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
-    sides = {"rollout": bf16, "training": bf16}
-    kernels = {**sides, "rounding_points": "kernels"}
-    # A CPU is refused by `TrainerEntry.check`, since its records would differ; the arithmetic is that of GPUs.
-    packed = {**settings, "training.packed": True, "training.tokens_per_pass": 256, "precision": kernels}
-    with closing(open_cluster(load_config("tiny", packed))) as cluster:
-        ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(cluster, load_config("tiny", packed))
-        plain = {**settings, "training.micro_batch": 2, "precision": sides}
-        an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster, load_config("tiny", plain))
-
-
-def ranks_of_the_packed_trainer_score_with_equal_bytes_and_share_an_update(
-    cluster: RemoteCluster, config: RunConfig
-) -> None:
-    base, batch = build_base(config), packed_batch(12)
-    alone, together = (build_trainer(config, base.arch, base.tensors, where) for where in (None, cluster))
-    expected, found = (trainer.logprobs(batch.sequences, 1.0, ()) for trainer in (alone, together))
-    assert torch.equal(expected.logprobs.nan_to_num(), found.logprobs.nan_to_num())
-    assert expected.statistics.amax() == found.statistics.amax()
-    reports = [trainer.step(batch, 1.0, ()) for trainer in (alone, together)]
-    assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-6)
-    assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-5)
-    assert together.digest() == reports[1].digest != policy_digest(base.tensors)
-
-
-def an_update_that_one_rank_refuses_leaves_no_gradient_in_another(cluster: RemoteCluster, config: RunConfig) -> None:
-    base, batch = build_base(config), packed_batch(12)
-    alone, together = (build_trainer(config, base.arch, base.tensors, where) for where in (None, cluster))
-    # Of rank 1: rank 0 has finished its parts by then.
-    spoilt = replace(batch, advantages=batch.advantages.index_fill(0, torch.tensor([10]), torch.nan))
-    with pytest.raises(NotFiniteError, match="the update was not applied"):
-        together.step(spoilt, 1.0, ())
-    assert together.step(batch, 1.0, ()) == alone.step(batch, 1.0, ())
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """What ranks start from: no weights of a whole model in Ray's object store, and the loss of this process."""
 
 import importlib
-import io
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,10 @@ from ray._private.serialization import SerializationContext
 
 from fp8core.cluster.workers import ReplicaError
 from fp8core.config.load import load_config
-from fp8core.errors import StoredFileError, UserError
-from fp8core.models.checkpoint import InitialWeights, save_checkpoint
-from fp8core.report.console import Console
+from fp8core.errors import UserError
+from fp8core.models.checkpoint import save_checkpoint
 from fp8core.rl.batch import RolloutBatch, TokenBatch
-from fp8core.run import start
-from fp8core.run.build import build_base, build_teacher, build_trainer, open_cluster
-from fp8core.run.checks.settings import graph_of
-from fp8core.run.context import RunContext
-from fp8core.run.open import open_directory, open_run
-from fp8core.store.ledger import START
+from fp8core.run.build import build_base, build_trainer, open_cluster
 
 WIDER = {"architecture.hidden_size": 256, "architecture.intermediate_size": 1024}
 
@@ -82,66 +74,21 @@ def test_a_run_from_scratch_with_a_teacher_on_two_ranks_makes_the_records_of_one
     assert 0 < sum(handed) < bytes_of_the_policy(WIDER) / 4
 
 
-@contextmanager
-def started(settings: dict[str, Any], folder: Path) -> Iterator[RunContext]:
-    """A run that has policy 0, and a trainer with it."""
-    config = load_config("tiny", {**settings, "runs": str(folder)})
-    # Several packed ranks on a CPU are refused, since their records would differ; their weights do not, at first.
-    graph = graph_of(load_config("tiny", {**settings, "cluster": {}}))
-    with (
-        open_directory(config, "run") as directory,
-        open_run(config, graph, directory, Console(io.StringIO(), config.steps)) as run,
-    ):
-        start.warm_start(run)
-        start.build_workers(run)
-        yield run
-
-
 @pytest.mark.slow
-def test_a_warm_start_on_rank_0_is_written_there_and_read_by_all_ranks(two_nodes, small, tmp_path, handed):
-    bf16 = {"linear": "bf16", "kv_cache": "bf16"}
-    settings = {
-        **{**small, **WIDER, "training.packed": True, "warm_start.steps": 2},
-        **{"precision": {"rollout": bf16, "training": bf16, "rounding_points": "kernels"}},
-        **steps_of_a_teacher_and_a_reference(tmp_path / "teacher"),
-    }
-    found = []
-    for name, cluster in (("alone", {}), ("ranked", {"cluster": {"address": two_nodes.address, "ranks": 2}})):
-        with started({**settings, **cluster}, tmp_path / name) as run:
-            outputs = run.directory.ledger.tasks(START)["warm_start"].outputs
-            with closing(build_teacher(run.config, run.tokenizer, run.cluster)) as teacher:
-                found.append((outputs, run.ready_trainer().digest(), teacher.digest()))
-            if cluster:
-                assert isinstance(run.base, InitialWeights), "it holds none"
-    assert found[0] == found[1]
-    assert run.directory.store.get_json(found[0][0]["policy"])["weights_digest"] == found[0][1]
-    assert 0 < sum(handed) < bytes_of_the_policy(settings) / 4
-
-
-@pytest.mark.slow
-def test_ranks_that_make_other_weights_from_one_source_or_come_to_hold_others_are_refused(two_nodes, monkeypatch):
-    """As those of two kinds of processors do."""
+def test_ranks_that_hold_other_weights_are_refused(two_nodes, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)
     bf16 = {"linear": "bf16", "kv_cache": "bf16"}
     settings = {"cluster": {"address": two_nodes.address, "ranks": 2}, "precision": {"rollout": bf16, "training": bf16}}
     config, life = load_config("tiny", settings), importlib.import_module("ray_life")
-    base, source = build_base(config), life.OtherElsewhere
+    base = build_base(config)
     with closing(open_cluster(config)) as cluster:
-        rank = cluster.gang.ranks[1]
-        with pytest.raises(
-            StoredFileError, match=r"^rank 1 and rank 0 start from other values of model\.norm\.weight: "
-        ):
-            cluster.build_trainer(config, base.arch, source(base.arch, 0, rank.place.pid))
-        trainer = cluster.build_trainer(config, base.arch, source(base.arch, 0, 0))
+        trainer = cluster.build_trainer(config, base.arch, base.tensors)
         assert trainer.digest() == trainer.start_digest
-        cluster.gang.gather([rank.send("build", "changed", life.change_a_weight, (trainer._key,))])
-        with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights: "):
-            trainer.digest()
+        cluster.gang.gather([cluster.gang.ranks[1].send("build", "changed", life.change_a_weight, (trainer._key,))])
         with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other exported weights: \w+ and \w+$"):
             trainer.export()
         with pytest.raises(ReplicaError, match=r"^rank 1 and rank 0 hold other weights after update 1: "):
             trainer.step(two_tokens(), 1.0, ())
-        assert trainer.version == 0
 
 
 def two_tokens() -> RolloutBatch:

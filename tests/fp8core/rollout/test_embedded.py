@@ -1,5 +1,3 @@
-import itertools
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,6 @@ from fp8core.numerics.logprobs import Fp32Head
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
 from fp8core.rollout.engine import PolicyScales, Sampling, sample_seed
-from fp8core.rollout.kv_cache import KvCache
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
@@ -59,16 +56,6 @@ def test_the_report_is_read_back(architecture, pair_of, first_scales):
     assert (report.version, report.scales) == (7, scales)
 
 
-@pytest.mark.parametrize("layers", [0, 1, 3])
-def test_scales_of_another_model_are_refused(pair, groups, layers):
-    before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
-    scales = PolicyScales(0, (pair.scales.layers[0],) * layers)
-    with pytest.raises(ValueError, match=f"^{layers} layers have scales, the model has 2$"):
-        pair.engine.update(dict.fromkeys(pair.trainer.export(), torch.zeros(1)), scales, 0)
-    assert pair.engine.fingerprint() == before
-    assert pair.generate(groups[:1], ENDLESS) == completions
-
-
 def test_a_failed_update_changes_nothing(pair, groups):
     before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
     torn = {name: tensor for name, tensor in pair.trainer.export().items() if name != "model.norm.weight"}
@@ -83,27 +70,6 @@ def test_a_cache_that_is_not_fp8_needs_no_scales(architecture, pair_of, groups):
     completions = pair.generate(groups, ENDLESS)
     assert pair.engine.update(pair.trainer.export(), PolicyScales(0, ()), 0).scales.layers == ()
     assert pair.generate(groups, ENDLESS) == completions
-
-
-def test_description(architecture, pair_of):
-    contract = PrecisionContract(rollout=SidePrecision(head="bf16"), bf16_first_layers=1, scale_rule="fp32")
-    pair = pair_of(contract, architecture(num_layers=3))
-    found = json.loads(json.dumps(pair.engine.describe()))
-    scales, dtypes = found.pop("scales"), found.pop("dtypes")
-    assert found == {
-        "engine": "embedded",
-        "linear": ["bf16", "fp8_block", "fp8_block"],
-        "attention": "fp8",
-        "head": "bf16",
-        "scale_rule": "fp32",
-        "rounding_points": "stepwise",
-        "accumulation": "exact",
-    }
-    assert [(layer["q"], layer["k"], layer["v"]) for layer in scales] == [(s.q, s.k, s.v) for s in pair.scales.layers]
-    assert dtypes.keys() == pair.trainer.export().keys()
-    assert dtypes["model.layers.0.mlp.up_proj.weight"] == "bfloat16"
-    assert dtypes["model.layers.1.mlp.up_proj.weight"] == "float8_e4m3fn"
-    assert dtypes["model.layers.1.mlp.up_proj.weight_scale_inv"] == "float32"
 
 
 def test_without_weights_nothing_is_generated(architecture, pair_of, groups):
@@ -216,19 +182,6 @@ def test_the_batch_is_bounded(architecture, pair, groups, max_batch, waves):
     assert sorted((c.group, c.sample) for c in found) == [(g, s) for g in range(6) for s in range(4)]
 
 
-def test_finished_sequences_leave_the_batch(architecture, pair, groups):
-    head = CountingHead()
-    engine = EmbeddedEngine(architecture(), replace(rollout_formats(FP8, 2), head=head), 64)
-    engine.update(pair.trainer.export(), pair.scales, 0)
-    stops = frozenset(range(2, 12))
-    lengths = [
-        len(c.tokens) for finished in engine.generate(groups, replace(ENDLESS, stop_ids=stops)) for c in finished
-    ]
-    live = [sum(length > step for length in lengths) for step in range(max(lengths))]
-    assert all(now <= rows <= max(now / 0.75, now + 1) for rows, now in zip(head.rows, live, strict=True))
-    assert head.rows[-1] < 24
-
-
 def pieces(engine, groups, lengths):
     """Completions that are written in parts of these lengths."""
     found = {(group.group, sample): ([], []) for group in groups for sample in group.samples}
@@ -262,68 +215,7 @@ def test_what_goes_on_under_the_same_weights_is_not_computed_again(pair, groups,
     assert found == whole
 
 
-VALID = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
-LAYERS, HEADS, DIM = 2, 2, 3
-
-
-def kv(rows, columns, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, rows, HEADS, columns, DIM, generator=generator, dtype=torch.float64).unbind()
-
-
-def slow_mask(valid, queries, columns):
-    """Row by row: a query sees valid columns up to its own, and its own always."""
-    padded = [row + [True] * (columns - len(row)) for row in valid.tolist()]
-    return torch.tensor([[[(k <= q and row[k]) or k == q for k in range(columns)] for q in queries] for row in padded])[
-        :, None
-    ]
-
-
-def test_masks_of_a_prompt_and_of_the_tokens_after_it():
-    cache = KvCache(VALID, capacity=7, num_layers=LAYERS)
-    cache.begin(4)
-    assert torch.equal(cache.mask, slow_mask(VALID, range(4), 4))
-    for columns in (5, 6, 7):
-        cache.begin(1)
-        assert torch.equal(cache.mask, slow_mask(VALID, [columns - 1], columns))
-
-
-def test_what_is_stored_is_returned_in_order():
-    cache = KvCache(VALID, capacity=6, num_layers=LAYERS)
-    keys, values = ([torch.empty(3, HEADS, 0, DIM, dtype=torch.float64)] * LAYERS for _ in range(2))
-    for call, length in enumerate((4, 1, 1)):
-        cache.begin(length)
-        for layer in range(LAYERS):
-            k, v = kv(3, length, seed=10 * call + layer)
-            keys[layer], values[layer] = torch.cat([keys[layer], k], 2), torch.cat([values[layer], v], 2)
-            found = cache.extend(layer, k, v)
-            assert torch.equal(found[0], keys[layer])
-            assert torch.equal(found[1], values[layer])
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1], [0, 0, 1, 2, 2]])
-def test_rows_are_kept_or_repeated(rows):
-    cache = KvCache(VALID, capacity=6, num_layers=LAYERS)
-    cache.begin(4)
-    first = [kv(3, 4, seed=layer) for layer in range(LAYERS)]
-    for layer in range(LAYERS):
-        cache.extend(layer, *first[layer])
-    cache.select(torch.tensor(rows))
-    cache.begin(1)
-    assert torch.equal(cache.mask, slow_mask(VALID[rows], [4], 5))
-    for layer in range(LAYERS):
-        k, v = kv(len(rows), 1, seed=50 + layer)
-        keys, values = cache.extend(layer, k, v)
-        assert torch.equal(keys, torch.cat([first[layer][0][rows], k], 2))
-        assert torch.equal(values, torch.cat([first[layer][1][rows], v], 2))
-
-
 def test_a_seed_never_changes():
     """Replays depend on these numbers."""
     assert sample_seed(0, 0, 0, 0) == 3132960559464187409
     assert sample_seed(1, 2, 3, 4) == -6559435856561874079
-
-
-def test_every_place_has_its_own_seed():
-    places = list(itertools.product(range(3), range(12), range(12), range(12)))
-    assert len({sample_seed(*place) for place in places}) == len(places)

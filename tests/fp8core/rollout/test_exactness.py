@@ -50,9 +50,6 @@ def moe(**changes):
 SHAPES = {
     "no multiples of 128": {},
     "whole tiles": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
-    "several tiles": {"hidden_size": 320, "intermediate_size": 384, "head_dim": 64, "num_layers": 1},
-    "multi-head": {"num_kv_heads": 4},
-    "multi-query": {"num_kv_heads": 1},
     "llama": {"family": "llama", "qk_norm": False},
     "tied": {"tie_embeddings": True},
     "Qwen2.5-0.5B": {
@@ -93,7 +90,6 @@ SHAPES = {
         "head_dim": 32,
         "experts": moe(count=4, per_token=3, intermediate_size=128, normalise_top_k=False, sparse_step=2),
     },
-    "deep": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_layers": 5},
 }
 
 
@@ -102,10 +98,9 @@ def assert_exact(log_ratios):
     assert torch.equal(log_ratios, torch.zeros_like(log_ratios)), f"{int((log_ratios != 0).sum())} tokens differ"
 
 
-# Every shape in FP8 with both rules of scales, and every contract on four shapes.
+# Every shape in FP8, and every contract on two shapes.
 PAIRS = sorted(
-    {*itertools.product(SHAPES, ["fp8", "fp32 scales"])}
-    | {*itertools.product(["no multiples of 128", "whole tiles", "Qwen2.5-0.5B", "experts"], CONTRACTS)}
+    {*itertools.product(SHAPES, ["fp8"])} | {*itertools.product(["no multiples of 128", "experts"], CONTRACTS)}
 )
 
 
@@ -118,11 +113,9 @@ def test_every_shape_and_contract(architecture, pair_of, ragged_prompts, groups_
     assert len({len(completion.tokens) for completion in found}) > 1, "completions must end at different times"
 
 
-@pytest.mark.parametrize("contract", ["fp8", "bf16"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("size", [1, 8])
-def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, contract, temperature, size):
-    prompts = groups_of(ragged_prompts(16 // size, 40), size)
+@pytest.mark.parametrize(("contract", "temperature"), [("fp8", 0.7), ("bf16", 1.0)])
+def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, contract, temperature):
+    prompts = groups_of(ragged_prompts(4, 40), 4)
     sampling = Sampling(temperature, 6, STOP)
     found = {}
     for max_batch in (1, 7, 64):
@@ -132,11 +125,10 @@ def test_every_batch_size(architecture, pair_of, ragged_prompts, groups_of, cont
     assert_exact(pair.log_ratios(prompts, found[1], temperature))
 
 
-@pytest.mark.parametrize("contract", ["fp8", "bf16 head"])
-@pytest.mark.parametrize("truncation", [Truncation(5, 1.0), Truncation(None, 0.6), Truncation(9, 0.8)])
-def test_truncated_distributions(architecture, pair_of, ragged_prompts, groups_of, contract, truncation):
+@pytest.mark.parametrize("truncation", [Truncation(5, 1.0), Truncation(None, 0.6)])
+def test_truncated_distributions(architecture, pair_of, ragged_prompts, groups_of, truncation):
     """Equal in truncated distributions, and above the log-probs of whole ones by what is left out."""
-    pair = pair_of(CONTRACTS[contract], architecture(), max_batch=7)
+    pair = pair_of(FP8, architecture(), max_batch=7)
     prompts = ragged_prompts(6, pair.arch.vocab_size)
     groups = groups_of(prompts, 2)
     found = pair.generate(groups, Sampling(0.8, 6, STOP, truncation=truncation))
@@ -156,11 +148,10 @@ def test_truncated_distributions(architecture, pair_of, ragged_prompts, groups_o
         pair.trainer.logprobs(replace(whole, truncation=Truncation(1, 1.0)), 0.8, pair.scales.layers)
 
 
-@pytest.mark.parametrize("contract", ["fp8", "bf16"])
-def test_long_sequences(architecture, pair_of, ragged_prompts, groups_of, contract):
+def test_long_sequences(architecture, pair_of, ragged_prompts, groups_of):
     """More than a hundred keys, sums over several blocks, and one row decoded at a time."""
     arch = architecture(hidden_size=288, intermediate_size=416, head_dim=64, max_positions=160)
-    pair = pair_of(CONTRACTS[contract], arch, max_batch=1)
+    pair = pair_of(FP8, arch, max_batch=1)
     groups = groups_of(ragged_prompts(2, 40, longest=110), 2)
     found = pair.generate(groups, Sampling(1.0, 20, frozenset()))
     assert_exact(pair.log_ratios(groups, found, 1.0))
@@ -201,9 +192,8 @@ def test_any_shape(
     assert_exact(pair.log_ratios(groups, found, temperature))
 
 
-@pytest.mark.parametrize("contract", ["fp8", "fp32 scales"])
-def test_scales_that_saturate_change_both_sides_alike(architecture, pair_of, ragged_prompts, groups_of, contract):
-    pair = pair_of(CONTRACTS[contract], architecture())
+def test_scales_that_saturate_change_both_sides_alike(architecture, pair_of, ragged_prompts, groups_of):
+    pair = pair_of(FP8, architecture())
     groups = groups_of(ragged_prompts(4, 40), 4)
     calibrated = pair.generate(groups, Sampling(1.0, 6, STOP))
     small = PolicyScales(0, tuple(LayerScales(s.q / 7, s.k / 5, s.v / 9) for s in pair.scales.layers))
@@ -213,7 +203,7 @@ def test_scales_that_saturate_change_both_sides_alike(architecture, pair_of, rag
     assert_exact(replace(pair, scales=small).log_ratios(groups, saturated, 1.0))
 
 
-@pytest.mark.parametrize("contract", ["fp8", "bf16", "fp32 scales"])
+@pytest.mark.parametrize("contract", ["fp8", "bf16"])
 def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, contract):
     """Three iterations, with scales from the log-prob pass under the previous policy."""
     pair = pair_of(CONTRACTS[contract], architecture())
@@ -239,15 +229,13 @@ def test_training_keeps_it(architecture, pair_of, ragged_prompts, groups_of, con
 
 
 def test_the_metrics_say_so(architecture, pair_of, ragged_prompts, groups_of):
-    assert metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)["token_mult_prob_error"] == 1.0
-    assert metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)["tokens_differing"] == 0.0
+    found = metrics(pair_of(FP8, architecture()), ragged_prompts, groups_of)
+    assert (found["token_mult_prob_error"], found["tokens_differing"]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("kv_cache", ["fp8", "bf16"])
-@pytest.mark.parametrize("layers", [1, 2, 6])
-def test_fp8_rollout_with_bf16_training_differs(architecture, pair_of, ragged_prompts, groups_of, layers, kv_cache):
-    contract = PrecisionContract(training=TrainingPrecision(linear="bf16", kv_cache=kv_cache))
-    found = metrics(pair_of(contract, architecture(num_layers=layers)), ragged_prompts, groups_of)
+def test_fp8_rollout_with_bf16_training_differs(architecture, pair_of, ragged_prompts, groups_of):
+    contract = PrecisionContract(training=TrainingPrecision(linear="bf16", kv_cache="bf16"))
+    found = metrics(pair_of(contract, architecture()), ragged_prompts, groups_of)
     assert 1.001 < found["token_mult_prob_error"] < 1.1
     assert found["tokens_differing"] > 0.9 * found["tokens"]
 

@@ -64,8 +64,7 @@ def gathered(rows: Tensor, axis: int) -> Tensor:
     return torch.cat([torch.ones_like(rows), rows], dim=axis)
 
 
-@pytest.mark.parametrize("large", [0, 1 << 20])
-@pytest.mark.parametrize("together", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("large", "together"), [(0, 1), (1 << 20, 100), (1 << 20, 1 << 20)])
 def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large: int, together: int) -> None:
     """Copied one by one or together, as their sizes say."""
     monkeypatch.setattr(held_weights, "_LARGE_BYTES", large)
@@ -134,12 +133,3 @@ def test_a_parameter_that_was_moved_is_found() -> None:
         held.sums(parameters, gathered)
     with pytest.raises(AssertionError, match="qk was moved"):
         held.write(parameters, Sent(policy(1)))
-
-
-@pytest.mark.parametrize(("name", "wrong"), [("q", torch.zeros(8, 4)), ("columns", torch.zeros(3, 8).double())])
-def test_a_tensor_of_another_shape_or_type_is_not_written(name: str, wrong: Tensor) -> None:
-    parameters = model()
-    held = HeldWeights(parameters, SHARE)
-    with pytest.raises(AssertionError, match=name):
-        held.write(parameters, Sent({name: wrong}))
-    assert all(torch.equal(now, then) for now, then in zip(parameters.values(), model().values(), strict=True))

@@ -12,7 +12,7 @@ from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, finish_of
+from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, Session, finish_of
 from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.resident import ResidentEngine
 from fp8core.rollout.shared_weights import share_weights, specs_of
@@ -36,6 +36,11 @@ class HereEngine(ResidentEngine):
         self.kept_prefixes = False
         self.policies = [HerePolicy(), HerePolicy()]
         self._read_parameters()
+
+    def open_session(self, sampling: Sampling) -> Session:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
 
     def drop_prefixes(self) -> bool:
         return not self.kept_prefixes
@@ -82,9 +87,6 @@ class HerePolicy(HeldPolicy):
 
     def describe(self) -> dict[str, Any]:
         return {}
-
-    def _missing(self) -> list[str]:
-        return []
 
     def _has_scales(self) -> bool:
         return True

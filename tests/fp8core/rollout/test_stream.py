@@ -84,12 +84,6 @@ def test_every_step_has_its_own_prompts_complete_and_none_too_old(pace: Pace, ah
             assert row.versions[-1] <= step - 1
 
 
-@given(size=st.integers(1, 4), ahead=st.none() | st.integers(0, 9), most=st.none() | st.integers(1, 6))
-def test_without_staleness_every_token_is_of_the_newest_policy(size: int, ahead: int | None, most: int | None) -> None:
-    for step, rows in enumerate(trained(Pace(size, 0, most), ahead, 4), start=1):
-        assert {version for row in rows for version in row.versions} == {step - 1}
-
-
 def test_updates_land_in_flight() -> None:
     """Completions of several versions, and with unlimited time ahead none."""
     spans = [len(set(row.versions)) for rows in trained(Pace(3, 1, None), 3, 6) for row in rows]
@@ -123,21 +117,6 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     complete_step(alone, 1, None, noted, enter)
     assert asked == [{1}]
     assert [len(row.tokens) for row in alone.rows] == [0] * 6
-
-
-@pytest.mark.parametrize("most", [1, 2, 5])
-def test_no_more_prompts_are_in_flight_than_are_allowed(most: int) -> None:
-    asked = list[int]()
-
-    def counted(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        asked.append(len(groups))
-        return generate(groups, places)
-
-    stream = Stream([], Pace(4, 2, most), 0)
-    complete_step(stream, 1, 4, counted, enter)
-    run_ahead(stream, 0, chunks_of(7, 2), counted, enter)
-    assert max(asked) == most
-    assert len(stream.in_flight()) <= most
 
 
 @settings(max_examples=200, deadline=None)
@@ -178,25 +157,6 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
         rows = live.rows
 
 
-def test_a_chunk_is_recorded_as_it_was_given_and_one_without_a_limit_by_its_ticks() -> None:
-    """The last one may be longer than what is left to write: a call with the record makes the same ones."""
-    longest = max(length(row.seed) for group in range(2) for row in enter(1, group))
-    for chunks, written in (([5, 50, 50], [5, 50]), ([None], [longest])):
-        assert run_ahead(Stream([], Pace(2, 0, None), 0), 0, chunks, generate, enter) == written
-
-
-def test_a_prompt_that_enters_next_is_yet_to_begin() -> None:
-    stream = Stream([], Pace(2, 0, 1), 0)
-    stream.admit(0, enter)
-    assert stream.in_flight() == [(1, 0)]
-    stream.write(0, [(1, 0)], 1, generate)
-    begun, next_, later = [(1, 0, 0), (1, 0, 1)], [(1, 1, 0)], [(2, 0, 0)]
-    assert not stream.has_unbegun(begun)
-    assert stream.has_unbegun(next_)
-    assert stream.has_unbegun(later)
-    assert stream.has_unbegun([*begun, *next_])
-
-
 @pytest.mark.parametrize("kind", [Stream, DroppingStream])
 def test_what_has_not_begun_waits_for_the_next_policy(kind: type[Stream]) -> None:
     """A prompt that enters when the last chunk has ended is not begun to be ended before the update."""
@@ -210,17 +170,6 @@ def test_what_has_not_begun_waits_for_the_next_policy(kind: type[Stream]) -> Non
     assert stream.in_flight() == entered
     assert {place for place in begun if place in stream.in_flight()} == set()
     assert {len(row.tokens) for row in stream.rows if (row.batch, row.group) in entered} == {0}
-
-
-def test_a_prompt_that_goes_on_ends_as_a_whole() -> None:
-    """Also completions of it that have nothing yet, and an episode that only its environment has begun."""
-    first, second = enter(1, 0), enter(1, 1)
-    first[0].tokens, first[0].logprobs, first[0].versions = [100 * first[0].seed], [0.0], [0]
-    second[0].turns = [{}]
-    stream = Stream([*first, *second, *enter(1, 2)], Pace(3, 1, None), 0)
-    assert stream.begun() == [(1, 0), (1, 1)]
-    drain(stream, 0, repeat(2), generate)
-    assert stream.in_flight() == [(1, 2)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -294,16 +243,6 @@ def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_roo
     assert found[0] == [(1, 0), (1, 2), (2, 2)]
     assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
     assert not any(group == 1 for places in found for _, group in places)
-
-
-@given(size=st.integers(1, 4), chunk=st.integers(1, 5), most=st.none() | st.integers(1, 6))
-def test_with_drop_and_no_staleness_steps_have_their_own_prompts(size: int, chunk: int, most: int | None) -> None:
-    stream = DroppingStream([], Pace(size, 0, most), 0)
-    for step in range(1, 5):
-        taken, evicted = complete_step(stream, step, chunk, generate, enter)
-        assert {(row.batch, row.group) for row in taken} == {(step, group) for group in range(size)}
-        assert not evicted
-        run_ahead(stream, step - 1, repeat(chunk, 3), generate, enter)
 
 
 def silent(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:

@@ -1,7 +1,6 @@
 """Scales in the buffers and on the host, on modules with the attributes of vLLM's attention."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,38 +48,6 @@ def test_a_copy_that_differs_reads_as_unwritten(model, name, column):
     read = internals.read_scales(model)
     assert math.isnan(read[1][column])
     assert read[0] == SCALES[0]
-
-
-def test_what_a_version_moved_is_named(model):
-    assert internals.probe(model) == []
-    del model[2]._v_scale
-    assert internals.probe(model) == ["2._v_scale"]
-    assert internals.probe(nn.Linear(2, 2)) == ["attention layers with attn_backend"]
-
-
-class _Experts(nn.Module):
-    def __init__(self, copied: str = "") -> None:
-        super().__init__()
-        self.w13_weight = nn.Parameter(torch.zeros(2, 256, 128).to(torch.float8_e4m3fn), requires_grad=False)
-        for part, rows in (("w13", 2), ("w2", 1)):
-            scales = nn.Parameter(torch.ones(2, rows, 1), requires_grad=False)
-            self.register_parameter(f"{part}_weight_scale_inv", scales)
-        held = {"w1_scale": self.w13_weight_scale_inv, "w2_scale": self.w2_weight_scale_inv}
-        kernel = type("TritonExperts", (), held | ({copied: held[copied].clone()} if copied else {}))()
-        self.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel))
-
-
-def test_experts_are_described_by_the_kernel_that_multiplies(model):
-    model.append(_Experts())
-    assert internals.probe(model) == []
-    described = internals.describe_linears(model)
-    assert described == {"3": {"kernel": "TritonExperts", "dtype": "float8_e4m3fn"}}
-
-
-@pytest.mark.parametrize(("copied", "parameter"), [("w1_scale", "w13"), ("w2_scale", "w2")])
-def test_a_kernel_with_scales_of_its_own_is_named(model, copied, parameter):
-    model.append(_Experts(copied))
-    assert internals.probe(model) == [f"3: a kernel that reads {parameter}_weight_scale_inv"]
 
 
 def test_recorded_experts_are_ascending_and_of_sparse_layers_alone():
