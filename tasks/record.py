@@ -46,7 +46,6 @@ from tasks.step import step
         "left": "stream",
         "next_stream": "stream",
         "schedule": "schedule",
-        "evictions": "evictions",
         "turns": "turns",
         "learnt": "rewards",
     },
@@ -94,9 +93,7 @@ def record(run: RunContext, index: int, options: NoOptions, **artifacts: Ref) ->
     if "next_stream" in artifacts:
         columns = STREAM_COLUMNS if run.config.environment is None else [*STREAM_COLUMNS, "written"]
         before, after = (store.get_table(artifacts[name], columns) for name in ("left", "next_stream"))
-        metrics |= stream_metrics(
-            before, after, store.get_json(artifacts["schedule"])["chunks"], store.get_json(artifacts["evictions"])
-        )
+        metrics |= stream_metrics(before, after, store.get_json(artifacts["schedule"])["chunks"])
     if "kv_statistics" in artifacts:
         statistics = store.get_json(artifacts["kv_statistics"])
         metrics["kv/saturated_share"] = statistics["saturated_share"]

@@ -1,9 +1,9 @@
 """Generate ahead of the update: the stream of completions, and what leaves it for a step (`rollout.stream`)."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from fp8core.config.steps import NoOptions
-from fp8core.rollout.stream import Row, complete_step, drain, run_ahead
+from fp8core.rollout.stream import Row, run_ahead
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import check_episodes
 from fp8core.run.stream_step import (
@@ -13,7 +13,6 @@ from fp8core.run.stream_step import (
     stream_rollouts,
     table_in_flight,
     turns_of,
-    until_halted,
 )
 from fp8core.run.stream_writers import StreamPrompts, writer_of
 from fp8core.store.artifacts import Ref
@@ -24,7 +23,6 @@ _FINISHED = {
     "rollouts": "rollouts",
     "left": "stream",
     "behaviour": "behaviour",
-    "evictions": "evictions",
 }
 
 
@@ -56,8 +54,7 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
     pipeline = run.config.pipeline
     # No episode can be cut where the longest one of others ends.
     together = pipeline.mode == "asynchronous" and run.config.environment is None
-    chunk = pipeline.chunk_tokens if together or pipeline.drop_or_wait == "drop" else None
-    rows, evicted = complete_step(opened, index, chunk, written, source.enter)
+    rows = opened.complete(index, pipeline.chunk_tokens if together else None, written, source.enter)
     written.attach_turns([*rows, *opened.rows])
     # Before the log-probs are verified: some episode must have a token for that.
     if index not in judged:
@@ -70,7 +67,6 @@ def _finished(run: RunContext, index: int, stream: Ref) -> tuple[dict[str, Ref],
         "rollouts": store.put_table("rollouts", rollouts),
         "left": store.put_table("stream", table_in_flight(run, opened.rows)),
         "behaviour": store.put_table("behaviour", behaviour_table(run, index, rollouts, rows)),
-        "evictions": store.put_json("evictions", [asdict(each) for each in evicted]),
     }
     return outputs, rows
 
@@ -86,14 +82,8 @@ def ahead(run: RunContext, index: int, options: NoOptions, left: Ref, policy: Re
     """
     store, opened, source = run.directory.store, opened_stream(run, left, index), StreamPrompts(run)
     written, judged = writer_of(run, index, source, opened.rows), opened.whole()
-    in_flight = run.config.pipeline.in_flight_weight_updates
-    # `drain` gives what a killed process wrote of what has begun; with a further chunk more prompts would enter.
-    schedule = chunks_ahead(
-        run, index, lambda: written.has_more(opened.rows) if in_flight else opened.has_unbegun(written.durable)
-    )
+    schedule = chunks_ahead(run, index, lambda: written.has_more(opened.rows))
     chunks = run_ahead(opened, index - 1, schedule, written, source.enter)
-    if not in_flight:
-        drain(opened, index - 1, until_halted(run), written)
     written.attach_turns(opened.rows)
     # A run cannot play again those of a stored stream. One prompt may well fail, so only whole steps are judged.
     for batch in opened.whole():

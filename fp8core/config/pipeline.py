@@ -51,12 +51,6 @@ class PipelineConfig(Section):
     max_inflight_prompts: int | None = Field(
         None, ge=1, le=1 << 20, description="Prompts in flight; null: all that staleness allows."
     )
-    drop_or_wait: Literal["wait", "drop"] = Field(
-        "wait", description="drop: a step learns from the prompts that are complete first."
-    )
-    in_flight_weight_updates: bool = Field(
-        True, description="false, `asynchronous`: completions that have begun end before engines take new weights."
-    )
     verified_share: float = Field(
         0.0625,
         gt=0,
@@ -74,8 +68,6 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _mode_follows(self) -> "PipelineConfig":
         asynchronous_alone = {
-            "drop_or_wait=drop": self.drop_or_wait == "drop",
-            "in_flight_weight_updates=false": not self.in_flight_weight_updates,
             f"ahead_tokens={self.ahead_tokens}": self.ahead_tokens is not None,
             f"max_staleness={self.max_staleness}": self.max_staleness > 1,
         }

@@ -353,8 +353,6 @@ def _episode_problems(config: RunConfig) -> Iterator[str]:
     excluded = {
         # Whole steps are played beside an update; environment.at_once limits episodes.
         "pipeline.max_inflight_prompts": pipeline.mode == "one_step_off" and pipeline.max_inflight_prompts is not None,
-        # Turns are recorded by the step whose prompts they answer.
-        "pipeline.drop_or_wait=drop": pipeline.drop_or_wait == "drop",
         "rollout.stop_strings": bool(rollout.stop_strings),
         "rollout.router_replay": rollout.router_replay,
         # A token of the environment may be one that is left out; its log-prob would be -inf.

@@ -1,17 +1,15 @@
 """The stream of completions of a run that generates ahead: what is in flight or waits for its step, and how it goes on.
 
-Prompts enter in the order of the data. With `pipeline.drop_or_wait` wait they leave in that order: step n learns from
-its own prompts. A prompt of step n enters at the earliest under policy n - 1 - `max_staleness`; so no token that a step
-learns from is older. With drop a step learns from the first prompts that are complete, by the tick of their last token.
-Those that are too old for the next step are evicted. A tick is a token that each completion in flight wrote or could
-have.
+Prompts enter in the order of the data and leave in it: step n learns from its own prompts. A prompt of step n enters at
+the earliest under policy n - 1 - `max_staleness`; so no token that a step learns from is older. A tick is a token that
+each completion in flight wrote or could have.
 
-- `complete_step` is the first part of a step, under the newest policy: it ends when the prompts of the step are
+- `Stream.complete` is the first part of a step, under the newest policy: it ends when the prompts of the step are
   complete. The others write with them, chunk by chunk; without chunks they wait for `run_ahead`.
 - `run_ahead` is beside the update, under the same policy: it ends when its chunks do, or all is complete.
 
-Then the next policy is loaded, and what `drain` has not ended goes on with it, its cache computed anew. The stream has
-a version a token.
+Then the next policy is loaded, and what is in flight goes on with it, its cache computed anew. The stream has a version
+a token.
 """
 
 from collections import Counter, defaultdict
@@ -26,17 +24,13 @@ Generate = Callable[[Sequence[PromptGroup], Sequence["GroupPlace"]], Iterable[li
 """From groups, which are numbered as their places are, to their completions, as an engine gives them."""
 
 
-LEFT = "left"
-"""`finish` of the row that stands for the newest prompt where that has left."""
-
-
 @dataclass
 class Row:
     """A completion, complete or not, of the step `batch` whose prompt it answers.
 
     Attributes:
         versions: of each token, that of the policy that wrote it.
-        finish: as a completion's; empty while it is in flight, `left` in the row that stands for a prompt that left.
+        finish: as a completion's; empty while it is in flight.
         ended: of a complete one, the tick at which its last token was written.
         written, turns: of an episode, which is complete: tokens of the policy, and rows of kind `turns` without place.
     """
@@ -83,23 +77,6 @@ class Pace(NamedTuple):
     in_flight: int | None
 
 
-@dataclass(frozen=True)
-class Eviction:
-    """A prompt that left without a step to learn from it: `step` is the first one for which it was too old.
-
-    All its completions together had `tokens`, by the policies `oldest` to `newest`.
-    """
-
-    step: int
-    batch: int
-    group: int
-    prompt_id: str
-    tokens: int
-    oldest: int
-    newest: int
-    reason: str = "older than pipeline.max_staleness"
-
-
 class Stream:
     """The prompts that have entered and not left, in their order, which is that in which they leave."""
 
@@ -124,33 +101,18 @@ class Stream:
             if batch in (None, place[0]) and any(not row.finish for row in self._groups[place])
         ]
 
-    def begun(self) -> list[GroupPlace]:
-        return [place for place in self.in_flight() if any(row.tokens or row.turns for row in self._groups[place])]
-
     def whole(self) -> list[int]:
         entered, open_ = Counter(batch for batch, _ in self._groups), {batch for batch, _ in self.in_flight()}
         return sorted(each for each, prompts in entered.items() if prompts == self.pace.prompts and each not in open_)
 
-    def has_unbegun(self, samples: Iterable[tuple[int, int, int]]) -> bool:
-        """True if one of these completions (batch, group, sample) is yet to enter, or nothing of it is written here."""
-        rows = (row for row in self.rows if not (row.finish or row.tokens or row.turns))
-        unbegun = {(row.batch, row.group, row.sample) for row in rows}
-        return any(
-            (batch, group, sample) in unbegun or (batch - 1) * self.pace.prompts + group >= self._next
-            for batch, group, sample in samples
-        )
-
     def admit(self, version: int, enter: Enter) -> None:
-        most, last = self.pace.in_flight, self._last(version)
+        # Prompts that may have entered under this policy, since the run began.
+        most, last = self.pace.in_flight, (version + 1 + self.pace.staleness) * self.pace.prompts
         room = last if most is None else most - len(self.in_flight())
         for number in range(self._next, min(last, self._next + max(0, room))):
             place = number // self.pace.prompts + 1, number % self.pace.prompts
             self._groups[place] = enter(*place)
             self._next = number + 1
-
-    def _last(self, version: int) -> int:
-        """Prompts that may have entered under a policy, since the run began."""
-        return (version + 1 + self.pace.staleness) * self.pace.prompts
 
     def write(
         self,
@@ -192,82 +154,18 @@ class Stream:
             )
         return max((done.length for done in found if done.group < len(due)), default=0)
 
-    def has_step(self, step: int) -> bool:
-        return not self.in_flight(step)
+    def complete(self, step: int, chunk: int | None, generate: Generate, enter: Enter) -> list[Row]:
+        """Write until the prompts of a step are complete, under the policy before it; these leave.
 
-    def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
-        while due := self.in_flight(step):
-            others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
-            self.tick += self.write(step - 1, due, chunk, generate, others)
-
-    def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
-        """The completions of a step, which leave."""
-        return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))], []
-
-
-class DroppingStream(Stream):
-    """Prompts leave in the order in which they are complete, or are evicted.
-
-    Where the prompt that entered last has left, a row without tokens stands for it.
-    """
-
-    def __init__(self, rows: Iterable[Row], pace: Pace, left: int) -> None:
-        super().__init__(rows, pace, 0)
-        self._taken = left
-        self._groups = {place: rows for place, rows in self._groups.items() if rows[0].finish != LEFT}
-
-    @property
-    def rows(self) -> list[Row]:
-        newest = (self._next - 1) // self.pace.prompts + 1, (self._next - 1) % self.pace.prompts
-        gone = [] if self._next == 0 or newest in self._groups else [Row(*newest, 0, "", 0, [], finish=LEFT)]
-        return sorted([*super().rows, *gone], key=lambda row: (row.batch, row.group, row.sample))
-
-    def _last(self, version: int) -> int:
-        return self._next + super()._last(version) - self._taken * self.pace.prompts - len(self._groups)
-
-    def complete(self) -> list[GroupPlace]:
-        ended = {
-            place: max(row.ended for row in rows)
-            for place, rows in self._groups.items()
-            if all(row.finish for row in rows)
-        }
-        return sorted(ended, key=lambda place: (ended[place], place))
-
-    def has_step(self, step: int) -> bool:
-        return len(self.complete()) >= self.pace.prompts
-
-    def advance(self, step: int, chunk: int | None, generate: Generate) -> None:
-        self.tick += self.write(step - 1, self.in_flight(), chunk, generate)
-
-    def take(self, step: int) -> tuple[list[Row], list[Eviction]]:
-        """The first complete prompts leave in the order of entering, and those too old for the next step."""
-        self._taken += 1
-        rows = [row for place in sorted(self.complete()[: self.pace.prompts]) for row in self._groups.pop(place)]
-        evicted = list[Eviction]()
-        for place in sorted(self._groups):
-            versions = [version for row in self._groups[place] for version in row.versions]
-            if versions and min(versions) < step - self.pace.staleness:
-                (first, *_) = self._groups.pop(place)
-                evicted.append(Eviction(step + 1, *place, first.prompt_id, len(versions), min(versions), max(versions)))
-        return rows, evicted
-
-
-def complete_step(
-    stream: Stream, step: int, chunk: int | None, generate: Generate, enter: Enter
-) -> tuple[list[Row], list[Eviction]]:
-    """Write until the prompts of a step are complete, under the policy before it; these leave.
-
-    So do those that are too old for the next step.
-
-    Args:
-        chunk: tokens that each completion in flight may write at a time. They decide about nothing where prompts leave
-            in their order; there None lets the step's own alone write, to their end.
-    """
-    stream.admit(step - 1, enter)
-    while not stream.has_step(step):
-        stream.advance(step, chunk, generate)
-        stream.admit(step - 1, enter)
-    return stream.take(step)
+        `chunk`: tokens that each completion in flight may write at a time; None lets the step's own alone write.
+        """
+        self.admit(step - 1, enter)
+        while self.in_flight(step):
+            while due := self.in_flight(step):
+                others = [] if chunk is None else [place for place in self.in_flight() if place not in due]
+                self.tick += self.write(step - 1, due, chunk, generate, others)
+            self.admit(step - 1, enter)
+        return [row for group in range(self.pace.prompts) for row in self._groups.pop((step, group))]
 
 
 def run_ahead(
@@ -288,17 +186,6 @@ def run_ahead(
         written.append(ticks if chunk is None else chunk)
         stream.admit(version, enter)
     return written
-
-
-def drain(stream: Stream, version: int, chunks: Iterator[int], generate: Generate) -> None:
-    """Write what has begun to its end, chunk by chunk, under the policy that `run_ahead` has ended with.
-
-    Then no update lands in a completion. No prompt enters, and those of which nothing is written wait for the next
-    policy. The stream alone decides what is written, so no schedule has it. `chunks`: as of `run_ahead`, without an
-    end.
-    """
-    while due := stream.begun():
-        stream.tick += stream.write(version, due, next(chunks), generate)
 
 
 def chunks_of(tokens: int, chunk: int) -> Iterator[int]:

@@ -271,7 +271,7 @@ def _refuse_unasked(own: RunConfig, changed: RunConfig) -> None:
 
 _OF_STREAM = (
     *("seed", "environment", "data.max_prompt_tokens"),
-    *(f"pipeline.{name}" for name in ("mode", "max_staleness", "drop_or_wait")),
+    *(f"pipeline.{name}" for name in ("mode", "max_staleness")),
     *(f"rollout.{name}" for name in ("max_new_tokens", "prompts_per_step", "oversample", "group_size")),
 )
 

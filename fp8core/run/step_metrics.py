@@ -19,7 +19,6 @@ from fp8core.rl.batch import padded
 from fp8core.rl.losses import ClipRange
 from fp8core.rl.objective import named_correction
 from fp8core.rl.staleness import lag_metrics, staleness_metrics
-from fp8core.rollout.stream import LEFT
 from fp8core.run.turns import episode_means
 from fp8core.run.update_inputs import counted_rows, learnt_tokens, rows_with_signal
 from fp8core.store.tables import LOGPROBS, SCORE, key_of, scores_of
@@ -164,20 +163,16 @@ STREAM_COLUMNS = ["batch", "group", "finish", "tokens", "ended"]
 """What `stream_metrics` reads, and `written` of episodes."""
 
 
-def stream_metrics(
-    before: pa.Table, after: pa.Table, chunks: Sequence[int], evicted: Sequence[Mapping[str, Any]]
-) -> dict[str, float]:
+def stream_metrics(before: pa.Table, after: pa.Table, chunks: Sequence[int]) -> dict[str, float]:
     """Prompts in flight and complete ones that wait after an update, and tokens that the policy wrote beside it.
 
     Args:
         before, after: the stream before and after the update.
         chunks: tokens one after the other that might be written beside it (`schedule`); completions may end before.
-        evicted: prompts that got too old (`evictions`).
     """
     open_: dict[tuple[int, int], bool] = {}
     for batch, group, finish in zip(*(after[name].to_pylist() for name in STREAM_COLUMNS[:3]), strict=True):
-        if finish != LEFT:
-            open_[batch, group] = open_.get((batch, group), False) or not finish
+        open_[batch, group] = open_.get((batch, group), False) or not finish
     # Completions that ended before the update was taken ended after the chunks.
     first, last = (pc.max(table["ended"]).as_py() or 0 for table in (before, after))
     tokens = [_written_tokens(table) for table in (before, after)]
@@ -187,8 +182,6 @@ def stream_metrics(
         "rollout/tokens_ahead": float(tokens[1]),
         "rollout/tokens_beside_update": float(tokens[1] - tokens[0]),
         "rollout/decode_steps_beside_update": float(max(sum(chunks), last - first)),
-        "rollout/evicted_prompts": float(len(evicted)),
-        "rollout/evicted_tokens": float(sum(each["tokens"] for each in evicted)),
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fp8core.rl.batch import column, pad, padded
 from fp8core.rollout.engine import Completion, Finish
-from fp8core.rollout.stream import DroppingStream, Pace, Row, Stream, chunks_of, group_of
+from fp8core.rollout.stream import Pace, Row, Stream, chunks_of, group_of
 from fp8core.run.behaviour import behaviour_logprobs, verified_rows
 from fp8core.run.context import RunContext
 from fp8core.run.rollouts import rollout_table
@@ -28,7 +28,7 @@ def opened_stream(run: RunContext, stream: Ref, left: int) -> Stream:
     most = prompts if whole else pipeline.max_inflight_prompts
     pace = Pace(prompts, pipeline.max_staleness, most)
     rows = stream_rows(run.directory.store.get_table(stream))
-    return (Stream if pipeline.drop_or_wait == "wait" else DroppingStream)(rows, pace, left)
+    return Stream(rows, pace, left)
 
 
 def chunks_ahead(run: RunContext, index: int, has_more: Callable[[], bool]) -> Iterable[int | None]:

@@ -207,19 +207,6 @@ class Schedule(_Content):
     chunks: list[Count]
 
 
-class _Eviction(_Content):
-    """A prompt that left without a step to learn from it (`rollout.stream.Eviction`)."""
-
-    step: StepNumber
-    batch: StepNumber
-    group: Count
-    prompt_id: str
-    tokens: Count
-    oldest: StepNumber
-    newest: StepNumber
-    reason: str
-
-
 def _which(value: Any) -> str:
     return "absent" if value == {} else "measured"
 
@@ -238,7 +225,6 @@ JSON: Mapping[str, TypeAdapter[Any]] = {
     "evaluation": TypeAdapter(_Evaluation),
     "precision_gap": TypeAdapter(PrecisionGap),
     "schedule": TypeAdapter(Schedule),
-    "evictions": TypeAdapter(list[_Eviction]),
     "metrics": TypeAdapter(Metrics),
     "manifest": TypeAdapter(StepManifest),
 }

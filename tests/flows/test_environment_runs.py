@@ -111,7 +111,6 @@ MISTAKES = {
     "environment.name=nobody": "nobody is none of calculator, python",
     "environment={name: missing.py:Digits}": "missing.py cannot be read",
     "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
-    "pipeline={mode: asynchronous, drop_or_wait: drop}": "no episodes with pipeline.drop_or_wait=drop",
     "environment.turn_tokens=1000": "environment.turn_tokens=1000 is more than rollout.max_new_tokens=",
     "warm_start.tool_share=0.5": "warm_start.tool_share=0.5 needs environment.name=calculator with options",
 }

@@ -16,7 +16,6 @@ from fp8core.run.checks.settings import graph_of
 from fp8core.run.execute import StepError, run_step
 from fp8core.run.loop import Execution, train
 from fp8core.run.open import open_directory, open_run
-from fp8core.run.verdicts import answers, stored_endings
 from fp8core.run.verify import verify
 from fp8core.store.run_view import RunView
 
@@ -124,7 +123,7 @@ def digests(run, kind):
     return [ref.digest for step in range(1, 5) for ref in run.ledger.artifacts(step).values() if ref.kind == kind]
 
 
-STREAM_ARTIFACTS = {"stream", "left", "behaviour", "evictions", "next_stream", "schedule"}
+STREAM_ARTIFACTS = {"stream", "left", "behaviour", "next_stream", "schedule"}
 
 
 def assert_synchronous(run, whole):
@@ -231,54 +230,6 @@ def test_a_replay_is_equal_and_verify_finds_nothing(ahead):
     verdicts = ahead.replayed(range(1, 5))
     assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 4}
     assert [*verify(RunView.read(ahead.folder))] == []
-
-
-@pytest.fixture(scope="module")
-def dropping(loop_run):
-    """A run whose steps take what is complete first; for reading only."""
-    settings = {"pipeline.ahead_tokens": 2, "pipeline.chunk_tokens": 2, "pipeline.drop_or_wait": "drop"}
-    return loop_run("dropping", **SETTINGS | settings)
-
-
-def test_with_drop_every_row_is_that_of_its_own_prompt(dropping, tmp_path):
-    shutil.copytree(dropping.folder.parent, tmp_path / "loop")
-    with type(dropping)(tmp_path / "loop" / "dropping").opened() as run:
-        problems = {each.prompt_id: each for batch in range(1, 9) for each in run.source.training(batch, 4, 0)}
-        learnt, evicted = list[str](), list[str]()
-        for step in range(1, 5):
-            artifacts = dropping.ledger.artifacts(step)
-            prompts, rollouts, rewards = (
-                dropping.store.get_table(artifacts[name]) for name in ("prompts", "rollouts", "rewards")
-            )
-            asked = prompts.to_pylist()
-            assert [row["group"] for row in asked] == [0, 1, 2, 3]
-            assert [row["reference"] for row in asked] == [problems[row["prompt_id"]].reference for row in asked]
-            for row in rollouts.to_pylist():
-                assert row["prompt_tokens"] == asked[row["group"]]["tokens"]
-                assert row["prompt_id"] == asked[row["group"]]["prompt_id"]
-            verdicts = run.verifier.verify(answers(asked, stored_endings(rollouts, None)))
-            assert rewards["reward"].to_pylist() == [verdict.reward for verdict in verdicts]
-            found, metrics = (dropping.store.get_json(artifacts[name]) for name in ("evictions", "metrics"))
-            assert metrics["rollout/evicted_prompts"] == len(found)
-            assert metrics["rollout/evicted_tokens"] == sum(each["tokens"] for each in found)
-            assert metrics["rollout/staleness_max"] <= 1
-            assert metrics["alignment/tokens_differing"] == 0
-            learnt += [row["prompt_id"] for row in asked]
-            evicted += [each["prompt_id"] for each in found]
-    assert evicted, "some are longer than two updates"
-    assert len({*learnt, *evicted}) == len(learnt) + len(evicted)
-    assert learnt[4:] != list(problems)[4:16]
-
-
-def test_with_drop_a_replay_and_a_run_that_was_cut_are_equal(dropping, tmp_path):
-    verdicts = dropping.replayed(range(2, 5))
-    assert Counter(verdict.outcome for verdict in verdicts) == {"equal": 3}
-    assert [*verify(RunView.read(dropping.folder))] == []
-    shutil.copytree(dropping.folder.parent, tmp_path / "loop")
-    run = type(dropping)(tmp_path / "loop" / "dropping")
-    run.cut_after(3, "rollout")
-    run.resume()
-    assert run.records == dropping.records
 
 
 def test_checkpoints_stay_that_a_resumed_run_scores_old_tokens_from(loop_run):

@@ -136,22 +136,6 @@ def test_replays_take_the_recorded_answers_or_ask_again(ahead, place):
         place.write_text(DIGITS)
 
 
-def test_episodes_end_before_an_update_where_none_may_land_in_flight(loop_run, settings):
-    whole = {"pipeline.in_flight_weight_updates": False, "pipeline.ahead_tokens": 4}
-    run = loop_run("whole", **settings | MODES["asynchronous"] | whole)
-    for step in range(1, 4):
-        artifacts = run.ledger.artifacts(step)
-        assert all(len(set(row["versions"])) == 1 for row in run.store.get_table(artifacts["rollouts"]).to_pylist())
-        after = run.store.get_table(artifacts["next_stream"]).to_pylist()
-        assert not any(row["tokens"] or row["turns"] for row in after if not row["finish"])
-        assert any(row["finish"] for row in after)
-    records = run.records
-    run.cut_after(2, "train")
-    run.resume()
-    assert run.records == records
-    assert replayed(run, 2) == ["equal"] * 2
-
-
 DICE = """
 import os
 from fp8core.environments.protocol import Outcome, Said, Turn

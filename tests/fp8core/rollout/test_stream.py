@@ -11,15 +11,12 @@ from hypothesis import strategies as st
 from fp8core.errors import UserError
 from fp8core.rollout.engine import Completion, PromptGroup
 from fp8core.rollout.stream import (
-    DroppingStream,
     Generate,
     GroupPlace,
     Pace,
     Row,
     Stream,
     chunks_of,
-    complete_step,
-    drain,
     run_ahead,
 )
 
@@ -59,7 +56,7 @@ def trained(pace: Pace, ahead: int | None, steps: int) -> list[list[Row]]:
     rows, found = list[Row](), []
     for step in range(1, steps + 1):
         stream = Stream(rows, pace, step - 1)
-        found.append(complete_step(stream, step, None if ahead is None else 4, generate, enter)[0])
+        found.append(stream.complete(step, None if ahead is None else 4, generate, enter))
         stream = Stream(stream.rows, pace, step)
         run_ahead(stream, step - 1, repeat(None) if ahead is None else chunks_of(ahead, 4), generate, enter)
         rows = stream.rows
@@ -105,7 +102,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     cut = 0
     for step in range(1, 7):
         stream = Stream([], Pace(2, 1, None), step - 1)
-        longest = max(len(row.tokens) for row in complete_step(stream, step, chunk, noted, enter)[0])
+        longest = max(len(row.tokens) for row in stream.complete(step, chunk, noted, enter))
         assert asked[0] == {step, step + 1}
         assert len(asked) == -(-longest // chunk)
         assert [len(row.tokens) for row in stream.rows] == [min(length(row.seed), longest) for row in stream.rows]
@@ -114,7 +111,7 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
         asked.clear()
     assert cut
     alone = Stream([], Pace(3, 1, None), 0)
-    complete_step(alone, 1, None, noted, enter)
+    alone.complete(1, None, noted, enter)
     assert asked == [{1}]
     assert [len(row.tokens) for row in alone.rows] == [0] * 6
 
@@ -125,19 +122,13 @@ def test_the_others_write_with_the_prompts_of_a_step_or_wait_for_the_part_ahead(
     chunk=st.integers(1, 5),
     speeds=st.lists(st.integers(0, 9), min_size=5, max_size=5),
     cut=st.integers(),
-    whole=st.booleans(),
 )
-def test_a_recorded_schedule_gives_the_stream_of_the_clock(
-    pace: Pace, chunk: int, speeds: list[int], cut: int, whole: bool
-) -> None:
-    """Whatever the update takes: the chunks that were written decide, in one go or in two.
-
-    `whole`: nothing that has begun is in flight when an update lands.
-    """
+def test_a_recorded_schedule_gives_the_stream_of_the_clock(pace: Pace, chunk: int, speeds: list[int], cut: int) -> None:
+    """Whatever the update takes: the chunks that were written decide, in one go or in two."""
     rows = list[Row]()
     for step, most in enumerate(speeds, start=1):
         stream = Stream(rows, pace, step - 1)
-        taken, _ = complete_step(stream, step, chunk, generate, enter)
+        taken = stream.complete(step, chunk, generate, enter)
         assert all(0 <= step - 1 - row.versions[0] <= pace.staleness for row in taken)
         left = stream.rows
         live, again = (Stream(deepcopy(left), pace, step) for _ in range(2))
@@ -146,103 +137,8 @@ def test_a_recorded_schedule_gives_the_stream_of_the_clock(
         first = cut % (len(chunks) + 1)
         for part in (chunks[:first], chunks[first:]):
             assert run_ahead(again, step - 1, part, generate, enter) == part
-        if whole:
-            # However it is cut.
-            for each, size in ((live, chunk), (again, LONGEST)):
-                drain(each, step - 1, repeat(size), generate)
-                assert not each.begun()
-                assert not any(row.tokens for row in each.rows if not row.finish)
-            assert all(len({*row.versions}) == 1 for row in taken)
         assert again.rows == live.rows
         rows = live.rows
-
-
-@pytest.mark.parametrize("kind", [Stream, DroppingStream])
-def test_what_has_not_begun_waits_for_the_next_policy(kind: type[Stream]) -> None:
-    """A prompt that enters when the last chunk has ended is not begun to be ended before the update."""
-    stream = kind([], Pace(2, 3, 2), 0)
-    # The second prompt is complete, the first one has a token left.
-    run_ahead(stream, 0, chunks_of(10, 2), generate, enter)
-    begun, entered = stream.begun(), [place for place in stream.in_flight() if place not in stream.begun()]
-    assert begun
-    assert entered
-    drain(stream, 0, repeat(3), generate)
-    assert stream.in_flight() == entered
-    assert {place for place in begun if place in stream.in_flight()} == set()
-    assert {len(row.tokens) for row in stream.rows if (row.batch, row.group) in entered} == {0}
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    pace=paces,
-    chunk=st.integers(1, 5),
-    speeds=st.lists(st.integers(0, 4), min_size=8, max_size=8),
-    whole=st.booleans(),
-)
-def test_with_drop_each_prompt_is_learnt_from_once_or_evicted_once(
-    pace: Pace, chunk: int, speeds: list[int], whole: bool
-) -> None:
-    rows, gone, evictions, newest = list[Row](), list[GroupPlace](), 0, (0, 0)
-    for step, most in enumerate(speeds, start=1):
-        stream, again = (DroppingStream(deepcopy(rows), pace, step - 1) for _ in range(2))
-        taken, evicted = complete_step(stream, step, chunk, generate, enter)
-        assert complete_step(again, step, chunk, generate, enter) == (taken, evicted)
-        assert again.rows == stream.rows
-        places = sorted({(row.batch, row.group) for row in taken})
-        assert [(row.batch, row.group, row.sample) for row in taken] == [
-            (*place, sample) for place in places for sample in range(SAMPLES)
-        ]
-        assert len(places) == pace.prompts
-        for row in taken:
-            assert row.tokens == [100 * row.seed + i for i in range(length(row.seed))]
-            assert 0 <= step - 1 - row.versions[0] <= pace.staleness
-            assert len({*row.versions}) == 1 or not whole
-        for each in evicted:
-            assert each.oldest < each.step - 1 - pace.staleness <= each.newest + 1
-            assert each.step == step + 1
-            assert each.tokens
-        gone += [*places, *((each.batch, each.group) for each in evicted)]
-        evictions += len(evicted)
-        stream = DroppingStream(stream.rows, pace, step)
-        run_ahead(stream, step - 1, repeat(chunk, most), generate, enter)
-        if whole:
-            drain(stream, step - 1, repeat(chunk), generate)
-        rows = stream.rows
-        held = [(row.batch, row.group) for row in rows if row.finish != "left"]
-        assert len(set(gone)) == len(gone), "each leaves once"
-        assert not set(gone) & set(held), "none comes back"
-        newest = max([newest, *gone, *held])
-        assert len(set(gone) | set(held)) == (newest[0] - 1) * pace.prompts + newest[1] + 1, "none is left out"
-        assert all(len(row.versions) == len(row.tokens) for row in rows)
-
-
-def of_lengths(*lengths: int) -> Generate:
-    """An engine whose completions are as long as this, by the number of their prompt in its step."""
-
-    def generate(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
-        for group, (_, number) in zip(groups, places, strict=True):
-            begun = len(group.begun[0]) if group.begun else 0
-            end = min(lengths[number], begun + group.room[0])
-            finish = "stop" if end == lengths[number] else "open"
-            yield [
-                Completion(group.group, i, [7] * (end - begun), [0.0] * (end - begun), finish) for i in group.samples
-            ]
-
-    return generate
-
-
-def test_with_drop_a_step_takes_what_is_complete_first_and_what_is_old_makes_room() -> None:
-    """Three prompts a step: of lengths 6 and 1, and one that never ends in time."""
-    long = of_lengths(6, 40, 1)
-    stream, found, evicted = DroppingStream([], Pace(3, 1, None), 0), [], []
-    for step in range(1, 5):
-        taken, left = complete_step(stream, step, 2, long, enter)
-        found.append(sorted({(row.batch, row.group) for row in taken}))
-        evicted += [(each.step, each.batch, each.group) for each in left]
-        stream = DroppingStream(stream.rows, stream.pace, step)
-    assert found[0] == [(1, 0), (1, 2), (2, 2)]
-    assert evicted[:2] == [(3, 1, 1), (3, 2, 1)]
-    assert not any(group == 1 for places in found for _, group in places)
 
 
 def silent(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> Iterator[list[Completion]]:
@@ -263,8 +159,6 @@ def forgetful(groups: Sequence[PromptGroup], places: Sequence[GroupPlace]) -> It
 def test_an_engine_that_leaves_a_completion_as_it_was_ends_the_run(engine: Generate) -> None:
     pace, named = Pace(2, 1, None), "the engine wrote nothing to .* sample 0 of prompt 1/0"
     with pytest.raises(UserError, match=named):
-        complete_step(Stream([], pace, 0), 1, None, engine, enter)
-    with pytest.raises(UserError, match=named):
-        complete_step(DroppingStream([], pace, 0), 1, 4, engine, enter)
+        Stream([], pace, 0).complete(1, None, engine, enter)
     with pytest.raises(UserError, match=named):
         run_ahead(Stream([], pace, 0), 0, repeat(4), engine, enter)
