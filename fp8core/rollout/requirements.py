@@ -83,7 +83,7 @@ def stock_refusals(contract: PrecisionContract, build: EngineBuild) -> Iterator[
 def aligned_refusals(
     place: str, contract: PrecisionContract, also: Mapping[str, tuple[Any, Any, str]]
 ) -> Iterator[str]:
-    """The refusals of an aligned model, which the setting `place` asks for.
+    """The refusals of an aligned model; `place` is the setting that chose it.
 
     `also`: what else an engine needs: the setting -> its value, the one it must be, and the reason.
     """

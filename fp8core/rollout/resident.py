@@ -6,34 +6,61 @@ that what generates is proved to be what was sent (`tasks.sync`).
 
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, ClassVar, Literal, TypeVar
+from itertools import count
+from math import nan
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8core.config.precision import PrecisionContract
-from fp8core.errors import UserError
+from fp8core.errors import EngineLost, refuse
 from fp8core.models.architecture import Architecture
 from fp8core.numerics.fingerprint import digest_of, hex_digits
 from fp8core.rollout.aligned import is_aligned
 from fp8core.rollout.engine import (
     Completion,
     PolicyScales,
+    Probe,
     PromptGroup,
     Sampling,
-    Session,
     SyncReport,
     check_lengths,
     check_scales,
+    finish_of,
 )
+from fp8core.rollout.requirements import temperature_refusals
 from fp8core.rollout.shared_weights import SharedWeights, TensorSpec, share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, Shares, written_scales
 
 SEED_BITS = (1 << 63) - 1
 """The bits of a completion's seed that an engine gets."""
 _Value = TypeVar("_Value")
+
+
+class Request(NamedTuple):
+    """One completion, or the log-prob of `target` after the tokens; `begun` of these were written before."""
+
+    tokens: tuple[int, ...]
+    temperature: float
+    room: int = 1
+    seed: int = 0
+    begun: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    target: int | None = None
+
+
+class Output(NamedTuple):
+    """The result of a request in an engine's library; `target`: its token and log-prob."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str
+    target: tuple[int, float] | None = None
+    experts: Any = None
 
 
 class ResidentEngine(ABC):
@@ -46,11 +73,26 @@ class ResidentEngine(ABC):
     length_setting: ClassVar[str]
 
     def __init__(
-        self, arch: Architecture, contract: PrecisionContract, *, longest: int, sleeps: bool, routes: bool
+        self,
+        arch: Architecture,
+        contract: PrecisionContract,
+        *,
+        longest: int,
+        lowest: float,
+        sleeps: bool,
+        routes: bool,
     ) -> None:
-        """`sleeps`: whether `sleep` gives memory back; `routes`: whether chosen experts can be reported."""
+        """Hold nothing.
+
+        Args:
+            longest: tokens of the longest prompt with its completion.
+            lowest: temperature above 0 that the engine samples at.
+            sleeps: whether `sleep` gives memory back.
+            routes: whether chosen experts can be reported.
+        """
         self._arch, self._contract = arch, contract
-        self._longest, self._sleeps, self._routes = longest, sleeps, routes
+        self._longest, self._lowest, self._sleeps, self._routes = longest, lowest, sleeps, routes
+        self._numbers = count()
         self._parameters: dict[str, TensorSpec] = {}
         self._sent: dict[str, TensorSpec] = {}
         # Where the parameters hold what is sent, as its processes take it; None where they have it already.
@@ -119,6 +161,30 @@ class ResidentEngine(ABC):
                 if finished:
                     yield finished
 
+    def open_session(self, sampling: Sampling) -> "ResidentSession":
+        """Requests as they come. Raises UserError: the engine cannot sample at this temperature."""
+        self._prepare(sampling)
+        self._begin(sampling.temperature or 1.0)
+        return ResidentSession(self, sampling)
+
+    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
+        """Log-prob of each target after its context, with one sampled token a probe; one row."""
+        assert self._complete, "update() comes before score(), also after sleep()"
+        found, waiting = [nan] * len(probes), {next(self._numbers): i for i in range(len(probes))}
+        self._begin(temperature)
+        try:
+            asked = (Request(probe.context, temperature, target=probe.target) for probe in probes)
+            self._submit(dict(zip(waiting, asked, strict=True)))
+            while waiting:
+                for number, output in self._outputs():
+                    i, target = waiting.pop(number), output.target
+                    assert target is not None, "a target was asked for"
+                    assert target[0] == probes[i].target, "the log-prob is not that of the target"
+                    found[i] = target[1]
+        finally:
+            self._end(list(waiting))
+        return [found]
+
     def fingerprint(self) -> str:
         assert self._complete, "update() comes before fingerprint(), also after sleep()"
         return self._digest(self.ask_policies("read_back"))
@@ -148,10 +214,6 @@ class ResidentEngine(ABC):
         both ways."""
 
     @abstractmethod
-    def open_session(self, sampling: Sampling) -> Session:
-        """Requests as they come. Raises UserError: the engine cannot sample at this temperature."""
-
-    @abstractmethod
     def close(self) -> None: ...
 
     @abstractmethod
@@ -163,15 +225,27 @@ class ResidentEngine(ABC):
         assert self._complete, "update() comes before a generation, also after sleep()"
         assert self._routes or not sampling.report_experts, "an engine started without routes reports no experts"
         assert sampling.truncation is None, "it samples from the whole distribution; the configuration was checked"
-        for refusal in self._temperature_refusals(sampling.temperature):
-            raise UserError(refusal)
+        refuse(temperature_refusals(sampling.temperature, self._lowest, self.product))
         if self._sleeps:
             # Release the shared policy, which torch caches: a long-lived allocation inside this block, like a workspace
             # of cuBLAS, would pin all of it.
             torch.cuda.empty_cache()
 
-    def _check_lengths(self, groups: Sequence[PromptGroup], sampling: Sampling) -> None:
-        check_lengths(groups, sampling.max_new_tokens, self.length_setting, self._longest)
+    def _request(self, group: PromptGroup, i: int, sampling: Sampling) -> Request:
+        room, begun = group.room_of(i, sampling.max_new_tokens), len(group.begun_of(i))
+        return Request(group.context(i), sampling.temperature, room, group.seeds[i], begun, sampling.stop_ids)
+
+    def _completion(self, output: Output, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
+        if output.reason == "abort":
+            raise EngineLost(f"{self.product} ends, as a signal asked it to")
+        assert output.reason in ("stop", "length"), f"{self.product} ended a request with {output.reason}"
+        # The reason of a last token that is both, the last of all and a stop, may be the length.
+        finish = finish_of(output.tokens, len(group.begun_of(i)), sampling)
+        experts = None
+        if sampling.report_experts:
+            positions = len(group.context(i)) + len(output.tokens) - 1
+            experts = recorded_experts(output.experts, self._arch.sparse_layers, positions)
+        return Completion(group.group, group.samples[i], output.tokens, output.logprobs, finish, experts)
 
     def _has_fp8_cache(self) -> bool:
         return self._contract.rollout.kv_cache == "fp8"
@@ -217,7 +291,48 @@ class ResidentEngine(ABC):
     def _fall_asleep(self) -> None: ...
 
     @abstractmethod
-    def _temperature_refusals(self, temperature: float) -> Iterable[str]: ...
+    def _begin(self, temperature: float) -> None:
+        """Requests of this temperature follow."""
+
+    @abstractmethod
+    def _submit(self, requests: Mapping[int, Request]) -> None:
+        """Start requests, by numbers that no other has."""
+
+    @abstractmethod
+    def _outputs(self) -> list[tuple[int, Output]]:
+        """Move requests on: those that have ended, by their numbers."""
+
+    @abstractmethod
+    def _end(self, running: Sequence[int]) -> None:
+        """Drop what still runs; of an engine that is lost nothing does."""
+
+
+class ResidentSession:
+    """Completions in progress in an engine's processes; satisfies `Session`."""
+
+    def __init__(self, engine: ResidentEngine, sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._open: dict[int, tuple[PromptGroup, int]] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Further requests; where a prompt with its completion does not fit, none is sent."""
+        engine, sampling = self._engine, self._sampling
+        check_lengths(groups, sampling.max_new_tokens, engine.length_setting, engine._longest)
+        new = {next(engine._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
+        self._open |= new
+        engine._submit({number: engine._request(*place, sampling) for number, place in new.items()})
+
+    def step(self) -> list[Completion]:
+        found = self._engine._outputs()
+        return [self._engine._completion(output, *self._open.pop(n), self._sampling) for n, output in found]
+
+    def close(self) -> None:
+        running, self._open = list(self._open), {}
+        self._engine._end(running)
 
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
@@ -249,8 +364,8 @@ def executed_formats(
     """The formats that run, in the words of the contract, from what a process reports of itself (`HeldPolicy`).
 
     `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise
-    of attention over an FP8 cache, with FlashAttention's version 3. Where a part is not what any contract means, its
-    name says what it is. The scale rule is the contract's unless activations of block FP8 have another.
+    of attention over an FP8 cache, with FlashAttention's version 3. A part that no contract means
+    has its own name. The scale rule is the contract's unless activations of block FP8 have another.
     """
     linears = {name: _linear_format(linear, kernels) for name, linear in described["linears"].items()}
     prefixes = [f"model.layers.{layer}." for layer in range(num_layers)]
@@ -281,3 +396,20 @@ def _attention_format(layer: Mapping[str, Any], backends: Collection[str]) -> st
     if cache in ("fp8", "fp8_e4m3", "float8_e4m3fn") and implementation in backends and version == 3:
         return str(layer["products"])
     return f"{cache} by {implementation} {version}"
+
+
+def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
+    """The experts that an engine recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
+
+    `chosen`: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers. Raises
+    RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
+    """
+    if chosen is None or chosen.shape[0] != positions:
+        found = "nothing" if chosen is None else f"{chosen.shape[0]}"
+        raise RuntimeError(f"the engine recorded the experts of {found} of {positions} positions")
+    # In one thread, whatever number torch has: a rollout has millions of these short rows.
+    ordered = chosen[:, list(sparse)].astype(np.int16)
+    ordered.sort(axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise RuntimeError("the engine recorded one expert twice for a token")
+    return torch.from_numpy(ordered)

@@ -6,15 +6,13 @@ what generates is proved to be what was sent (`tasks.sync`).
 
 import atexit
 import json
-import math
 import multiprocessing
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from itertools import count
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,9 +24,8 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import refuse_others
-from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
-from fp8core.rollout.requirements import EngineBuild, temperature_refusals
-from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
+from fp8core.rollout.requirements import EngineBuild
+from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE
 from fp8core.rollout.sglang.settings import (
@@ -69,7 +66,8 @@ class SglangEngine(ResidentEngine):
         """Start SGLang. Raises UserError: its environment is not prepared, or it lacks parts that we use."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
-        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=False)
+        lowest, sleeps = LOWEST_TEMPERATURE, options.sleep
+        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=sleeps, routes=False)
         self._build, self._graphs = build, options.graphs
         self._folder = tempfile.TemporaryDirectory(prefix="fp8-grpo-")
         Path(self._folder.name, "config.json").write_text(
@@ -93,22 +91,6 @@ class SglangEngine(ResidentEngine):
             "kernels": kernels_by_type(described["linears"]),
             "graphs": self._graphs,
         }
-
-    def open_session(self, sampling: Sampling) -> "SglangSession":
-        self._prepare(sampling)
-        return SglangSession(self._host, sampling, self._check_lengths)
-
-    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """Log-prob of each target after its context, with one sampled token a probe; one row."""
-        assert self._complete, "update() comes before score(), also after sleep()"
-        found = [math.nan] * len(probes)
-        with closing(RequestStream(self._host)) as stream:
-            stream.add(enumerate(_probe_request(probe, temperature) for probe in probes))
-            for _ in probes:
-                place, output = stream.next_output()
-                ((token, found[place]),) = output["targets"]
-                assert token == probes[place].target, "the log-prob is not that of the target"
-        return [found]
 
     def close(self) -> None:
         if self._closed:
@@ -148,8 +130,25 @@ class SglangEngine(ResidentEngine):
             raise EngineUpdateError("SGLang kept its prefix cache: requests are still running")
         self._host.call("release", _SLEEPING)
 
-    def _temperature_refusals(self, temperature: float) -> Iterator[str]:
-        return temperature_refusals(temperature, LOWEST_TEMPERATURE, "SGLang")
+    def _begin(self, temperature: float) -> None:
+        self._host.send("session")
+
+    def _submit(self, requests: Mapping[int, Request]) -> None:
+        self._host.send(ADD, [(number, _request(request)) for number, request in requests.items()])
+
+    def _outputs(self) -> list[tuple[int, Output]]:
+        found = list[tuple[int, Output]]()
+        while self._host.comes(0 if found else _STEP_SECONDS):
+            _, number, output = self._host.receive()
+            assert output.pop("ids") == output["tokens"], "the log-probs are not those of the tokens"
+            found.append((number, Output(**output)))
+        return found
+
+    def _end(self, running: Sequence[int]) -> None:
+        # The call that found the loss of the host has raised it.
+        with suppress(EngineLost):
+            self._host.send(STOP)
+            self._host.answer()
 
 
 class HostPipe:
@@ -204,57 +203,6 @@ class HostPipe:
                     break
 
 
-class RequestStream:
-    def __init__(self, host: HostPipe) -> None:
-        self._host = host
-        host.send("session")
-
-    def add(self, requests: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        self._host.send(ADD, [*requests])
-
-    def next_output(self) -> tuple[int, dict[str, Any]]:
-        _, number, output = self._host.receive()
-        return number, output
-
-    def close(self) -> None:
-        with suppress(EngineLost):
-            self._host.send(STOP)
-            self._host.answer()
-
-
-class SglangSession:
-    """Completions in progress. One that goes on after what was begun draws by its place in the sequence."""
-
-    def __init__(
-        self, host: HostPipe, sampling: Sampling, check: Callable[[Sequence[PromptGroup], Sampling], None]
-    ) -> None:
-        self._host, self._sampling, self._check = host, sampling, check
-        self._requests: dict[int, tuple[PromptGroup, int]] = {}
-        self._numbers = count()
-        self._stream = RequestStream(host)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
-
-    def add(self, groups: Sequence[PromptGroup]) -> None:
-        self._check(groups, self._sampling)
-        new = {next(self._numbers): (group, i) for group in groups for i in range(len(group.seeds))}
-        self._requests |= new
-        self._stream.add((number, _sample_request(*asked, self._sampling)) for number, asked in new.items())
-
-    def step(self) -> list[Completion]:
-        found = list[Completion]()
-        while self._requests and self._host.comes(0 if found else _STEP_SECONDS):
-            number, output = self._stream.next_output()
-            found.append(_completion(output, *self._requests.pop(number), self._sampling))
-        return found
-
-    def close(self) -> None:
-        self._requests = {}
-        self._stream.close()
-
-
 def _start_host(arguments: dict[str, Any]) -> tuple[Connection, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -277,38 +225,16 @@ def _ending(code: int | None) -> str:
     return ending(code) + (", as where one of SGLang's processes failed" if code is not None and code < 0 else "")
 
 
-def _sample_request(group: PromptGroup, i: int, sampling: Sampling) -> dict[str, Any]:
+def _request(asked: Request) -> dict[str, Any]:
     # 63 bits of it: SGLang holds seeds as signed integers, and hashes them without a sign.
-    seed, wanted = group.seeds[i] & SEED_BITS, group.room_of(i, sampling.max_new_tokens)
-    return {
-        "tokens": [*group.context(i)],
-        "sampling": _sampling(sampling.temperature, wanted, seed, sorted(sampling.stop_ids)),
-    }
-
-
-def _probe_request(probe: Probe, temperature: float) -> dict[str, Any]:
-    sampling = _sampling(temperature, 1, 0, [])
-    sampling["custom_params"]["target"] = probe.target
-    return {"tokens": list(probe.context), "sampling": sampling, "target": [probe.target]}
-
-
-def _sampling(temperature: float, tokens: int, seed: int, stops: list[int]) -> dict[str, Any]:
-    return {
-        "temperature": temperature,
-        "max_new_tokens": tokens,
-        "stop_token_ids": stops,
+    seed, target = asked.seed & SEED_BITS, asked.target
+    own = {"seed": seed, "temperature": asked.temperature} | ({} if target is None else {"target": target})
+    sampling = {
+        "temperature": asked.temperature,
+        "max_new_tokens": asked.room,
+        "stop_token_ids": sorted(asked.stop_ids),
         "no_stop_trim": True,
         "sampling_seed": seed,
-        "custom_params": {"seed": seed, "temperature": temperature},
+        "custom_params": own,
     }
-
-
-def _completion(output: Mapping[str, Any], group: PromptGroup, i: int, sampling: Sampling) -> Completion:
-    tokens, reason = output["tokens"], output["reason"]
-    assert output["ids"] == tokens, "the log-probs are not those of the tokens"
-    if reason == "abort":
-        raise EngineLost("SGLang ends, as a signal asked it to")
-    assert reason in ("stop", "length"), f"SGLang ended a request with {reason}"
-    # SGLang's reason of a last token that is both, the last of all and a stop, is the length.
-    finish = finish_of(tokens, len(group.begun_of(i)), sampling)
-    return Completion(group.group, group.samples[i], tokens, output["logprobs"], finish)
+    return {"tokens": list(asked.tokens), "sampling": sampling, "target": None if target is None else [target]}

@@ -170,7 +170,7 @@ class Host:
             output = await self._engine.async_generate(
                 input_ids=request["tokens"],
                 sampling_params=request["sampling"],
-                token_ids_logprob=request.get("target"),
+                token_ids_logprob=request["target"],
                 custom_logit_processor=self._engine.policy_processor,
                 return_logprob=True,
                 # Of the prompt none are wanted: they would be computed anew where it is cached.
@@ -182,6 +182,6 @@ class Host:
             "ids": list(output["output_ids"]),
             "tokens": [token for _, token, *_ in logprobs],
             "logprobs": [logprob for logprob, *_ in logprobs],
-            "targets": [(token, logprob) for position in targets for logprob, token, *_ in position],
+            "target": next(((token, logprob) for position in targets for logprob, token, *_ in position), None),
             "reason": about["finish_reason"]["type"],
         }

@@ -6,14 +6,13 @@ what generates is proved to be what was sent (`tasks.sync`).
 
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import vllm.envs
 import zmq
-from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
@@ -32,15 +31,13 @@ from fp8core.config.engines import VllmConfig
 from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.rollout.engine import Completion, Probe, PromptGroup, Sampling, finish_of
-from fp8core.rollout.requirements import EngineBuild, temperature_refusals
-from fp8core.rollout.resident import SEED_BITS, ResidentEngine, ending, kernels_by_type
+from fp8core.rollout.requirements import EngineBuild
+from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, ending, kernels_by_type
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import Share, filled_shapes, find_shares
 from fp8core.rollout.vllm.internals import (
     end_calls,
     load_model_class,
-    recorded_experts,
     register_aligned_models,
 )
 from fp8core.rollout.vllm.requirements import lowest_temperature, memory_shortage
@@ -90,7 +87,8 @@ class VllmEngine(ResidentEngine):
             import fp8core.rollout.vllm.in_place  # noqa: F401
         register_aligned_models()
         longest = options.max_model_len or arch.max_positions
-        super().__init__(arch, contract, longest=longest, sleeps=options.sleep, routes=routes)
+        lowest, sleeps = lowest_temperature(options), options.sleep
+        super().__init__(arch, contract, longest=longest, lowest=lowest, sleeps=sleeps, routes=routes)
         self._build, self._options = build, options
         self._aligned = options.model == "aligned"
         before = multiprocessing.active_children()
@@ -116,7 +114,6 @@ class VllmEngine(ResidentEngine):
         # The worker follows its parent already, which is vLLM's core.
         self.ask_policy("follow", os.getpid())
         self._read_parameters()
-        self._requests = 0
 
     def _described(self, described: Mapping[str, Any]) -> dict[str, object]:
         kernels = kernels_by_type(described["linears"])
@@ -128,29 +125,6 @@ class VllmEngine(ResidentEngine):
             "kernels": dict.fromkeys(kernels, ALIGNED_KERNEL) if self._aligned else kernels,
             **{name: described[name] for name in ("passes", "custom_ops", "compilation", "graphs", "runner")},
         }
-
-    def open_session(self, sampling: Sampling) -> "VllmSession":
-        self._prepare(sampling)
-        if self._aligned:
-            self.ask_policies("set_temperature", sampling.temperature or 1.0)
-        return VllmSession(self, self._llm, sampling)
-
-    def score(self, probes: Sequence[Probe], temperature: float) -> list[list[float]]:
-        """Log-prob of each target after its context, with one sampled token a probe; one row."""
-        assert self._complete, "update() comes before score(), also after sleep()"
-        if self._aligned:
-            self.ask_policies("set_temperature", temperature)
-        found = [math.nan] * len(probes)
-        names = {self._submit_probe(probe, temperature): i for i, probe in enumerate(probes)}
-        while names:
-            for output in self._ask(self._llm.step):
-                assert isinstance(output, RequestOutput)
-                i, logprobs = names.pop(output.request_id), output.outputs[0].logprobs
-                assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-                # The sampled token comes first, then the one that was asked for.
-                assert logprobs.token_ids[1] == probes[i].target, "the log-prob is not that of the target"
-                found[i] = logprobs.logprobs[1]
-        return [found]
 
     def close(self) -> None:
         self._closed = True
@@ -196,95 +170,59 @@ class VllmEngine(ResidentEngine):
     def _fall_asleep(self) -> None:
         self._ask(self._llm.sleep, 2)
 
-    def _temperature_refusals(self, temperature: float) -> Iterator[str]:
-        return temperature_refusals(temperature, lowest_temperature(self._options), "vLLM")
+    def _begin(self, temperature: float) -> None:
+        if self._aligned:
+            self.ask_policies("set_temperature", temperature)
 
-    def _submit(self, tokens: Sequence[int], temperature: float, **settings: Any) -> str:
-        self._requests += 1
-        name = f"{self._requests}"
-        parameters = SamplingParams(
-            # The output of an aligned model is tempered.
-            temperature=1.0 if self._aligned and temperature > 0 else temperature,
-            ignore_eos=True,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # Nothing else holds this object: vLLM needs no deep copy of it, a third of the time of a request here.
-            skip_clone=True,
-            **settings,
-        )
-        self._ask(self._llm.add_request, name, tokens_input(list(tokens)), parameters)
-        return name
+    def _submit(self, requests: Mapping[int, Request]) -> None:
+        for number, request in requests.items():
+            target = request.target
+            parameters = SamplingParams(
+                # The output of an aligned model is tempered.
+                temperature=1.0 if self._aligned and request.temperature > 0 else request.temperature,
+                max_tokens=request.room,
+                # 63 bits of it: to vLLM -1 means no seed.
+                seed=self._seed(request) & SEED_BITS,
+                stop_token_ids=sorted(request.stop_ids),
+                logprobs=0 if target is None else 1,
+                logprob_token_ids=None if target is None else [target],
+                ignore_eos=True,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                # Nothing else holds this object: vLLM needs no deep copy, a third of the time of a request here.
+                skip_clone=True,
+            )
+            self._ask(self._llm.add_request, f"{number}", tokens_input(list(request.tokens)), parameters)
 
-    def _submit_sample(self, group: PromptGroup, i: int, sampling: Sampling) -> str:
-        return self._submit(
-            group.context(i),
-            sampling.temperature,
-            max_tokens=group.room_of(i, sampling.max_new_tokens),
-            # 63 bits of it: to vLLM -1 means no seed.
-            seed=self._seed(group.seeds[i], len(group.begun_of(i))) & SEED_BITS,
-            stop_token_ids=sorted(sampling.stop_ids),
-            logprobs=0,
-        )
-
-    def _seed(self, seed: int, begun: int) -> int:
-        """Of a request that goes on after `begun` tokens: the aligned model draws by seed and position.
+    def _seed(self, request: Request) -> int:
+        """The aligned model draws by seed and position.
 
         vLLM's generators begin anew with every request: they would draw for a turn what they drew for the one before.
         """
-        if self._aligned or not begun:
-            return seed
-        return int.from_bytes(hashlib.sha256(f"turn/{seed}/{begun}".encode()).digest()[:8], "big")
+        if self._aligned or not request.begun:
+            return request.seed
+        turn = f"turn/{request.seed}/{request.begun}"
+        return int.from_bytes(hashlib.sha256(turn.encode()).digest()[:8], "big")
 
-    def _submit_probe(self, probe: Probe, temperature: float) -> str:
-        return self._submit(
-            probe.context, temperature, max_tokens=1, seed=0, logprobs=1, logprob_token_ids=[probe.target]
-        )
+    def _outputs(self) -> list[tuple[int, Output]]:
+        return [(int(output.request_id), _output(output)) for output in self._ask(self._llm.step)]
 
-    def _completion(self, output: RequestOutput, group: PromptGroup, i: int, sampling: Sampling) -> Completion:
-        (done,) = output.outputs
-        tokens, logprobs = list(done.token_ids), done.logprobs
-        assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
-        assert logprobs.token_ids == tokens, "the log-probs are not those of the tokens"
-        if done.finish_reason == "abort":
-            raise EngineLost("vLLM's engine core ends, as a signal asked it to")
-        assert done.finish_reason in ("stop", "length"), f"vLLM ended a request with {done.finish_reason}"
-        finish = finish_of(tokens, len(group.begun_of(i)), sampling)
-        experts = None
-        if sampling.report_experts:
-            positions = len(group.context(i)) + len(tokens) - 1
-            experts = recorded_experts(done.routed_experts, self._arch.sparse_layers, positions)
-        return Completion(group.group, group.samples[i], tokens, list(logprobs.logprobs), finish, experts)
-
-
-class VllmSession:
-    def __init__(self, engine: VllmEngine, llm: LLMEngine, sampling: Sampling) -> None:
-        self._engine, self._llm, self._sampling = engine, llm, sampling
-        self._requests: dict[str, tuple[PromptGroup, int]] = {}
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._requests)
-
-    def add(self, groups: Sequence[PromptGroup]) -> None:
-        self._engine._check_lengths(groups, self._sampling)
-        for group in groups:
-            for i in range(len(group.seeds)):
-                self._requests[self._engine._submit_sample(group, i, self._sampling)] = group, i
-
-    def step(self) -> list[Completion]:
-        found = []
-        for output in self._engine._ask(self._llm.step):
-            assert isinstance(output, RequestOutput)
-            group, i = self._requests.pop(output.request_id)
-            found.append(self._engine._completion(output, group, i, self._sampling))
-        return found
-
-    def close(self) -> None:
-        if self._requests:
+    def _end(self, running: Sequence[int]) -> None:
+        if running:
             with suppress(EngineLost):
-                self._engine._ask(self._llm.abort_request, list(self._requests))
-        self._requests = {}
+                self._ask(self._llm.abort_request, [f"{number}" for number in running])
+
+
+def _output(output: Any) -> Output:
+    (done,) = output.outputs
+    tokens, logprobs = list(done.token_ids), done.logprobs
+    assert isinstance(logprobs, FlatLogprobs), "flat log-probs were asked for"
+    values, named = list(logprobs.logprobs), list(logprobs.token_ids)
+    # The sampled token comes first, then a target that was asked for.
+    target = (named[1], values[1]) if len(named) > len(tokens) else None
+    assert target is not None or named == tokens, "the log-probs are not those of the tokens"
+    return Output(tokens, values[: len(tokens)], done.finish_reason, target, done.routed_experts)
 
 
 def _check_environment(required: Mapping[str, str]) -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -167,20 +166,3 @@ def activation_rule(model: nn.Module) -> ScaleRule:
 
         rules.append(is_deep_gemm_e8m0_used())
     return "pow2" if rules and all(rules) else "fp32"
-
-
-def recorded_experts(chosen: Any, sparse: Sequence[int], positions: int) -> Tensor:
-    """The experts that vLLM recorded, as `Completion.experts`: int16 [positions, sparse layers, k], ascending.
-
-    `chosen`: NumPy integers [positions, layers, k], by descending gate weight; zeros in dense layers. Raises
-    RuntimeError: positions are missing, or a token went to one expert twice, as where nothing was recorded.
-    """
-    if chosen is None or chosen.shape[0] != positions:
-        found = "nothing" if chosen is None else f"{chosen.shape[0]}"
-        raise RuntimeError(f"vLLM recorded the experts of {found} of {positions} positions")
-    # In one thread, whatever number torch has: a rollout has millions of these short rows.
-    ordered = chosen[:, list(sparse)].astype(np.int16)
-    ordered.sort(axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
-        raise RuntimeError("vLLM recorded one expert twice for a token")
-    return torch.from_numpy(ordered)

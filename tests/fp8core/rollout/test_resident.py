@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from fp8core.errors import UserError
 from fp8core.models.hub import PUBLISHED
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.rollout.engine import PolicyScales, PromptGroup, Sampling, Session, finish_of
+from fp8core.rollout.engine import PolicyScales, Probe, PromptGroup, Sampling, finish_of
 from fp8core.rollout.held_policy import HeldPolicy
-from fp8core.rollout.resident import ResidentEngine
+from fp8core.rollout.resident import Output, Request, ResidentEngine, recorded_experts
 from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
 
@@ -31,14 +32,11 @@ class HereEngine(ResidentEngine):
     length_setting = "rollout.here.longest"
 
     def __init__(self, sleeps: bool = False) -> None:
-        super().__init__(ARCH, PrecisionContract(), longest=16, sleeps=sleeps, routes=False)
+        super().__init__(ARCH, PrecisionContract(), longest=16, lowest=0.5, sleeps=sleeps, routes=False)
         self.log: list[str] = []
         self.kept_prefixes = False
         self.policies = [HerePolicy(), HerePolicy()]
         self._read_parameters()
-
-    def open_session(self, sampling: Sampling) -> Session:
-        raise NotImplementedError
 
     def close(self) -> None: ...
 
@@ -46,8 +44,7 @@ class HereEngine(ResidentEngine):
         return not self.kept_prefixes
 
     def prepare(self, sampling: Sampling, *groups: PromptGroup) -> None:
-        self._prepare(sampling)
-        self._check_lengths(groups, sampling)
+        self.open_session(sampling).add(groups)
 
     def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
         self.log.append(method)
@@ -65,9 +62,21 @@ class HereEngine(ResidentEngine):
     def _fall_asleep(self) -> None:
         self.log.append("fall asleep")
 
-    def _temperature_refusals(self, temperature: float) -> Iterable[str]:
-        if temperature < 0.5:
-            yield "too cold"
+    def _begin(self, temperature: float) -> None:
+        self.running: dict[int, Request] = {}
+
+    def _submit(self, requests: Mapping[int, Request]) -> None:
+        self.running |= requests
+
+    def _outputs(self) -> list[tuple[int, Output]]:
+        """The newest request has ended; its tokens count on, each with a log-prob of minus its number."""
+        number, request = self.running.popitem()
+        tokens = list(range(len(request.tokens), len(request.tokens) + request.room))
+        target = None if request.target is None else (request.target, -1.0 * request.target)
+        return [(number, Output(tokens, [-1.0 * token for token in tokens], "length", target))]
+
+    def _end(self, running: Sequence[int]) -> None:
+        self.ended = list(running)
 
 
 class Model(nn.Module):
@@ -204,13 +213,31 @@ def test_processes_that_hold_different_things_are_refused(difference: tuple[Any,
 def test_a_generation_that_cannot_be_is_refused() -> None:
     engine = HereEngine()
     engine.update(policy(0), scales(0), 0)
-    with pytest.raises(UserError, match="too cold"):
+    with pytest.raises(UserError, match=r"rollout.temperature=0.1: Here samples at 0.5 or above"):
         engine.prepare(Sampling(0.1, 4, frozenset()))
     with pytest.raises(AssertionError, match="without routes"):
         engine.prepare(Sampling(1.0, 4, frozenset(), report_experts=True))
     with pytest.raises(UserError, match=r"13 tokens and rollout.max_new_tokens=4 are 17, rollout.here.longest is 16"):
         engine.prepare(SAMPLING, PromptGroup(0, "long", (1,) * 13, (0,), (0,)))
     engine.prepare(SAMPLING, PromptGroup(0, "fits", (1,) * 12, (0,), (0,)))
+
+
+def test_groups_come_whole_and_what_is_left_is_dropped() -> None:
+    engine = HereEngine()
+    engine.update(policy(0), scales(0), 0)
+    groups = [PromptGroup(i, f"{i}", (1,) * (2 + i), (0, 1), (7, 8)) for i in range(2)]
+    first, second = engine.generate(groups, SAMPLING)
+    assert [{(done.group, done.sample) for done in part} for part in (first, second)] == [
+        {(1, 0), (1, 1)},
+        {(0, 0), (0, 1)},
+    ]
+    assert {(tuple(done.tokens), done.finish) for done in first} == {((3, 4, 5, 6), "length")}
+    assert engine.ended == []
+    running = engine.generate(groups, SAMPLING)
+    next(running)
+    running.close()
+    assert len(engine.ended) == 2
+    assert engine.score([Probe((1,), 5), Probe((1, 2), 6)], 1.0) == [[-5.0, -6.0]]
 
 
 @pytest.mark.parametrize(
@@ -227,3 +254,22 @@ def test_room_is_what_is_left_and_no_more_than_was_given() -> None:
     assert [fresh.room_of(i, 4) for i in (0, 1)] == [4, 4]
     assert [begun.room_of(i, 4) for i in (0, 1)] == [2, 1]
     assert [fresh.context(1), begun.context(1)] == [(1, 2), (1, 2, 3, 4, 5)]
+
+
+def test_recorded_experts_are_ascending_and_of_sparse_layers_alone():
+    chosen = np.array([[[3, 1], [0, 0], [0, 2]], [[2, 0], [0, 0], [1, 3]]])
+    found = recorded_experts(chosen, (0, 2), 2)
+    assert (found.dtype, found.tolist()) == (torch.int16, [[[1, 3], [0, 2]], [[0, 2], [1, 3]]])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "positions", "said"),
+    [
+        (None, 2, "the experts of nothing of 2 positions"),
+        (np.zeros((2, 1, 2)), 3, "of 2 of 3"),
+        (np.zeros((2, 1, 2)), 2, "one expert twice"),
+    ],
+)
+def test_experts_that_were_not_recorded_are_none(chosen, positions, said):
+    with pytest.raises(RuntimeError, match=said):
+        recorded_experts(chosen, (0,), positions)

@@ -15,9 +15,12 @@ import answering_engine
 import pytest
 import uvloop
 
+from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost
+from fp8core.models.hub import PUBLISHED
 from fp8core.rollout.engine import Completion, PromptGroup, Sampling, Session
-from fp8core.rollout.sglang.engine import HostPipe, SglangSession
+from fp8core.rollout.resident import ResidentEngine
+from fp8core.rollout.sglang.engine import HostPipe, SglangEngine
 from fp8core.rollout.sglang.host import ADD, Host, serve
 from fp8core.rollout.sglang.worker import Mailbox, WorkerError
 
@@ -27,6 +30,7 @@ SETTINGS = {"model_path": "unused", "custom_weight_loader": ["unused"], "max_run
 # Python and torch start twice as slowly beside other tests.
 STARTED = 120.0
 ENDLESS = 99
+ARCH = PUBLISHED["Qwen/Qwen3-8B-Base"]
 StartHost = Callable[[Callable[..., Any]], tuple[HostPipe, Any]]
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,8 +84,13 @@ def hosted(engine: Counting) -> Iterator[HostPipe]:
         ended.result(timeout=10)
 
 
-def session_of(pipe: HostPipe, tokens: int) -> SglangSession:
-    return SglangSession(pipe, Sampling(1.0, tokens, frozenset()), lambda groups, sampling: None)
+def session_of(pipe: HostPipe, tokens: int) -> Session:
+    """Of an engine that holds a policy."""
+    engine = SglangEngine.__new__(SglangEngine)
+    settings = {"longest": 1 << 30, "lowest": 0.0, "sleeps": False, "routes": False}
+    ResidentEngine.__init__(engine, ARCH, PrecisionContract(), **settings)
+    engine._host, engine._complete = pipe, True
+    return engine.open_session(Sampling(1.0, tokens, frozenset()))
 
 
 def group(number: int, *prompt: int) -> PromptGroup:
@@ -209,7 +218,7 @@ def test_a_close_while_requests_run_is_orderly(start_host: StartHost) -> None:
     pipe, process = start_host(answering_engine.start)
     pipe.answer()
     pipe.send("session")
-    pipe.send(ADD, [(number, {"tokens": [1, 2], "sampling": {}}) for number in range(8)])
+    pipe.send(ADD, [(number, {"tokens": [1, 2], "sampling": {}, "target": None}) for number in range(8)])
     assert pipe.comes(30)
     pipe.close(time.monotonic() + 20)
     process.join(5)

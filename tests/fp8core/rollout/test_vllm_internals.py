@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,22 +47,3 @@ def test_a_copy_that_differs_reads_as_unwritten(model, name, column):
     read = internals.read_scales(model)
     assert math.isnan(read[1][column])
     assert read[0] == SCALES[0]
-
-
-def test_recorded_experts_are_ascending_and_of_sparse_layers_alone():
-    chosen = np.array([[[3, 1], [0, 0], [0, 2]], [[2, 0], [0, 0], [1, 3]]])
-    found = internals.recorded_experts(chosen, (0, 2), 2)
-    assert (found.dtype, found.tolist()) == (torch.int16, [[[1, 3], [0, 2]], [[0, 2], [1, 3]]])
-
-
-@pytest.mark.parametrize(
-    ("chosen", "positions", "said"),
-    [
-        (None, 2, "the experts of nothing of 2 positions"),
-        (np.zeros((2, 1, 2)), 3, "of 2 of 3"),
-        (np.zeros((2, 1, 2)), 2, "one expert twice"),
-    ],
-)
-def test_experts_that_were_not_recorded_are_none(chosen, positions, said):
-    with pytest.raises(RuntimeError, match=said):
-        internals.recorded_experts(chosen, (0,), positions)

@@ -168,5 +168,5 @@ def test_a_dense_model_has_no_choice_to_replay():
 def test_vllm_where_there_is_none_is_refused_before_any_work(gsm8k):
     config = gsm8k(**{"rollout.engine": "vllm"})
     for ask in (check_engine, engine_environment):
-        with pytest.raises(UserError, match=r"^rollout.engine=vllm: vLLM is not installed; "):
+        with pytest.raises(UserError, match=r"^rollout.engine=vllm: it is not installed; "):
             ask(config, this_node(packages_of(config)))
