@@ -4,7 +4,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from fp8core.rollout.vllm.worker import PolicyWorker, VllmPolicy
+from fp8core.rollout.vllm.internals import VllmPolicy
+from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class TracePolicy(VllmPolicy):

@@ -5,7 +5,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8core.rollout.vllm.worker import PolicyWorker, VllmPolicy
+from fp8core.rollout.vllm.internals import VllmPolicy
+from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class AttentionPolicy(VllmPolicy):

@@ -4,7 +4,8 @@ from typing import Any
 
 from faulty_policy import FaultyPolicy
 
-from fp8core.rollout.sglang.worker import SglangPolicy, reply
+from fp8core.rollout.sglang.internals import SglangPolicy
+from fp8core.rollout.sglang.worker import reply
 
 
 class FaultySglangPolicy(FaultyPolicy, SglangPolicy):

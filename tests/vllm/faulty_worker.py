@@ -2,7 +2,8 @@
 
 from faulty_policy import FaultyPolicy
 
-from fp8core.rollout.vllm.worker import PolicyWorker, VllmPolicy
+from fp8core.rollout.vllm.internals import VllmPolicy
+from fp8core.rollout.vllm.worker import PolicyWorker
 
 
 class FaultyVllmPolicy(FaultyPolicy, VllmPolicy):

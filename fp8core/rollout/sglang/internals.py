@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8core.numerics.e4m3 import scale_from_amax
 from fp8core.numerics.recipe import TILE
+from fp8core.rollout.held_policy import HeldPolicy
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
 _SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
@@ -52,67 +53,70 @@ def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return scales[0:1], scales[1:2], scales[2:3]
 
 
-def has_scales(model: nn.Module) -> bool:
-    return all(hasattr(layer, _SCALES) for layer in attention_layers(model))
+class SglangPolicy(HeldPolicy):
+    """The policy that SGLang's model holds."""
 
-
-def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
-    for layer, values in zip(attention_layers(model), scales, strict=True):
-        held: Tensor = getattr(layer, _SCALES)
-        held.copy_(torch.tensor(values, dtype=torch.float32))
-        getattr(layer, _OF_SCORES).copy_(held[0:1] * held[1:2])
-        getattr(layer, _OF_VALUES).copy_(held[2:3])
-
-
-def read_scales(model: nn.Module) -> list[list[float]]:
-    """Scales of Q, K and V of every layer, from the device; NaN where what FlashAttention reads does not follow."""
-    found = []
-    for layer in attention_layers(model):
-        held: Tensor = getattr(layer, _SCALES)
-        follows = torch.cat([held[0:1] * held[1:2], held[2:3]])
-        kernel = torch.cat([getattr(layer, _OF_SCORES), getattr(layer, _OF_VALUES)])
-        found.append(torch.where((kernel == follows).all(), held, torch.nan))
-    rows: list[list[float]] = torch.stack(found).tolist()
-    return rows
-
-
-def cache_tensors(model: nn.Module) -> Iterator[Tensor]:
-    pool = getattr(model, _BACKEND).token_to_kv_pool
-    yield from pool.k_buffer
-    yield from pool.v_buffer
-
-
-def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, FlashAttention's version, splits of keys (0: it chooses), cache and products of every layer."""
-    backend = getattr(model, _BACKEND)
-    pool = str(backend.token_to_kv_pool.dtype).removeprefix("torch.")
-    about = {"implementation": type(backend).__name__, "version": backend.fa_impl_ver, "splits": backend.num_splits}
-    return [{**about, "cache": pool, "products": backend.products} for _ in attention_layers(model)]
-
-
-def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    return {
-        name: {
-            "kernel": type(module.quant_method).__name__,
-            "dtype": str(module.get_parameter("weight").dtype).removeprefix("torch."),
+    def describe(self) -> dict[str, Any]:
+        backend, linears = getattr(self._model, _BACKEND), list(self._linears())
+        attention = {
+            "implementation": type(backend).__name__,
+            "version": backend.fa_impl_ver,
+            "splits": backend.num_splits,
+            "cache": _name(backend.token_to_kv_pool.dtype),
+            "products": backend.products,
         }
-        for name, module in model.named_modules()
-        if name.endswith("_proj") and hasattr(module, "quant_method")
-    }
+        # The rule of every FP8 linear, found from what each quantised.
+        rules = {_rule_of(linear) for _, linear in linears if hasattr(linear.quant_method, "quantise")}
+        return {
+            "model": type(self._model).__name__,
+            "linears": {
+                name: {"kernel": type(linear.quant_method).__name__, "dtype": _name(linear.weight.dtype)}
+                for name, linear in linears
+            },
+            "attention": [attention for _ in attention_layers(self._model)],
+            "head": self._head_type(),
+            "activations": "+".join(sorted(rules)) or "none",
+        }
+
+    def _linears(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self._model.named_modules():
+            if name.endswith("_proj") and hasattr(module, "quant_method"):
+                yield name, module
+
+    def _head_type(self) -> str:
+        """Type of the logits, from what the head makes of a hidden state."""
+        head = self._model.lm_head
+        hidden = torch.zeros(1, head.weight.shape[1], dtype=torch.bfloat16, device=head.weight.device)
+        return _name(head.quant_method.apply(head, hidden, None).dtype)
+
+    def _has_scales(self) -> bool:
+        return all(hasattr(layer, _SCALES) for layer in attention_layers(self._model))
+
+    def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
+        for layer, values in zip(attention_layers(self._model), scales, strict=True):
+            held: Tensor = getattr(layer, _SCALES)
+            held.copy_(torch.tensor(values, dtype=torch.float32))
+            getattr(layer, _OF_SCORES).copy_(held[0:1] * held[1:2])
+            getattr(layer, _OF_VALUES).copy_(held[2:3])
+
+    def _read_scales(self) -> list[list[float]]:
+        found = []
+        for layer in attention_layers(self._model):
+            held: Tensor = getattr(layer, _SCALES)
+            follows = torch.cat([held[0:1] * held[1:2], held[2:3]])
+            kernel = torch.cat([getattr(layer, _OF_SCORES), getattr(layer, _OF_VALUES)])
+            found.append(torch.where((kernel == follows).all(), held, torch.nan))
+        rows: list[list[float]] = torch.stack(found).tolist()
+        return rows
+
+    def _caches(self) -> Iterator[Tensor]:
+        pool = getattr(self._model, _BACKEND).token_to_kv_pool
+        yield from pool.k_buffer
+        yield from pool.v_buffer
 
 
-def describe_head(model: nn.Module) -> str:
-    """Type of the logits, from what the head makes of a hidden state."""
-    head: Any = model.lm_head
-    hidden = torch.zeros(1, head.weight.shape[1], dtype=torch.bfloat16, device=head.weight.device)
-    logits: Tensor = head.quant_method.apply(head, hidden, None)
-    return str(logits.dtype).removeprefix("torch.")
-
-
-def describe_scale_rule(model: nn.Module) -> str:
-    """The rule of every FP8 linear, found from what each quantised; `none` where there are none."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "quant_method")]
-    return "+".join(sorted({_rule_of(each) for each in modules if hasattr(each.quant_method, "quantise")})) or "none"
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rule_of(linear: Any) -> str:

@@ -6,16 +6,15 @@ The request and its answer are files of the engine's folder, which is the model'
 
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp8core.processes import end_with_parent
-from fp8core.rollout.held_policy import HeldPolicy
-from fp8core.rollout.sglang import internals
+from fp8core.rollout.sglang.internals import SglangPolicy
 from fp8core.rollout.sglang.settings import ALIGNED, REGISTERED
 
 # The attribute of SGLang's model that has our policy.
@@ -99,7 +98,7 @@ def answer(model: nn.Module, tensors: object) -> None:
     reply(model, SglangPolicy)
 
 
-def reply(model: nn.Module, policy_class: type["SglangPolicy"]) -> None:
+def reply(model: nn.Module, policy_class: type[SglangPolicy]) -> None:
     from sglang.srt.server_args import get_global_server_args
 
     mailbox = Mailbox(get_global_server_args().model_path)
@@ -111,26 +110,3 @@ def reply(model: nn.Module, policy_class: type["SglangPolicy"]) -> None:
         mailbox.put(held.answer(method, *arguments), None)
     except Exception:  # noqa: BLE001 - of what is raised here SGLang would end, without a word to us
         mailbox.put(None, traceback.format_exc())
-
-
-class SglangPolicy(HeldPolicy):
-    def describe(self) -> dict[str, Any]:
-        return {
-            "model": type(self._model).__name__,
-            "linears": internals.describe_linears(self._model),
-            "attention": internals.describe_attention(self._model),
-            "head": internals.describe_head(self._model),
-            "activations": internals.describe_scale_rule(self._model),
-        }
-
-    def _has_scales(self) -> bool:
-        return internals.has_scales(self._model)
-
-    def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
-        internals.write_scales(self._model, scales)
-
-    def _read_scales(self) -> list[list[float]]:
-        return internals.read_scales(self._model)
-
-    def _caches(self) -> Iterable[Tensor]:
-        return internals.cache_tensors(self._model)

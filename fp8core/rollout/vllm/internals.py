@@ -3,7 +3,7 @@
 Attributes are read and tensors are filled; no method is replaced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -12,13 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8core.numerics.recipe import ScaleRule
+from fp8core.processes import end_with_parent
 from fp8core.rollout.aligned import NAMES, AlignedDecoder
-
-# Scale -> its buffer on the device, and the mirrors on the host that some attention kernels read instead; vLLM 0.24 has
-# no tensors among them.
-_BUFFERS = {"q": "_q_scale", "k": "_k_scale", "v": "_v_scale"}
-_FLOATS = {"q": "_q_scale_float", "k": "_k_scale_float", "v": "_v_scale_float"}
-_MIRRORS = {"q": "_q_scale_cpu", "k": "_k_scale_cpu", "v": "_v_scale_cpu"}
+from fp8core.rollout.held_policy import HeldPolicy
 
 
 def end_calls(client: Any, error: Exception) -> None:
@@ -51,37 +47,8 @@ def load_model_class(name: str) -> None:
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "attn_backend") and hasattr(module, "impl"):
-            yield name, module
-
-
-def write_scales(model: nn.Module, scales: Sequence[Sequence[float]]) -> None:
-    for (_, layer), values in zip(_attention_layers(model), scales, strict=True):
-        for name, value in zip("qkv", values, strict=True):
-            getattr(layer, _BUFFERS[name]).fill_(value)
-            setattr(layer, _FLOATS[name], value)
-            if hasattr(layer, _MIRRORS[name]):
-                getattr(layer, _MIRRORS[name]).fill_(value)
-
-
-def read_scales(model: nn.Module) -> list[list[float]]:
-    """Scales of Q, K and V of every layer, from the device; NaN where a mirror on the host differs."""
-    places = [(layer, name) for _, layer in _attention_layers(model) for name in "qkv"]
-    values = torch.stack([getattr(layer, _BUFFERS[name]) for layer, name in places]).tolist()
-    held = [_confirmed(layer, name, value) for (layer, name), value in zip(places, values, strict=True)]
-    return [held[i : i + 3] for i in range(0, len(held), 3)]
-
-
-def _confirmed(layer: nn.Module, name: str, value: float) -> float:
-    mirrors = [float(getattr(layer, _FLOATS[name]))]
-    if hasattr(layer, _MIRRORS[name]):
-        mirrors.append(float(getattr(layer, _MIRRORS[name])))
-    return value if all(mirror == value for mirror in mirrors) else torch.nan
-
-
 def gather(part: Tensor, axis: int) -> Tensor:
+    """A matrix of which every GPU that shares a layer has an equal part along the axis."""
     from vllm.distributed import get_tp_group
 
     # As words of four bytes, none of which is in two rows: vLLM sends no codes of FP8, and on a CPU no bytes.
@@ -90,79 +57,126 @@ def gather(part: Tensor, axis: int) -> Tensor:
 
 
 def layer_share() -> tuple[int, int]:
+    """The number of this process among those that share each layer, from 0, and how many they are."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
     return int(group.rank_in_group), int(group.world_size)
 
 
-def cache_tensors(runner: Any) -> list[Tensor]:
-    caches: list[Tensor] = runner.kv_caches
-    return caches
+class VllmPolicy(HeldPolicy):
+    """The policy that a worker of vLLM holds, of which it may have a part."""
 
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker.model_runner.get_model(), worker.device)
+        self._worker = worker
 
-def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if hasattr(module, "w13_weight") and hasattr(module, "quant_method"):
-            yield name, module
+    def follow(self, pid: int) -> None:
+        """From now on vLLM's processes end with process `pid`."""
+        end_with_parent.follow(pid)
 
+    def set_temperature(self, temperature: float) -> None:
+        """Set what an aligned model divides its logits by, above 0."""
+        self._model.temperature = temperature
 
-def describe_attention(model: nn.Module) -> list[dict[str, Any]]:
-    """Implementation, version (of FlashAttention, else None), cache format and products over FP8 of every layer."""
-    return [
-        {
-            "implementation": type(layer.impl).__name__,
-            "version": getattr(layer.impl, "vllm_flash_attn_version", None),
-            "cache": layer.kv_cache_dtype,
-            "products": getattr(layer.impl, "products", "fp8"),
+    def describe(self) -> dict[str, Any]:
+        model, config = self._model, self._worker.vllm_config
+        compilation, norms = config.compilation_config, config.kernel_config.ir_op_priority
+        head = next(module.head_dtype for module in model.modules() if hasattr(module, "head_dtype"))
+        return {
+            "model": type(model).__name__,
+            "linears": self.linears(),
+            "attention": [_described_attention(layer) for layer in self._attention_layers()],
+            "head": str(head).removeprefix("torch."),
+            "activations": self._activation_rule(),
+            "passes": {k: v for k, v in vars(compilation.pass_config).items() if isinstance(v, bool)},
+            "custom_ops": list(compilation.custom_ops),
+            "norms": [norms.rms_norm[0], norms.fused_add_rms_norm[0]],
+            "compilation": compilation.mode.name,
+            "graphs": str(compilation.cudagraph_mode),
+            "runner": type(self._worker.model_runner).__module__,
         }
-        for _, layer in _attention_layers(model)
-    ]
+
+    def linears(self) -> dict[str, dict[str, str]]:
+        """Kernel and weight type of every linear of the decoder layers, and of the experts of each, by name."""
+        found = {}
+        for name, module in self._model.named_modules():
+            method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
+            if _has_experts(module):
+                kernel = getattr(method, "moe_kernel", None)
+                kernel = method if kernel is None else kernel.fused_experts
+                found[name] = _described(kernel, module.get_parameter("w13_weight"))
+            elif name.endswith("_proj") and method is not None and weight is not None:
+                found[name] = _described(getattr(method, "fp8_linear", method), weight)
+        return found
+
+    def _activation_rule(self) -> ScaleRule:
+        """`pow2` if every FP8 linear and expert quantises its input with power-of-two scales, else `fp32`."""
+        if isinstance(self._model, AlignedDecoder):
+            return self._model.recipe.activations.rule
+        modules = list(self._model.modules())
+        methods = [getattr(module, "quant_method", None) for module in modules]
+        kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
+        rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
+        if any(_has_experts(module) and hasattr(module, "w13_weight_scale_inv") for module in modules):
+            # The quantisers of both kernels call it when they run.
+            from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+            rules.append(is_deep_gemm_e8m0_used())
+        return "pow2" if rules and all(rules) else "fp32"
+
+    def _attention_layers(self) -> list[Any]:
+        """In the order of the decoder."""
+        return [each for each in self._model.modules() if hasattr(each, "attn_backend") and hasattr(each, "impl")]
+
+    def _has_scales(self) -> bool:
+        return str(self._worker.vllm_config.cache_config.cache_dtype).startswith("fp8")
+
+    def _write_scales(self, scales: Sequence[Sequence[float]]) -> None:
+        for layer, values in zip(self._attention_layers(), scales, strict=True):
+            for name, value in zip("qkv", values, strict=True):
+                getattr(layer, f"_{name}_scale").fill_(value)
+                setattr(layer, f"_{name}_scale_float", value)
+                if (mirror := getattr(layer, f"_{name}_scale_cpu", None)) is not None:
+                    mirror.fill_(value)
+
+    def _read_scales(self) -> list[list[float]]:
+        layers = self._attention_layers()
+        values = torch.stack([getattr(layer, f"_{name}_scale") for layer in layers for name in "qkv"]).tolist()
+        copies = [_host_copies(layer, name) for layer in layers for name in "qkv"]
+        held = [value if {value} == each else torch.nan for value, each in zip(values, copies, strict=True)]
+        return [held[i : i + 3] for i in range(0, len(held), 3)]
+
+    def _caches(self) -> Iterable[Tensor]:
+        caches: list[Tensor] = self._worker.model_runner.kv_caches
+        return caches
+
+    def _rank(self) -> int:
+        return layer_share()[0]
+
+    def _gather(self, part: Tensor, axis: int) -> Tensor:
+        return gather(part, axis)
 
 
-def describe_linears(model: nn.Module) -> dict[str, dict[str, str]]:
-    linears = {}
-    for name, module in model.named_modules():
-        method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
-        if name.endswith("_proj") and method is not None and weight is not None:
-            linears[name] = _described(getattr(method, "fp8_linear", method), weight)
-    for name, experts in _expert_layers(model):
-        linears[name] = _described(_expert_kernel(experts), experts.get_parameter("w13_weight"))
-    return linears
+def _host_copies(layer: Any, name: str) -> set[float]:
+    """Copies of a scale that some attention kernels read instead."""
+    found = {float(getattr(layer, f"_{name}_scale_float"))}
+    mirror = getattr(layer, f"_{name}_scale_cpu", None)
+    return found if mirror is None else found | {float(mirror)}
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "w13_weight") and hasattr(module, "quant_method")
+
+
+def _described_attention(layer: Any) -> dict[str, Any]:
+    return {
+        "implementation": type(layer.impl).__name__,
+        "version": getattr(layer.impl, "vllm_flash_attn_version", None),
+        "cache": layer.kv_cache_dtype,
+        "products": getattr(layer.impl, "products", "fp8"),
+    }
 
 
 def _described(kernel: object, weight: Tensor) -> dict[str, str]:
     return {"kernel": type(kernel).__name__, "dtype": str(weight.dtype).removeprefix("torch.")}
-
-
-def _expert_kernel(experts: nn.Module) -> Any:
-    method: Any = experts.quant_method
-    kernel = getattr(method, "moe_kernel", None)
-    return method if kernel is None else kernel.fused_experts
-
-
-def head_dtype(model: nn.Module) -> str:
-    """Type of the logits; vLLM 0.24, which cannot choose it, has that of the model."""
-    found = next((m.head_dtype for m in model.modules() if hasattr(m, "head_dtype")), torch.bfloat16)
-    return str(found).removeprefix("torch.")
-
-
-def norm_providers(config: Any) -> list[str]:
-    """The providers of RMSNorm without and with a residual sum (`native` is torch); none where vLLM has no choice."""
-    priority = getattr(getattr(config, "kernel_config", None), "ir_op_priority", None)
-    return [] if priority is None else [priority.rms_norm[0], priority.fused_add_rms_norm[0]]
-
-
-def activation_rule(model: nn.Module) -> ScaleRule:
-    """`pow2` if every FP8 linear and expert quantises its input with power-of-two scales, else `fp32`."""
-    if isinstance(model, AlignedDecoder):
-        return model.recipe.activations.rule
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    kernels = [kernel for method in methods if (kernel := getattr(method, "fp8_linear", None)) is not None]
-    rules = [bool(kernel.quant_fp8.use_ue8m0) for kernel in kernels]
-    if any(hasattr(experts, "w13_weight_scale_inv") for _, experts in _expert_layers(model)):
-        # The quantisers of both kernels call it when they run.
-        from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-
-        rules.append(is_deep_gemm_e8m0_used())
-    return "pow2" if rules and all(rules) else "fp32"
