@@ -7,7 +7,6 @@ Cases that tests/vllm and tests/gpu have of vLLM, and that are none of SGLang he
 - engines of a cluster (test_vllm_replicas.py, in both folders): no environment of SGLang has Ray;
 - rounding points, operation by operation: SGLang's model has its own, and the aligned one equals training bit by bit;
 - aligned models on a CPU, and trainings of the tiny model: of vLLM they run on a CPU alone, where SGLang does not;
-- prefixes that are computed though they are cached: this engine has no such switch, so tests drop the cache;
 - a turn that draws other numbers than a first request: SGLang draws by the place of a token, which a case here holds.
 """
 

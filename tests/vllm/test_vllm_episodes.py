@@ -18,14 +18,6 @@ from fp8core.rollout.engine import Sampling
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(params=[True, False], ids=["prefixes cached", "prefixes computed"])
-def session_engine(request, engine):
-    engine.reads_prefixes = request.param
-    assert engine.drop_prefixes()
-    yield engine
-    engine.reads_prefixes = True
-
-
 def assert_equal(found, expected):
     """All tokens; log-probs as far as vLLM's depend on the batch."""
     for done, other in zip(found, expected, strict=True):
@@ -35,20 +27,20 @@ def assert_equal(found, expected):
         assert torch.tensor(done.logprobs).sub(torch.tensor(other.logprobs)).abs().max() < (0.1 if ON_GPU else 1e-3)
 
 
-def test_a_session_gives_what_generate_gives(session_engine):
-    assert_equal(*drawn_by_session_and_by_generate(session_engine, STOPS))
+def test_a_session_gives_what_generate_gives(engine):
+    assert_equal(*drawn_by_session_and_by_generate(engine, STOPS))
 
 
 def test_what_a_closed_session_had_is_gone(engine):
     check_what_a_closed_session_had_is_gone(engine)
 
 
-def test_episodes_of_ten_turns(session_engine, policies):
+def test_episodes_of_ten_turns(engine, policies):
     """The same tokens in any order of replies; log-probs as near to the trainer's as those of single turns."""
     play = short_play()
-    episodes = play.episodes(session_engine, None)
+    episodes = play.episodes(engine, None)
     if not ON_GPU:  # There vLLM's results depend on the batch, unless the model is aligned (tests/gpu).
-        again = play.episodes(session_engine, 1)
+        again = play.episodes(engine, 1)
         assert [e.completion.tokens for e in again] == [e.completion.tokens for e in episodes]
     check_a_short_play_is_near(policies[0], episodes)
 

@@ -72,21 +72,15 @@ SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 # Structures of Llama-3.2-1B and Qwen2.5-0.5B: a shared embedding, scaled positions, biases, and heads of 64.
 SMALL = [
     {"family": "llama", "num_heads": 4, "rope_scaling": SCALING},
-    {"family": "qwen2", "qkv_bias": True, "hidden_size": 192, "num_heads": 3, "num_kv_heads": 1, "head_dim": 64},
-    # Of SmolLM2, with an MLP that is no multiple of 64.
     {
-        "family": "llama",
-        "hidden_size": 576,
-        "num_heads": 9,
-        "num_kv_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1500,
+        **{"family": "qwen2", "qkv_bias": True, "hidden_size": 256, "intermediate_size": 384},
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
     },
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", SMALL, ids=["llama", "qwen2", "smollm2"])
+@pytest.mark.parametrize("changes", SMALL, ids=["llama", "qwen2"])
 def test_small_models_that_share_their_embedding(vllm_build, changes):
     from fp8core.rollout.vllm.engine import VllmEngine
 

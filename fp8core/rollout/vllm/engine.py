@@ -61,6 +61,8 @@ _NOTICE_SECONDS = 0.2
 class VllmEngine(ResidentEngine):
     product = "vLLM"
     length_setting = "rollout.vllm.max_model_len"
+    # Whether requests begin with what is cached of their prompts.
+    reads_prefixes = True
 
     def __init__(
         self,
@@ -186,6 +188,7 @@ class VllmEngine(ResidentEngine):
                 stop_token_ids=sorted(request.stop_ids),
                 logprobs=0 if target is None else 1,
                 logprob_token_ids=None if target is None else [target],
+                skip_reading_prefix_cache=not self.reads_prefixes,
                 ignore_eos=True,
                 flat_logprobs=True,
                 detokenize=False,

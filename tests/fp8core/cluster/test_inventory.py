@@ -1,6 +1,5 @@
 """What `doctor --address` says of a Ray cluster, and how another version of Ray or Python is refused."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -9,17 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from ray._common.usage.usage_lib import get_cluster_metadata
-from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray_nodes import start_cluster
 
 from flows import cli
 from fp8core.cluster.gang import Handle, _rank_of, check_places
 from fp8core.cluster.member import HostProcess
-from fp8core.config.load import load_config
 from fp8core.errors import UserError
-from fp8core.run.machine import members_node
 from fp8core.store.manifest import current_code
 
 
@@ -52,32 +47,6 @@ def test_a_cluster_that_is_too_small_is_refused_before_a_run_has_a_folder(gpus, 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(": 4 CPUs are needed, the cluster has 3 (--set)")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("version", "said"),
-    [("ray_version", "Ray: 2.1.0 Python: "), ("python_version", f"Ray: {ray.__version__} Python: 2.1.0 ")],
-)
-def test_another_version_of_ray_or_python_is_one_line(gpus, capsys, version, said):
-    """The cluster says that it has another one; Ray compares them."""
-    client = GcsClient(gpus.address)
-    key = b"CLUSTER_METADATA", b"cluster"
-    true = client.internal_kv_get(*key)
-    spoilt = {**get_cluster_metadata(client), version: "2.1.0"}
-    client.internal_kv_put(key[0], json.dumps(spoilt).encode(), True, key[1])
-    try:
-        assert cli.main(["doctor", "--address", gpus.address]) == 2
-        with pytest.raises(UserError) as refused:
-            members_node(load_config("tiny", {"cluster.address": gpus.address}))
-    finally:
-        client.internal_kv_put(key[0], true, True, key[1])
-    out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert out == ""
-    assert line == f"fp8-grpo: {refused.value}".replace("cluster.address=", "--address ")
-    assert f"--address {gpus.address}: Version mismatch: The cluster was started with: {said}" in line
-    # A refused connection is in the way of no other.
-    assert cli.main(["doctor", "--address", gpus.address]) == 0
 
 
 @pytest.mark.parametrize(

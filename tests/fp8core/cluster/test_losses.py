@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 from ray_nodes import start_cluster
 
 from fp8core.cluster import gang
@@ -89,15 +88,3 @@ def test_a_process_that_ends_as_it_starts_is_a_mistake_at_first_and_a_loss_where
     for before, error in ((None, UserError), (lost, MemberLost)):
         with pytest.raises(error, match=r"^cluster: a process did not start: "):
             Gang(config.cluster, 1, False, Environment(), 1, before)
-
-
-def fail_on_a_gpu() -> None:
-    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-
-
-@pytest.mark.slow
-def test_a_gpu_that_fails_in_a_process_that_lives_is_a_loss(address):
-    with ranks(address, 1) as found:
-        with pytest.raises(MemberLost, match=r"^rank 0: process \d+ on \S+: the GPU failed: CUDA error: uncorrectable"):
-            found.gather([found.ranks[0].send("build", "kernel", fail_on_a_gpu, ())])
-        assert not found.alive

@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed import TCPStore
 
 from fp8core.cluster import transport
-from fp8core.cluster.transport import GroupRanks, Link, Meeting
+from fp8core.cluster.transport import GroupRanks, Link
 from fp8core.errors import UserError
 from fp8core.rollout.shared_weights import specs_of
 
@@ -41,15 +41,6 @@ def test_a_port_that_is_closed_between_nodes_is_refused_soon_by_its_address(monk
     with pytest.raises(UserError, match=rf"^cluster: \S+ cannot reach 127\.0\.0\.1:{port}; "):
         GroupRanks("127.0.0.1", port, 1, 2)
     assert distributed.is_initialized() == before
-
-
-def test_a_store_that_was_reached_waits_as_long_as_others_need(monkeypatch):
-    """The time for a connection is not that of a process that reads a model meanwhile."""
-    monkeypatch.setattr(transport, "_CONNECT", timedelta(seconds=1))
-    meeting = Meeting("127.0.0.1")
-    store = Meeting.reach("127.0.0.1", meeting.port())
-    threading.Timer(2.5, Meeting.reach("127.0.0.1", meeting.port()).set, ("late", "come")).start()
-    assert store.get("late") == b"come"
 
 
 @pytest.fixture

@@ -5,11 +5,10 @@ import torch
 
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.weights import rollout_formats
-from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.logprobs import Fp32Head
 from fp8core.rl.batch import TokenBatch
 from fp8core.rollout.embedded import EmbeddedEngine
-from fp8core.rollout.engine import PolicyScales, Sampling, sample_seed
+from fp8core.rollout.engine import Sampling, sample_seed
 
 FP8 = PrecisionContract()
 BF16 = PrecisionContract(
@@ -47,15 +46,6 @@ def test_weights_are_copied_in(architecture, pair_of, rollout_batch, groups, con
     assert pair.generate(groups, ENDLESS) == completions
 
 
-def test_the_report_is_read_back(architecture, pair_of, first_scales):
-    pair, other = pair_of(FP8, architecture()), pair_of(FP8, architecture(), seed=1)
-    sent, scales = other.trainer.export(), replace(pair.scales, version=7)
-    assert policy_digest(sent) != pair.engine.fingerprint()
-    report = pair.engine.update(sent, scales, 7)
-    assert report.digest == pair.engine.fingerprint() == policy_digest(sent)
-    assert (report.version, report.scales) == (7, scales)
-
-
 def test_a_failed_update_changes_nothing(pair, groups):
     before, completions = pair.engine.fingerprint(), pair.generate(groups[:1], ENDLESS)
     torn = {name: tensor for name, tensor in pair.trainer.export().items() if name != "model.norm.weight"}
@@ -63,13 +53,6 @@ def test_a_failed_update_changes_nothing(pair, groups):
         pair.engine.update(torn, pair.scales, 0)
     assert pair.engine.fingerprint() == before
     assert pair.generate(groups[:1], ENDLESS) == completions
-
-
-def test_a_cache_that_is_not_fp8_needs_no_scales(architecture, pair_of, groups):
-    pair = pair_of(BF16, architecture())
-    completions = pair.generate(groups, ENDLESS)
-    assert pair.engine.update(pair.trainer.export(), PolicyScales(0, ()), 0).scales.layers == ()
-    assert pair.generate(groups, ENDLESS) == completions
 
 
 def test_without_weights_nothing_is_generated(architecture, pair_of, groups):

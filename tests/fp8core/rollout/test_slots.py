@@ -123,16 +123,6 @@ def test_a_missing_tensor_is_named(shipped, parameters, missing, complaint):
     _refused(shipped, parameters, complaint)
 
 
-@pytest.mark.parametrize(("rows", "fits"), [(192, True), (256, False), (200, False)])
-def test_only_the_padding_of_a_vocabulary_may_stay_empty(shipped, parameters, rows, fits):
-    parameters["model.embed_tokens.weight"] = TensorSpec("bfloat16", (rows, 256))
-    shipped["model.embed_tokens.weight"] = TensorSpec("bfloat16", (150, 256))
-    if fits:
-        check_fit(shipped, find_slots(shipped, {}), parameters)
-    else:
-        _refused(shipped, parameters, f"embed_tokens.weight: 150 of its {rows} rows were sent")
-
-
 @pytest.mark.parametrize(("ranks", "last"), [(2, 0), (4, 1)])
 def test_gpus_that_share_the_layers_hold_every_number_once(architecture, masters_of, ranks, last):
     """Each of them heads of its own, and columns or rows of what follows; a vocabulary ends where it ends."""
