@@ -1,8 +1,5 @@
 """Parts that the members of a run hold: an engine, or a rank's share of a trainer."""
 
-import os
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -40,20 +37,10 @@ from fp8core.training.trainer import ScoredBatch, ScoringTrainer, SftTrainer, Tr
 _MOMENT_SECONDS = 0.02
 
 
-def _end_with(engine: MemoryReader) -> None:
-    """End this process when that of its engine has ended: Ray then ends the call that waits for an answer of it."""
-    if (reason := engine.await_loss()) is not None:
-        sys.stderr.write(f"{reason}\n")
-        sys.stderr.flush()
-        os._exit(1)
-
-
 class EnginePart:
     def __init__(self, config: RunConfig, arch: Architecture) -> None:
-        self._engine = engine = engine_entry(config).build(config, arch)
+        self._engine = engine_entry(config).build(config, arch)
         self._session: Session | None = None
-        if isinstance(engine, MemoryReader):
-            threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
 
     def reads_memory(self) -> bool:
         return isinstance(self._engine, MemoryReader)

@@ -229,7 +229,3 @@ class MemoryReader(RolloutEngine, Protocol):
     def finish(self, scales: PolicyScales, version: int) -> SyncReport:
         """`update` ends, when all expected weights are written: set the scales and read everything back."""
         ...
-
-    def await_loss(self) -> str | None:
-        """Wait for the end of the engine's own process, in a thread: how it ended, None after `close`."""
-        ...

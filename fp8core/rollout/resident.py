@@ -4,7 +4,6 @@ vLLM and SGLang start without weights; the first update brings them. Weights are
 that what generates is proved to be what was sent (`tasks.sync`).
 """
 
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -337,13 +336,6 @@ class ResidentSession:
 
 def _fields(share: Share) -> dict[str, list[list[Any]]]:
     return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
-
-
-def ending(code: int | None) -> str:
-    """An exit code of `multiprocessing`, in words."""
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    return f"was ended by {signal.Signals(-code).name}"
 
 
 def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

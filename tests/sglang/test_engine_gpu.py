@@ -159,6 +159,5 @@ def test_a_worker_that_is_killed_ends_the_generation(sglang_build, policies):
         holder.kill()
         with pytest.raises(EngineLost, match="SGLang's host ended"):
             list(running)
-        assert engine.await_loss() is not None
     finally:
         engine.close()

@@ -69,7 +69,7 @@ def test_a_core_that_is_killed_ends_the_call_that_waits_for_it(vllm_build, polic
         running = _generating(engine, policies)
         with ThreadPoolExecutor(1) as thread:
             core.suspend()
-            waits = {"generation": lambda: list(running), "update": engine.memory}
+            waits = {"generation": lambda: list(running), "update": engine.fingerprint}
             answer = thread.submit(waits[call])
             with pytest.raises(TimeoutError):
                 answer.result(timeout=1)

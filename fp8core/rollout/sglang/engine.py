@@ -25,7 +25,7 @@ from fp8core.errors import EngineLost
 from fp8core.models.architecture import Architecture
 from fp8core.processes.variables import refuse_others
 from fp8core.rollout.requirements import EngineBuild
-from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, ending, kernels_by_type
+from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.sglang.host import ADD, CLOSE, ERROR, FINISHED, STOP, serve
 from fp8core.rollout.sglang.requirements import LOWEST_TEMPERATURE
 from fp8core.rollout.sglang.settings import (
@@ -105,12 +105,6 @@ class SglangEngine(ResidentEngine):
             self._process.kill()
             self._process.join()
         self._folder.cleanup()
-
-    def await_loss(self) -> str | None:
-        """Wait for the end of SGLang's host: how it ended, None after `close`. It ends with any process of SGLang."""
-        wait([self._process.sentinel])
-        self._process.join()
-        return None if self._closed else f"SGLang's host {_ending(self._process.exitcode)}"
 
     def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
         return [self._host.call("ask_worker", method, arguments)]
@@ -219,10 +213,6 @@ def _send_all(pipe: Connection, messages: SimpleQueue[memoryview]) -> None:
     with suppress(OSError):
         for message in iter(messages.get, _LAST):
             pipe.send_bytes(message)
-
-
-def _ending(code: int | None) -> str:
-    return ending(code) + (", as where one of SGLang's processes failed" if code is not None and code < 0 else "")
 
 
 def _request(asked: Request) -> dict[str, Any]:

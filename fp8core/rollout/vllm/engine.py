@@ -8,7 +8,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.errors import EngineLost, UserError
 from fp8core.models.architecture import Architecture
 from fp8core.rollout.requirements import EngineBuild
-from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, ending, kernels_by_type
+from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.shared_weights import TensorSpec
 from fp8core.rollout.slots import Share, filled_shapes, find_shares
 from fp8core.rollout.vllm.internals import (
@@ -132,13 +131,6 @@ class VllmEngine(ResidentEngine):
         self._closed = True
         self._llm.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
 
-    def await_loss(self) -> str | None:
-        """Wait for the end of the engine core's process: how it ended, None after `close`."""
-        wait([core.sentinel for core in self._cores])
-        codes = {core.pid: core.exitcode for core in self._cores if not core.is_alive()}
-        ways = ", ".join(f"process {pid} {_ending(code)}" for pid, code in codes.items())
-        return None if self._closed else f"vLLM's engine core ended: {ways}"
-
     def _end_calls(self) -> None:
         """End what waits for an answer of a core that was killed, and what is asked before vLLM has noticed."""
         wait([core.sentinel for core in self._cores])
@@ -232,7 +224,3 @@ def _check_environment(required: Mapping[str, str]) -> None:
     for name, value in required.items():
         if int(getattr(vllm.envs, name)) != int(value):
             raise UserError(f"{name} must be {value} before vLLM is imported, it is {getattr(vllm.envs, name)}")
-
-
-def _ending(code: int | None) -> str:
-    return ending(code) + (", as where the host has no memory left" if code == -signal.SIGKILL else "")
