@@ -63,7 +63,7 @@ class SglangEngine(ResidentEngine):
         build: EngineBuild,
         worker: str = WORKER,
     ) -> None:
-        """Start SGLang. Raises UserError: its environment is not prepared, or it lacks parts that we use."""
+        """Start SGLang. Raises UserError: its environment is not prepared; EngineLost: it ended while it started."""
         refuse_others(required_environment(), "SGLang is started")
         longest = options.context_length or arch.max_positions
         lowest, sleeps = LOWEST_TEMPERATURE, options.sleep

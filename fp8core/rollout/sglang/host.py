@@ -24,8 +24,9 @@ CLOSE, STOP, ADD = "close", "stop", "add"
 _FLUSH_SECONDS = 30.0
 # Until a message is seen while no request ends.
 _POLL_SECONDS = 0.01
-# The number of each request by the task that waits for it.
+# The number of each request by the task that waits for it, and tasks that have ended.
 Running = dict["asyncio.Task[dict[str, Any]]", int]
+Ended = asyncio.Queue["asyncio.Task[dict[str, Any]]"]
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
@@ -131,7 +132,7 @@ class Host:
         self._engine.shutdown()
 
     async def _session(self) -> None:
-        loop, running = asyncio.get_running_loop(), Running()
+        loop, running, ended = asyncio.get_running_loop(), Running(), Ended()
         try:
             while True:
                 # The loop does not watch the pipe. SGLang brings uvloop, which would make it non-blocking: what is
@@ -142,17 +143,22 @@ class Host:
                         raise EOFError("closed while requests were running")
                     if kind == STOP:
                         return
-                    running |= {loop.create_task(self._one(request)): number for number, request in requests[0]}
-                await self._pass_on(running)
+                    for number, request in requests[0]:
+                        task = loop.create_task(self._one(request))
+                        running[task] = number
+                        task.add_done_callback(ended.put_nowait)
+                await self._pass_on(running, ended)
         finally:
             await self._abort(running)
 
-    async def _pass_on(self, running: Running) -> None:
-        if not running:
-            await asyncio.sleep(_POLL_SECONDS)
+    async def _pass_on(self, running: Running, ended: Ended) -> None:
+        try:
+            found = [await asyncio.wait_for(ended.get(), _POLL_SECONDS)]
+        except TimeoutError:
             return
-        done, _ = await asyncio.wait(running, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        while not ended.empty():
+            found.append(ended.get_nowait())
+        for task in found:
             self._pipe.send((FINISHED, running.pop(task), task.result()))
 
     async def _abort(self, running: Running) -> None:
