@@ -16,9 +16,9 @@ from fp8core.cluster.parts import EnginePart, Exported, TrainerPart, build_sft
 from fp8core.cluster.transport import BROADCASTS, Broadcast, GroupRanks, Link, Meeting
 from fp8core.config.capability import Environment
 from fp8core.config.run import RunConfig
-from fp8core.errors import MemberLost, StoredFileError, UserError
+from fp8core.errors import MemberLost, UserError
 from fp8core.models.architecture import Architecture
-from fp8core.models.tensor_source import OTHER_START, TensorSource
+from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.fingerprint import digest_of
@@ -88,20 +88,12 @@ def find_routes(
     return [route(index, engine) for index, engine in enumerate(engines)]
 
 
-class Links:
-    def __init__(self, gang: Gang, host: str, port: int) -> None:
-        self._gang, self._address = gang, (host, port)
-        self._made = set[str]()
+class MeetingPlace(NamedTuple):
+    """The store of rank 0, where processes meet, and the names of those groups that have met for weights."""
 
-    def key(self, path: Broadcast, engines: Sequence[int]) -> str:
-        key = f"{path} {' '.join(map(str, engines))}"
-        if key not in self._made:
-            members = [self._gang.ranks[0], *(self._gang.engines[index] for index in engines)]
-            ends = [(*self._address, key, path, process, len(members)) for process in range(len(members))]
-            calls = [member.send("build", key, Link, (), *end) for member, end in zip(members, ends, strict=True)]
-            self._gang.gather(calls)
-            self._made.add(key)
-        return key
+    host: str
+    port: int
+    links: set[str]
 
 
 class Cluster:
@@ -120,13 +112,10 @@ class Cluster:
 
     def build_engine(self, config: RunConfig, arch: Architecture) -> "ReplicatedEngine":
         key = self._build(self.gang.engines, EnginePart, (), config, arch)
-        return ReplicatedEngine(self.gang, key, self._links, config.cluster.placement == "colocated")
+        return ReplicatedEngine(self.gang, key, self._meeting, config.cluster.placement == "colocated")
 
     def build_trainer(self, config: RunConfig, arch: Architecture, masters: TensorSource) -> "RankedTrainer":
-        """A trainer over all ranks, each of which makes the weights that it starts from.
-
-        Raises UserError: a rank has other weights, or another file of a loss of the user's own.
-        """
+        """A trainer over all ranks. Raises UserError: a rank has another file of a loss of the user's own."""
         config = self._with_its_loss(self.gang.ranks, config)
         key = self._build(self.gang.ranks, TrainerPart, ("ranks",), config, arch, masters)
         return RankedTrainer(self.gang, key, arch)
@@ -151,7 +140,7 @@ class Cluster:
             gang.gather(
                 [each.send("build", "ranks", GroupRanks, (), host, port, i, len(ranks)) for i, each in enumerate(ranks)]
             )
-            self._links = Links(gang, host, port)
+            self._meeting = MeetingPlace(host, port, set())
         except BaseException as error:
             gang.close()
             if lost is None or not isinstance(error, UserError):
@@ -175,9 +164,9 @@ class Cluster:
 class ReplicatedEngine:
     """Engines that hold one policy and share its prompts out; satisfies `RolloutEngine`."""
 
-    def __init__(self, gang: Gang, key: str, links: Links, colocated: bool) -> None:
+    def __init__(self, gang: Gang, key: str, meeting: MeetingPlace, colocated: bool) -> None:
         self._gang, self._key, self._members = gang, key, gang.engines
-        self._links, self._colocated = links, colocated
+        self._meeting, self._colocated = meeting, colocated
         self._read_memory = all(gang.gather(self._calls("reads_memory")))
 
     def update(self, tensors: RemoteWeights, scales: PolicyScales, version: int) -> SyncReport:
@@ -212,12 +201,24 @@ class ReplicatedEngine:
                 takes[engine] = self._members[engine].send("call", self._key, "read", lent[rank], *policy)
         for path in BROADCASTS:
             if engines := [route.engine for route in routes if route.path == path]:
-                link = self._links.key(path, engines)
+                link = self._link(path, engines)
                 sends.append(ranks[0].send("hand", key, "send", link))
                 for i in engines:
                     takes[i] = self._members[i].send("hand", self._key, "receive", link, layouts, *policy)
         found: list[SyncReport] = gather([*sends, *(takes[i] for i in range(len(self._members)))])
         return found[len(sends) :]
+
+    def _link(self, path: Broadcast, engines: Sequence[int]) -> str:
+        """The name of the group of rank 0 and these engines, which is made when it is first needed."""
+        key = f"{path} {' '.join(map(str, engines))}"
+        if key not in self._meeting.links:
+            members = [self._gang.ranks[0], *(self._members[index] for index in engines)]
+            host, port, _ = self._meeting
+            ends = [(host, port, key, path, process, len(members)) for process in range(len(members))]
+            calls = [member.send("build", key, Link, (), *end) for member, end in zip(members, ends, strict=True)]
+            self._gang.gather(calls)
+            self._meeting.links.add(key)
+        return key
 
     def fingerprint(self) -> str:
         found: list[str] = self._gang.gather(self._ask("fingerprint"))
@@ -340,20 +341,8 @@ class RankedTrainer:
         self._gang, self._key, self.arch = gang, key, arch
         self._numbers = count()
         self.version = 0
-        self.start_digest = digest_of(self._start())
-
-    def _start(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """`TrainerPart.read` of all ranks together; with Megatron no rank reads all tensors."""
-        found, first = dict[str, tuple[str, tuple[int, ...], str]](), dict[str, str]()
-        for rank, read in zip(self._gang.ranks, self._each("read"), strict=True):
-            for name, tensor in read.items():
-                if found.setdefault(name, tensor) != tensor:
-                    self.close()
-                    raise StoredFileError(
-                        f"{rank.name} and {first[name]} start from other values of {name}: {OTHER_START}"
-                    )
-                first.setdefault(name, rank.name)
-        return found
+        # With Megatron no rank reads all tensors.
+        self.start_digest = digest_of({name: tensor for read in self._each("read") for name, tensor in read.items()})
 
     def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
         found: ScoredBatch = self._call("logprobs", batch, temperature, scales)
