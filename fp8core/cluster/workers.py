@@ -174,17 +174,15 @@ class ReplicatedEngine:
         layouts, ranks = dict(tensors), self._gang.ranks
         try:
             self._gang.gather(self._calls("expect", layouts, scales, version))
-            reports = self._take(self._routes(tensors), tensors.key, layouts, (scales, version))
+            places = ([member.place for member in each] for each in (ranks, self._members))
+            routes = find_routes(*places, tensors.on_gpu if self._read_memory else (), self._colocated)
+            reports = self._take(routes, tensors.key, layouts, (scales, version))
         finally:
             if self._gang.alive:
                 self._gang.call_all(ranks, "call", tensors.key, "release")
         for part in ("version", "digest", "scales"):
             agreed(self._members, f"another {part}", [getattr(report, part) for report in reports])
         return reports[0]
-
-    def _routes(self, tensors: RemoteWeights) -> list[Route]:
-        ranks, engines = ([member.place for member in each] for each in (self._gang.ranks, self._members))
-        return find_routes(ranks, engines, tensors.on_gpu if self._read_memory else (), self._colocated)
 
     def _take(
         self, routes: Sequence[Route], key: str, layouts: dict[str, TensorSpec], policy: tuple[PolicyScales, int]

@@ -64,6 +64,11 @@ class _Sequence:
     def length(self) -> int:
         return len(self.begun[1]) + len(self.tokens)
 
+    def completion(self) -> Completion:
+        assert self.finish is not None, "a completion in progress"
+        experts = torch.cat(self.experts) if self.experts else None
+        return Completion(self.group, self.sample, self.tokens, self.logprobs, self.finish, experts)
+
     def note(self, token: int, logprob: float, sampling: Sampling) -> None:
         if self.finish:
             return
@@ -126,8 +131,9 @@ class EmbeddedEngine:
                 for completion in ended:
                     held[completion.group][completion.sample] = completion
                 whole = [group for group, completions in held.items() if len(completions) == len(samples[group])]
-                if whole:
-                    yield [completion for group in whole for completion in _in_order(held.pop(group), samples[group])]
+                ready = {group: held.pop(group) for group in whole}
+                if ready:
+                    yield [found[sample] for group, found in ready.items() for sample in samples[group]]
             begun += size
 
     def open_session(self, sampling: Sampling) -> "EmbeddedSession":
@@ -227,7 +233,7 @@ class EmbeddedSession:
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.note(token, logprob, self._sampling)
         ended = [i for i in going if rows[i].finish]
-        done = [_completion(rows[i]) for i in ended]
+        done = [rows[i].completion() for i in ended]
         if self._kept is not None:
             for i, ending in zip(ended, done, strict=True):
                 self._kept.keep(rows[i].key, ending.finish, cache, i)
@@ -317,16 +323,6 @@ def _parts(group: PromptGroup, size: int) -> Iterator[PromptGroup]:
         yield replace(
             group, samples=group.samples[rows], seeds=group.seeds[rows], begun=group.begun[rows], room=group.room[rows]
         )
-
-
-def _in_order(completions: dict[int, Completion], samples: Sequence[int]) -> list[Completion]:
-    return [completions[sample] for sample in samples]
-
-
-def _completion(row: _Sequence) -> Completion:
-    assert row.finish is not None, "a completion in progress"
-    experts = torch.cat(row.experts) if row.experts else None
-    return Completion(row.group, row.sample, row.tokens, row.logprobs, row.finish, experts)
 
 
 def _memory(config: RunConfig, arch: Architecture, gpu: Device | None) -> EngineMemory:

@@ -115,7 +115,10 @@ class ResidentEngine(ABC):
         check_scales(scales, version, self._arch.num_layers if self._has_fp8_cache() else 0)
         if sent != self._sent:
             shares = self._find_shares(sent)
-            self._places = [_fields(share) for share in shares]
+            self._places = [
+                {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
+                for share in shares
+            ]
             self._in_parts = {name for name, (_, cut) in shares[0].items() if cut is not None and not cut.gathered}
             self._sent = dict(sent)
         self._unwritten = {*sent}
@@ -332,10 +335,6 @@ class ResidentSession:
     def close(self) -> None:
         running, self._open = list(self._open), {}
         self._engine._end(running)
-
-
-def _fields(share: Share) -> dict[str, list[list[Any]]]:
-    return {name: [list(part) for part in parts if part is not None] for name, parts in share.items()}
 
 
 def kernels_by_type(linears: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

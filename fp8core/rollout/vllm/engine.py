@@ -60,7 +60,7 @@ _NOTICE_SECONDS = 0.2
 class VllmEngine(ResidentEngine):
     product = "vLLM"
     length_setting = "rollout.vllm.max_model_len"
-    # Whether requests begin with what is cached of their prompts.
+    # False: requests compute all of their prompts, also what is cached.
     reads_prefixes = True
 
     def __init__(
