@@ -66,10 +66,8 @@ class Gang:
 
         A gang that replaces a lost one takes the same resource.
 
-        Raises:
-            UserError: nothing answers at the address, or another version of Ray or Python; there are too few GPUs, or
-                none is free in time; a node has other code; or a process ended before it answered.
-            MemberLost: such a process was to replace one.
+        Raises UserError: nothing answers at the address; there are too few GPUs, or none is free in time; or a node has
+        other code. A process that ended before it answered is a UserError too, and a MemberLost where it replaces one.
         """
         self._group: Any = None
         self._all: list[Handle] = []
@@ -101,10 +99,8 @@ class Gang:
     def gather(self, calls: Sequence[Call]) -> list[Any]:
         """The values of the calls, in their order.
 
-        Raises:
-            MemberLost: a process ended, or gave no answer in time; no member can be used any more.
-            MemberFailed: the code of a member raised; likewise.
-            Exception: an error for people, as the member raised it, when all calls have ended.
+        Raises MemberLost: a process ended, or gave no answer in time; MemberFailed: its code raised; or an error for
+        people, as the member raised it. After the first two no member can be used any more.
         """
         found, errors = dict[Any, Any](), list[Exception]()
         pending = {call.ref: call.member for call in calls}

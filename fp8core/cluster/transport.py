@@ -140,11 +140,9 @@ class GroupRanks:
         combine(self.maximum, distributed.all_reduce)
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """The sums over all parts of all processes, by tensor, each addition in the order of the parts.
+        """The sums over all parts of all processes, by tensor, added in the order of the parts: the bytes of one.
 
-        One process that adds part after part gets the same bytes. None is a tensor that no part has. `own`: of each
-        part of this process, a gradient or None for each tensor of `like`. `like`: tensors of the shapes and the dtype
-        of the sums.
+        `own`: of each part of this process, a gradient or None for each tensor of `like`, whose shapes the sums have.
         """
         sums: list[Tensor | None] = [None] * len(like)
         if self.rank > 0:

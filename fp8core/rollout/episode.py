@@ -15,13 +15,7 @@ from fp8core.rollout.engine import Completion, Finish, PromptGroup
 
 
 class Begun(NamedTuple):
-    """An episode that goes on.
-
-    Attributes:
-        tokens, logprobs: all after the prompt, so far; the policy's present turn may have begun.
-        replies: of the environment, the first one first.
-        ends: of each turn of the policy that was answered, the end of its tokens.
-    """
+    """An episode that goes on: its tokens after the prompt, replies, and the ends of the policy's answered turns."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -50,13 +44,12 @@ class TurnRecord:
     """A turn of the policy and what the environment answered.
 
     Attributes:
-        begin, end: the policy's tokens, a range of the completion's.
-        observation_end: those of the answer follow, up to here; equal to `end` where none entered the completion.
+        begin, end: the policy's tokens, a range of the completion's; the answer's follow up to `observation_end`.
         said: the answer's messages, JSON as of `said_json`; empty where the answer was an outcome.
         calls: tool calls of the policy, JSON: a list of name and arguments.
         malformed: why what looked like a call is none, else empty.
         failed: how many of the calls failed.
-        seconds: that the environment took; not part of what happened, hence never compared.
+        seconds: that the environment took; never compared.
     """
 
     begin: int
@@ -76,13 +69,9 @@ class Episode:
     """An episode: finished, or one that goes on later, whose completion has `open` for its finish.
 
     Attributes:
-        completion: all of it as one row; of what the policy wrote no token is missing, and none was encoded again.
-        prompt: its token ids: the environment's first messages, or the group's where it said none.
-        opening_seconds: that the environment took to begin.
-        turns: in order; none without an environment.
-        outcome: the environment's; `unparsed` where a budget ended the episode, of which `completion.finish` has the
-            name: `turns`, `length` or `observation`. Where the policy never spoke, the completion is one token that it
-            did not write.
+        prompt: the environment's first messages, or the group's where it said none.
+        outcome: the environment's; `unparsed` where a budget ended the episode, which `completion.finish` names. Where
+            the policy never spoke, the completion is one token that it did not write.
         reward: of all turns together, beside what a verifier gives.
         began: the environment's first answer; None without an environment.
         state: of one that goes on, for `MultiTurn.begun`.

@@ -17,13 +17,7 @@ _TOGETHER_BYTES = 64 << 20
 
 
 class _Rows(NamedTuple):
-    """The place of one shipped tensor, or of its part that this process holds.
-
-    Attributes:
-        rows: the view of a parameter.
-        flat: its bytes, uint8 [bytes]; None where they do not lie behind one another.
-        cut: which part it is; None for all of the tensor.
-    """
+    """The place of one shipped tensor, or of its part `cut`: rows of a parameter; `flat`: their bytes if contiguous."""
 
     spec: TensorSpec
     rows: Tensor

@@ -64,14 +64,9 @@ class Slot(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The part of a shipped tensor on one of the GPUs that share its layer: `size` of its rows or columns from `first`.
+    """The part of a shipped tensor on one of the GPUs that share its layer: `size` of `whole` rows (axis 0) or columns.
 
-    Attributes:
-        axis: 0 for rows, 1 for columns.
-        first: number of the first.
-        size: how many; none where the vocabulary ends before.
-        whole: how many the tensor has.
-        gathered: whether GPUs must put it together for its fingerprint, which sums over consecutive whole words.
+    `gathered`: whether GPUs must put it together for its fingerprint, which sums over consecutive whole words.
     """
 
     axis: int

@@ -51,10 +51,7 @@ def required_environment() -> dict[str, str]:
 
 
 def suggested_environment() -> dict[str, str]:
-    """Variables that decide speed; what a user has set stays.
-
-    Kernels are compiled before a run (`run.compilation`). SGLang's processes look for them in a folder of their own.
-    """
+    """Variables that decide speed: SGLang looks for the kernels that were compiled before a run in its own folder."""
     kept = str(Path.home() / ".cache" / "deep_gemm")
     return {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "SGLANG_DG_CACHE_DIR": kept, "DG_JIT_CACHE_DIR": kept}
 

@@ -43,10 +43,7 @@ _KERNELS_BY_TYPE = {"bfloat16": None, "float8_e4m3fn": FP8_KERNELS}
 
 
 def kept_experts(arch: Architecture, formats: StoredNames) -> Iterable[str]:
-    """Modules of a mixture of experts that vLLM must not take for FP8: every router, and experts in BF16.
-
-    Of a dense layer in BF16 the fused module as well: this family looks for its parts in some configurations only.
-    """
+    """Modules of a mixture of experts that vLLM must not take for FP8: routers, and what stays in BF16."""
     for layer in range(arch.num_layers) if arch.experts else ():
         mlp, sparse = f"model.layers.{layer}.mlp", layer in arch.sparse_layers
         if sparse:
