@@ -334,20 +334,10 @@ def check_problems(
         except UserError as error:
             raise UserError(f"{error}: {counted(left_out, len(every))}; the first: {left_out[0].fault}") from error
     source.heldout(config.evaluation.prompts)
-    _refuse_all_unfit(problems, config, tokenizer, max_positions)
+    for row in problems:
+        refuse_unfit(row, config, tokenizer, max_positions)
     source.training(0, config.rollout.drawn_prompts, config.seed)
     return CheckedSource(source, len(left_out), f"{counted(left_out, len(every))} and left out" if left_out else None)
-
-
-def _refuse_all_unfit(problems: Sequence[Problem], config: RunConfig, tokenizer: Tokenizer, max_positions: int) -> None:
-    first, count = "", 0
-    for row in problems:
-        try:
-            refuse_unfit(row, config, tokenizer, max_positions)
-        except UserError as error:
-            first, count = first or str(error), count + 1
-    if count:
-        raise UserError(first + (f" (and {count - 1:,} more such rows)" if count > 1 else ""))
 
 
 def failed_answer(problem: Problem, config: RunConfig, verifier: Verifier) -> str | None:

@@ -58,7 +58,6 @@ class EnvironmentPool:
         """Episodes that are not asked for a while, the first of them first."""
 
     def begin(self, episode: Key, task: Task) -> None:
-        """Start an episode, which waits where `at_once` others are open; an earlier one that rests ends."""
         if episode in self._resting:
             self.end(episode)
         assert episode not in self._episodes, f"{episode} is open"
@@ -74,12 +73,7 @@ class EnvironmentPool:
         asked.reply = self._threads.submit(asked.process.ask, action)
 
     def replies(self, wait: bool, most_seconds: float = math.inf) -> list[Reply]:
-        """Replies that have come. An outcome ends its episode.
-
-        Args:
-            wait: for at least one, unless every open episode waits for an action; others may wait for room then.
-            most_seconds: after which none is waited for.
-        """
+        """Replies that have come. `wait`: for at least one, unless every open episode waits for an action."""
         found, until = list[Reply](), time.monotonic() + most_seconds
         while True:
             self._launch()
@@ -97,12 +91,10 @@ class EnvironmentPool:
                 found.append((episode.key, reply, said.seconds))
 
     def rest(self, episode: Key) -> None:
-        """Nothing is asked of an open episode for a while: where others wait for a process, it ends."""
         if episode in self._episodes:
             self._resting[episode] = None
 
     def wake(self, episode: Key, task: Task, asked: Sequence[Action]) -> bool:
-        """True if an episode is open that began with this task and was asked exactly this; else it ends."""
         self._resting.pop(episode, None)
         found = self._episodes.get(episode)
         if found is not None and found.asked == [task, *asked]:

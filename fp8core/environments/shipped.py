@@ -101,7 +101,7 @@ def evaluate(expression: str, modulus: int | None, left_to_right: bool) -> int:
 
 class _Expression:
     def __init__(self, text: str, modulus: int | None, left_to_right: bool) -> None:
-        self._modulus, self._left_to_right, self._depth = modulus, left_to_right, 0
+        self._modulus, self._levels, self._depth = modulus, ["+-*"] if left_to_right else ["+-", "*"], 0
         self._tokens: list[str] = []
         at, text = 0, text.rstrip()
         while at < len(text):
@@ -112,23 +112,18 @@ class _Expression:
         self._tokens.append("")
 
     def value(self) -> int:
-        found = self._sum()
+        found = self._operations(self._levels)
         if self._tokens[0]:
             raise ToolError(f"{self._tokens[0][:20]!r} is not expected there")
         return found
 
-    def _sum(self) -> int:
-        operations = "+-*" if self._left_to_right else "+-"
-        part = self._signed if self._left_to_right else self._product
-        value = part()
-        while self._tokens[0] and self._tokens[0] in operations:
-            value = self._apply(self._tokens.pop(0), value, part())
-        return value
-
-    def _product(self) -> int:
-        value = self._signed()
-        while self._tokens[0] == "*":
-            value = self._apply(self._tokens.pop(0), value, self._signed())
+    def _operations(self, levels: Sequence[str]) -> int:
+        """A chain of the operations of a level, between chains of the levels that bind more strongly."""
+        if not levels:
+            return self._signed()
+        value = self._operations(levels[1:])
+        while self._tokens[0] and self._tokens[0] in levels[0]:
+            value = self._apply(self._tokens.pop(0), value, self._operations(levels[1:]))
         return value
 
     def _signed(self) -> int:
@@ -147,7 +142,7 @@ class _Expression:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise ToolError(f"more than {_DEEPEST} parentheses within each other")
-        value = self._sum()
+        value = self._operations(self._levels)
         if self._tokens.pop(0) != ")":
             raise ToolError("a parenthesis is not closed")
         self._depth -= 1

@@ -60,28 +60,12 @@ def with_bos():
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    "text", [r"\boxed{answer}, \frac{a}{b}, {}", '{"answer": 1}, {1}, {', "Write {name} or {answer}."]
-)
-def test_a_template_replaces_the_question_alone(text: str, bpe_tokenizer) -> None:
-    template = f"{{question}} {text}"
-    config = load_config("gsm8k", {"model": "any", "data.template": template, "data.chat": False})
-    assert encode_prompt(TOM, config, bpe_tokenizer, 512)[0] == template.replace("{question}", TOM.question)
-
-
 def test_the_template_goes_around_the_question_and_the_chat_around_both(bpe_tokenizer):
     config = gsm8k(**{"data.template": "Q: {question}\nAnswer {question} with {braces}."})
     text, tokens = encode_prompt(TOM, config, bpe_tokenizer, 512)
     plain = f"Q: {TOM.question}\nAnswer {TOM.question} with {{braces}}."
     assert text == f"<|im_start|>user\n{plain}<|im_end|>\n<|im_start|>assistant\n"
     assert tokens == bpe_tokenizer.encode(text)
-    special = {name: bpe_tokenizer.encode(name) for name in ("<|im_start|>", "<|im_end|>")}
-    assert all(len(ids) == 1 for ids in special.values())
-    assert [token for token in tokens if [token] in special.values()] == [
-        *special["<|im_start|>"],
-        *special["<|im_end|>"],
-        *special["<|im_start|>"],
-    ]
 
 
 def test_a_plain_prompt_begins_with_the_tokenizers_first_token(with_bos):
@@ -93,12 +77,6 @@ def test_a_chat_template_writes_its_own_first_token(with_bos):
     text, tokens = encode_prompt(problem("two two", ""), gsm8k(), with_bos(template), 512)
     assert text == "<s> two two one"
     assert tokens == [0, 3, 3, 2]
-
-
-def test_the_chain_task_is_spelt_by_characters(characters):
-    text, tokens = encode_prompt(problem("2*7-0=", "4"), load_config("tiny"), characters, 256)
-    assert (text, len(tokens)) == ("2*7-0=", 6)
-    assert characters.decode(tokens) == "2*7-0="
 
 
 @pytest.mark.parametrize(

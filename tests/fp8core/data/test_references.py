@@ -57,9 +57,8 @@ def test_skip_leaves_out_rows_of_both_files(tmp_path: Path, bpe_tokenizer: Token
     assert {row.question for row in left.training(0, 2, 0)} == {"Q19?", "Q20?"}
 
 
-@pytest.mark.parametrize("readable", ["none", "held-out rows"])
-def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Tokenizer, readable: str) -> None:
-    good = {n for n in range(1, 41) if readable != "none" and is_heldout(f"Q{n}?")}
+def test_skip_that_leaves_nothing_is_refused(tmp_path: Path, bpe_tokenizer: Tokenizer) -> None:
+    good = {n for n in range(1, 41) if is_heldout(f"Q{n}?")}
     data = written(tmp_path / "rows.jsonl", {*range(1, 41)} - good)
     with pytest.raises(UserError, match=r"rows\.jsonl: none of the \d\d rows to train on is left: \d\d of 40 ref"):
         check(config_of(data, **{"data.unreadable": "skip"}), bpe_tokenizer)

@@ -112,10 +112,7 @@ def test_rows_in_file_order_with_answers_as_text(tmp_path: Path) -> None:
     [
         (b'{"question": "x", ', "not JSON (Expecting property name"),
         (b"[1, 2]", "the row is a list, not an object"),
-        (b"{}", "no field 'question' (the row has: none)"),
-        (b'{"question": 1.5, "answer": "4"}', "field 'question' is a number, not text"),
         (b'{"question": "x", "answer": true}', "field 'answer' is true or false, not text"),
-        (b'{"question": "x", "answer": NaN}', "field 'answer' is nan, which is no number"),
         (b'{"question": "x"}', "no field 'answer'"),
         (b'{"question": "", "answer": "4"}', "field 'question' is empty"),
         (b'{"question": "\xff", "answer": "4"}', "not UTF-8 (byte 15 of the line)"),
