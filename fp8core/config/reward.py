@@ -1,26 +1,12 @@
 """Settings of rewards: the verifier of answers, and what may be added to its score."""
 
-from typing import Annotated
-
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from fp8core.config.section import Section, UserSource, check_choice, name_pattern
 from fp8core.config.shipped import SHIPPED_VERIFIERS
 
 _VERIFIER = name_pattern(SHIPPED_VERIFIERS)
-_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict", "format")
-
-
-class FormatRewardConfig(Section):
-    """A reward of 1 for a finished completion that has each tag once, in this order; of 0 for any other.
-
-    Tags with which the prompt ends count as the completion's: chat templates write a `<think>` there.
-    """
-
-    weight: float = Field(1.0, ge=-100, le=100, description="Times this it is added to the reward.")
-    tags: list[Annotated[str, Field(min_length=1)]] = Field(
-        min_length=1, max_length=16, description="Texts such as `<think>` and `</think>`."
-    )
+_REWARD_METRICS = ("mean", "std", "score_std", "groups_with_signal", "kept_share", "verdict")
 
 
 class OtherVerifierConfig(Section):
@@ -53,7 +39,6 @@ class RewardConfig(Section):
         description="chain, integer, math-verify, or your function: `module:function` or `path/to/file.py:function`.",
     )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of your function.")
-    format: FormatRewardConfig | None = None
     others: list[OtherVerifierConfig] = Field(
         default_factory=list,
         max_length=16,

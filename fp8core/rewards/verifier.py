@@ -1,18 +1,20 @@
-"""The protocol of verifiers, those without processes of their own, and how a configuration becomes one."""
+"""Verifiers, in this process or in others that are killed when they hang or crash, as a configuration names them."""
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pydantic import JsonValue
 
-from fp8core.config.reward import FormatRewardConfig, RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.errors import UserError
 from fp8core.processes.host import Limits
+from fp8core.processes.pool import Failure, PoolProcess, ProcessPool
 from fp8core.rewards.integer import IntegerVerifier
-from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Added, Answer, Scorer, Verdict, unparsed, wrong
 
 MARKER = "#"
@@ -37,9 +39,6 @@ class ChainVerifier:
     def check(self, prompt: str, reference: str) -> None:
         if not _NUMBER.fullmatch(reference):
             raise UserError(f"the reference of {prompt[:60]!r} is {reference[:60]!r}, not one to three digits")
-
-
-__all__ = ["Answer", "InProcess", "Scorer", "Verdict", "Verifier", "build_verifier"]
 
 
 class Verifier(Protocol):
@@ -110,27 +109,73 @@ class InProcess:
         return
 
 
-@dataclass(frozen=True)
-class FormatScorer:
-    """See `FormatRewardConfig`."""
+Request = tuple[str, ...]
+"""An answer, or (prompt, reference) to check."""
 
-    config: FormatRewardConfig
 
-    def score(self, prompt: str, completion: str, reference: str, finish: str, columns: str = "") -> Verdict:
-        text = self._begun(prompt) + completion
-        places = [text.find(tag) for tag in self.config.tags]
-        once = all(text.count(tag) == 1 for tag in self.config.tags)
-        return RIGHT if finish == "stop" and once and places == sorted(places) else wrong("")
+class VerifierPool:
+    """Processes that serve one scorer, each with a thread that waits for it; see Verifier. Safe for threads.
 
-    def _begun(self, prompt: str) -> str:
-        """The tags that the chat template has written at the end of the prompt, for the completion to go on from."""
-        found, rest = "", prompt.rstrip()
-        while tag := next((tag for tag in self.config.tags if rest.endswith(tag)), ""):
-            found, rest = tag + found, rest.removesuffix(tag).rstrip()
-        return found
+    They check finished groups while the engine generates others. Equal answers are checked once. Results are dropped
+    when `verify` returns: nothing that a record depends on lives here.
+    """
 
-    def check(self, prompt: str, reference: str) -> None:
-        """Any reference will do."""
+    def __init__(self, key: str, name: str, options: Mapping[str, JsonValue], limits: Limits, workers: int) -> None:
+        """Load the scorer that the setting `key` names. Raises UserError."""
+        self._setting = f"{key}={name}"
+        settings = {"name": name, "options": dict(options)}
+        self._pool = ProcessPool(self._setting, "fp8core.rewards.scorer:serve_scorer", settings, limits)
+        self._threads = ThreadPoolExecutor(workers, "verifier")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._verdicts: dict[Request, Future[Verdict]] = {}
+
+    @property
+    def main(self) -> "VerifierPool":
+        return self
+
+    def begin(self, answers: Sequence[Answer]) -> None:
+        self._begun(answers)
+
+    def verify(self, answers: Sequence[Answer]) -> list[Verdict]:
+        return self._wait_for(answers)
+
+    def faults(self, references: Sequence[tuple[str, str]]) -> list[str | None]:
+        verdicts = self._wait_for(references)
+        return [None if verdict.outcome == "right" else f"{self._setting}: {verdict.detail}" for verdict in verdicts]
+
+    def describe(self) -> dict[str, JsonValue]:
+        return dict(self._pool.description)
+
+    def close(self) -> None:
+        self._pool.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _wait_for(self, requests: Sequence[Request]) -> list[Verdict]:
+        begun = self._begun(requests)
+        verdicts = [verdict.result() for verdict in begun]
+        with self._lock:
+            for request in requests:
+                self._verdicts.pop(request, None)
+        return verdicts
+
+    def _begun(self, requests: Sequence[Request]) -> list[Future[Verdict]]:
+        with self._lock:
+            for request in requests:
+                if request not in self._verdicts:
+                    self._verdicts[request] = self._threads.submit(self._check, request)
+            return [self._verdicts[request] for request in requests]
+
+    def _check(self, request: Request) -> Verdict:
+        process: PoolProcess | None = getattr(self._of_thread, "process", None)
+        if process is None:
+            process = self._of_thread.process = self._pool.start()
+        said = process.ask(request)
+        if isinstance(said, Failure):
+            self._of_thread.process = None
+            return Verdict(0.0, said.outcome, said.detail)
+        verdict: Verdict = said.reply
+        return verdict
 
 
 class WeightedVerifiers:
@@ -184,8 +229,6 @@ def build_verifier(config: RewardConfig) -> Verifier:
         main = _one_verifier(config, "reward.verifier")
         started.callback(main.close)
         others: list[tuple[str, float, Verifier]] = []
-        if config.format is not None:
-            others.append(("format", config.format.weight, InProcess("format", FormatScorer(config.format))))
         for other in config.others:
             named = config.model_copy(update={"verifier": other.verifier, "options": other.options})
             verifier = _one_verifier(named, f"reward.others.{other.name}.verifier")

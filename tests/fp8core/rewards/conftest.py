@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from fp8core.config.reward import RewardConfig
-from fp8core.rewards.pool import VerifierPool
-from fp8core.rewards.verifier import build_verifier
+from fp8core.rewards.verifier import VerifierPool, build_verifier
 
 # A completion is what the function does, in Python.
 HOSTILE = """

@@ -10,9 +10,8 @@ import pytest
 from fp8core.config.data import DataConfig
 from fp8core.data.source import read_file
 from fp8core.rewards.final_answer import Unreadable, final_answer
-from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
-from fp8core.rewards.verifier import Answer
+from fp8core.rewards.verifier import Answer, VerifierPool
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 # Each alone, after the marker and in a box.

@@ -8,9 +8,8 @@ import pytest
 from waiting import wait_for
 
 from fp8core.errors import UserError
-from fp8core.rewards.pool import VerifierPool
 from fp8core.rewards.scorer import RIGHT, Verdict
-from fp8core.rewards.verifier import Answer
+from fp8core.rewards.verifier import Answer, VerifierPool
 
 StartPool = Callable[..., VerifierPool]
 

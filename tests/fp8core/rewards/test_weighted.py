@@ -6,53 +6,20 @@ from contextlib import closing
 import pytest
 
 from fp8core.config.load import load_config
-from fp8core.config.reward import FormatRewardConfig, RewardConfig
+from fp8core.config.reward import RewardConfig
 from fp8core.config.run import own_code
 from fp8core.errors import UserError
 from fp8core.rewards.scorer import Answer
-from fp8core.rewards.verifier import FormatScorer, build_verifier
+from fp8core.rewards.verifier import build_verifier
 from fp8core.run.verdicts import failures
 
-FORMAT = {"weight": 0.25, "tags": ["<a>", "</a>"]}
 
-
-def verdicts(config, *completions, finish="stop"):
+def verdicts(config, *completions):
     verifier = build_verifier(RewardConfig.model_validate(config))
     try:
-        return verifier.verify([Answer("?", completion, "3", finish) for completion in completions])
+        return verifier.verify([Answer("?", completion, "3", "stop") for completion in completions])
     finally:
         verifier.close()
-
-
-@pytest.mark.parametrize(
-    ("completion", "finish", "score"),
-    [
-        ("<a>x</a>#3", "stop", 1),
-        ("<a>x</a>#3", "length", 0),
-        ("</a>x<a>", "stop", 0),
-        ("<a>x", "stop", 0),
-        ("<a><a>x</a>", "stop", 0),
-    ],
-)
-def test_a_format_has_each_tag_once_in_order(completion, finish, score):
-    (found,) = verdicts({"format": FORMAT}, completion, finish=finish)
-    assert found.added == (("format", score, 0.25, "right" if score else "wrong"),)
-    assert found.reward == found.score + 0.25 * score
-
-
-@pytest.mark.parametrize(
-    ("prompt", "completion", "score"),
-    [
-        ("Use <a>, </a>.\n<a>\n", "x</a>#3", 1),
-        ("<a>\n\n</a>\n\n", "#3", 1),
-        ("<a>\n", "<a>x</a>#3", 0),
-        ("<a>\n", "x#3", 0),
-        ("Use <a>: ", "x</a>#3", 0),
-    ],
-)
-def test_tags_at_the_end_of_the_prompt_are_those_of_the_completion(prompt, completion, score):
-    scorer = FormatScorer(FormatRewardConfig(tags=["<a>", "</a>"]))
-    assert scorer.score(prompt, completion, "", "stop").score == score
 
 
 def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_verifier(tmp_path):
@@ -63,9 +30,9 @@ def test_a_reward_is_the_weighted_sum_and_the_verdict_stays_that_of_the_main_ver
         "def seldom(prompt, completion, reference, finish):\n    return 1 / completion.count('a')\n"
     )
     other = {"name": "vowels", "verifier": f"{tmp_path / 'own.py'}:vowels", "weight": -2.0, "options": {"of": "ae"}}
-    right, wrong = verdicts({"format": FORMAT, "others": [other]}, "<a>e</a>#3", "e#4")
+    right, wrong = verdicts({"others": [other]}, "<a>e</a>#3", "e#4")
     assert [(found.outcome, found.score) for found in (right, wrong)] == [("right", 1.0), ("wrong", 0.0)]
-    assert [found.reward for found in (right, wrong)] == [1 + 0.25 - 2 * 3, -2.0]
+    assert [found.reward for found in (right, wrong)] == [1 - 2 * 3, -2.0]
     failing = [{"name": "mine", "verifier": f"{tmp_path / 'own.py'}:{name}"} for name in ("seldom", "never")]
     noted, checked = verdicts({"others": failing[:1]}, "#3", "a#3")
     remark = failures("chain", [noted, checked])

@@ -46,12 +46,11 @@ def test_the_string_that_is_complete_first_ends_a_text_whatever_their_order():
 
 
 def test_to_a_verifier_a_stop_string_is_an_end_and_a_cut_is_none():
-    """The reward for a format is for completions that have ended."""
     asked = {"text": "1+2=", "reference": "3"}
     given = [answer_to(asked, "<a>1+2</a>#3", finish) for finish in ("stop_string", "stop", "length")]
     assert [answer.finish for answer in given] == ["stop", "stop", "length"]
-    with closing(build_verifier(RewardConfig.model_validate({"format": {"tags": ["<a>", "</a>"]}}))) as verifier:
-        assert [verdict.added[0].score for verdict in verifier.verify(given)] == [1, 1, 0]
+    with closing(build_verifier(RewardConfig())) as verifier:
+        assert [verdict.score for verdict in verifier.verify(given)] == [1, 1, 0]
 
 
 def test_a_run_trains_on_what_is_left(whole_run, loop_run):
