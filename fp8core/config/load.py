@@ -55,13 +55,8 @@ def reload_config(described: Mapping[str, JsonValue], overrides: Overrides = ())
 
 def origins(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
     """Dotted key -> `file:line`, `--set`, `overrides` or `default`."""
-    written = written_places(name_or_path, overrides)
+    written = _tree(name_or_path, overrides).places
     return {key: written.get(key, "default") for key in leaves(public_dump(load_config(name_or_path, overrides)))}
-
-
-def written_places(name_or_path: str, overrides: Overrides = ()) -> dict[str, str]:
-    """Where each key and each section was written last: as `origins`."""
-    return _tree(name_or_path, overrides).places
 
 
 def config_digest(config: RunConfig) -> str:
