@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from fp8core.config.shipped import SHIPPED_ENVIRONMENTS
 from fp8core.environments.protocol import Action, Ending, Environment, Outcome, Role, Said, Task, Tool, Turn
@@ -27,16 +27,8 @@ _MOST_BYTES = 1 << 20
 _INFO_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
-class LoadedEnvironment(NamedTuple):
-    """A maker of the environment of an episode, its name and the digest of its source, and for errors a user's file."""
-
-    create: Callable[[], Environment]
-    description: dict[str, str]
-    file: str | None
-
-
-def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
-    """The environment of a name: a shipped one, `module:Class` or `path/to/file.py:Class`.
+def serve_environment(name: str, options: Mapping[str, Any]) -> Service:
+    """The service of a pool for a shipped environment, `module:Class` or `path/to/file.py:Class`.
 
     A class method `prepare(**options)` is called here, and returns what makes the environment of an episode.
 
@@ -53,7 +45,7 @@ def load_environment(name: str, options: Mapping[str, Any]) -> LoadedEnvironment
     if lacking := [part for part in ("start", "step", "close") if inspect.isclass(made) and not hasattr(made, part)]:
         raise UserError(f"{made.__name__} has no method {lacking[0]}")
     create = partial(made, **options) if prepare is None else prepare(**options)
-    return LoadedEnvironment(create, {"environment": name, "source": digest}, file_of(made))
+    return Service({"environment": name, "source": digest}, lambda: EpisodeHandler(create, file_of(made)))
 
 
 def _digest_of_shipped() -> str:
@@ -78,17 +70,12 @@ def _refuse_options(called: Callable[..., Any], name: str, options: Mapping[str,
         ) from error
 
 
-def serve_environment(settings: Mapping[str, Any]) -> Service:
-    """The service of a pool of environments (`processes.host`); settings are the arguments of `load_environment`."""
-    loaded = load_environment(**settings)
-    return Service(loaded.description, lambda: EpisodeHandler(loaded))
-
-
 class EpisodeHandler:
     """Answers a `Task` and then every `Action`."""
 
-    def __init__(self, loaded: LoadedEnvironment) -> None:
-        self._loaded = loaded
+    def __init__(self, create: Callable[[], Environment], file: str | None) -> None:
+        """`file`: that of a user's class, for errors."""
+        self._create, self._file = create, file
         self._environment: Environment | None = None
         self.finished = False
 
@@ -98,7 +85,7 @@ class EpisodeHandler:
             if isinstance(reply, Outcome):
                 self.close()
         except BaseException as error:  # noqa: BLE001 - the outcome says what was raised
-            detail = described_error(error, self._loaded.file)[:DETAIL_CHARACTERS]
+            detail = described_error(error, self._file)[:DETAIL_CHARACTERS]
             reply = Outcome("crashed", detail=whole_characters(detail))
         self.finished = isinstance(reply, Outcome)
         return reply
@@ -113,9 +100,9 @@ class EpisodeHandler:
         if isinstance(request, Task):
             _seed(request.seed)
             try:
-                self._environment = self._loaded.create()
+                self._environment = self._create()
             except Exception as error:
-                raise InvalidReply(f"it cannot be made: {described_error(error, self._loaded.file)}") from error
+                raise InvalidReply(f"it cannot be made: {described_error(error, self._file)}") from error
             return self._environment.start(request)
         assert self._environment is not None, "an action follows a turn"
         return self._environment.step(request)

@@ -25,18 +25,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
 
 
-class Output(io.StringIO):
-    """The text that code prints, up to one character beyond the limit, by which a cut shows."""
-
-    def __init__(self, characters: int) -> None:
-        super().__init__()
-        self._most = characters + 1
-
-    def write(self, text: str) -> int:
-        super().write(text[: max(0, self._most - self.tell())])
-        return len(text)
-
-
 def main(limits: list[int], packages: list[str]) -> None:
     """Answer until there are no more requests; `limits`: seconds, MiB and characters of a call."""
     seconds, memory_mb, characters = limits
@@ -74,8 +62,8 @@ def main(limits: list[int], packages: list[str]) -> None:
 
 
 def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str, str]:
-    """The printed text, the value of the last line, and the error, each at most one character beyond the limit."""
-    own, output = os.getpid(), Output(characters)
+    """The printed text, the value of the last line, and the error."""
+    own, output = os.getpid(), io.StringIO()
     value = error = ""
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -90,7 +78,8 @@ def run(code: str, names: dict[str, object], characters: int) -> tuple[str, str,
     if os.getpid() != own:
         os._exit(0)  # A copy that code forked and let return.
     printed = "" if output.closed else output.getvalue()
-    return printed, value[: characters + 1], error[: characters + 1]
+    # One more than is shown: by it a cut is seen.
+    return printed[: characters + 1], value[: characters + 1], error[: characters + 1]
 
 
 def without_addresses(text: str) -> str:

@@ -68,14 +68,14 @@ class Service(NamedTuple):
 
 
 def serve(channel: int, function: str) -> None:
-    """Load a service by `module:function`, which gets the pool's settings, and fork until the pool ends."""
+    """Load a service by `module:function`, whose arguments are the pool's settings, and fork until the pool ends."""
     os.set_inheritable(channel, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with Connection(channel) as control:
         module, _, name = function.partition(":")
         limits, settings = control.recv()
         try:
-            service: Service = getattr(import_module(module), name)(settings)
+            service: Service = getattr(import_module(module), name)(**settings)
             _refuse_threads()
         except UserError as error:
             control.send((None, str(error)))

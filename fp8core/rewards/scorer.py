@@ -135,35 +135,14 @@ class FunctionScorer:
         """Accept any reference: only the function defines what it must be."""
 
 
-class LoadedScorer(NamedTuple):
-    """A scorer; versions of its libraries or the digest of its source, for records; a user's file, for errors."""
-
-    scorer: Scorer
-    description: dict[str, str]
-    file: str | None = None
-
-
-def load_scorer(name: str, options: Mapping[str, Any]) -> LoadedScorer:
-    """That of `math-verify`, `module:function` or `path/to/file.py:function`. Raises UserError."""
-    if name == MATH_VERIFY:
-        # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
-        from fp8core.rewards.math_answer import MathScorer
-
-        versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
-        return LoadedScorer(MathScorer(), {"verifier": MATH_VERIFY, **versions})
-    find_neighbours(name)
-    function, _, digest = load_code(name, "function")
-    _refuse_signature(function, options)
-    return LoadedScorer(FunctionScorer(function, options), {"verifier": name, "source": digest}, file_of(function))
-
-
 class ScorerHandler:
     """Answers with a verdict on each `Answer`, and on each reference, a (prompt, reference), whether it is one."""
 
     finished = False
 
-    def __init__(self, loaded: LoadedScorer) -> None:
-        self._loaded = loaded
+    def __init__(self, scorer: Scorer, file: str | None) -> None:
+        """`file`: that of a user's function, for errors."""
+        self._scorer, self._file = scorer, file
 
     def answer(self, request: tuple[str, ...]) -> Verdict:
         verdict = self._verdict(request)
@@ -177,19 +156,30 @@ class ScorerHandler:
     def _verdict(self, request: tuple[str, ...]) -> Verdict:
         try:
             if len(request) == len(Answer._fields):
-                return self._loaded.scorer.score(*request)
-            self._loaded.scorer.check(*request)
+                return self._scorer.score(*request)
+            self._scorer.check(*request)
         except UserError as error:
             return unparsed(str(error))
         except BaseException as error:  # noqa: BLE001 - the verdict says what was raised
-            return crashed(described_error(error, self._loaded.file))
+            return crashed(described_error(error, self._file))
         return RIGHT
 
 
-def serve_scorer(settings: Mapping[str, Any]) -> Service:
-    """The service of a pool of verifiers; settings are the arguments of `load_scorer`."""
-    loaded = load_scorer(**settings)
-    return Service(loaded.description, lambda: ScorerHandler(loaded))
+def serve_scorer(name: str, options: Mapping[str, Any]) -> Service:
+    """The service of a pool for `math-verify`, `module:function` or `path/to/file.py:function`; records get versions of
+    its libraries or the digest of its source. Raises UserError: a function cannot be imported, or called so."""
+    if name == MATH_VERIFY:
+        # Sympy takes a second and a hundred megabytes, and only the host of processes needs it.
+        from fp8core.rewards.math_answer import MathScorer
+
+        scorer = MathScorer()
+        versions = {library: metadata.version(library) for library in _MATH_LIBRARIES}
+        return Service({"verifier": MATH_VERIFY, **versions}, lambda: ScorerHandler(scorer, None))
+    find_neighbours(name)
+    function, _, digest = load_code(name, "function")
+    _refuse_signature(function, options)
+    own = FunctionScorer(function, options)
+    return Service({"verifier": name, "source": digest}, lambda: ScorerHandler(own, file_of(function)))
 
 
 def _refuse_signature(function: Callable[..., object], options: Mapping[str, Any]) -> None:

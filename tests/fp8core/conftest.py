@@ -197,36 +197,6 @@ def rollout_batch() -> Callable[..., RolloutBatch]:
     return _rollout_batch
 
 
-def _weight_of_two_updates(make: Callable[..., Any], batch: RolloutBatch, scales: Any) -> tuple[float, float, float]:
-    """Mean weight that a trainer reports of two updates of one rollout in bypass mode; the right one; the frozen one.
-
-    `make(training, objective)` gives equal trainers. The weight of a row is min(exp(sum of current - rollout), 2), and
-    current is another trainer's score after the first update alone.
-    """
-    objective = Objective(LossConfig(), CorrectionConfig(method="preset", preset="verl/bypass_pg_is"))
-    half = len(batch.keep) // 2
-    first, second = batch.rows(slice(0, half)), batch.rows(slice(half, 2 * half))
-
-    def mean(current: Tensor, part: RolloutBatch) -> float:
-        d = torch.where(part.mask, current - part.rollout_logprobs, 0.0).double().sum(dim=1, keepdim=True)
-        return float(d.exp().clamp(max=2.0).expand(part.mask.shape)[part.mask].mean())
-
-    rate = {"learning_rate": 1e-3, "warmup_steps": 0}
-    found = make(TrainingConfig(minibatches=2, **rate), objective).step(batch, 1.0, scales).weight_mean
-    other = make(TrainingConfig(**rate), objective)
-    start = mean(other.logprobs(first.sequences, 1.0, scales).logprobs.nan_to_num(), first)
-    frozen = mean(other.logprobs(second.sequences, 1.0, scales).logprobs.nan_to_num(), second)
-    other.step(first, 1.0, scales)
-    moved = mean(other.logprobs(second.sequences, 1.0, scales).logprobs.nan_to_num(), second)
-    return found, (start + moved) / 2, (start + frozen) / 2
-
-
-@pytest.fixture(scope="session")
-def weight_of_two_updates() -> Callable[..., tuple[float, float, float]]:
-    """(make, batch, scales) to the mean weight in bypass mode: reported, right, and with frozen weights."""
-    return _weight_of_two_updates
-
-
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     """("sync", path) of each fsync and ("name", path) of each rename to it, in the order in which they came."""
