@@ -143,19 +143,16 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder.rename(partial_folder(folder)))
 
 
-def temporary_files(folder: Path) -> list[Path]:
-    return sorted(
-        Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
-    )
-
-
 def sweep(folder: Path, unchanged_seconds: float = 0.0) -> list[Path]:
     """Remove the temporary files that killed writers left under a folder; returns them sorted.
 
     `unchanged_seconds`: where living writers may be at work, since when a file must be as it is.
     """
     before = time.time() - unchanged_seconds
-    left = [path for path in temporary_files(folder) if path.stat().st_mtime <= before]
+    found = (
+        Path(parent) / name for parent, _, names in os.walk(folder) for name in names if _TEMPORARY.fullmatch(name)
+    )
+    left = sorted(path for path in found if path.stat().st_mtime <= before)
     for path in left:
         path.unlink()
     return left

@@ -162,7 +162,9 @@ def _work(connection: Connection, service: Service, limits: Limits) -> NoReturn:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        limit_memory(limits.memory_mb)
+        if sys.platform == "linux":
+            memory = psutil.Process().memory_info().vms + limits.memory_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         handler = service.create()
         try:
             while not handler.finished and (request := connection.recv()) is not None:
@@ -195,13 +197,6 @@ def end_children(spared: Set[int] = frozenset()) -> None:
             for child in others:
                 _kill(child.pid)
             psutil.wait_procs(others, 1)
-
-
-def limit_memory(megabytes: int) -> None:
-    """Limit the address space that the process may add to what it has; Linux alone enforces it."""
-    if sys.platform == "linux":
-        limit = psutil.Process().memory_info().vms + megabytes * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _kill(pid: int) -> None:
