@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.fingerprint import Slice, combined, slice_sums
-from fp8core.rollout import held_weights
-from fp8core.rollout.held_weights import HeldWeights
+from fp8core.rollout import held_policy
+from fp8core.rollout.held_policy import HeldWeights
 from fp8core.rollout.shared_weights import SharedTensors, TensorSpec
 from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
 
@@ -67,8 +67,8 @@ def gathered(rows: Tensor, axis: int) -> Tensor:
 @pytest.mark.parametrize(("large", "together"), [(0, 1), (1 << 20, 100), (1 << 20, 1 << 20)])
 def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large: int, together: int) -> None:
     """Copied one by one or together, as their sizes say."""
-    monkeypatch.setattr(held_weights, "_LARGE_BYTES", large)
-    monkeypatch.setattr(held_weights, "_TOGETHER_BYTES", together)
+    monkeypatch.setattr(held_policy, "_LARGE_BYTES", large)
+    monkeypatch.setattr(held_policy, "_TOGETHER_BYTES", together)
     parameters = model()
     held = HeldWeights(parameters, SHARE)
     for seed in (1, 2):
