@@ -212,8 +212,7 @@ class ResidentEngine(ABC):
 
     @abstractmethod
     def ask_policies(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of the `HeldPolicy` in each process that shares the layers; numbers, strings, bytes, lists and dicts
-        both ways."""
+        """A method of the `WorkerPolicy` in each process that shares the layers."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -352,7 +351,7 @@ def executed_formats(
     kernels: Mapping[str, Collection[str] | None],
     backends: Collection[str],
 ) -> dict[str, object]:
-    """The formats that run, in the words of the contract, from what a process reports of itself (`HeldPolicy`).
+    """The formats that run, in the words of the contract, from what a process reports of itself (`WorkerPolicy`).
 
     `kernels`: those that compute what the contract means, by type of the weights; None for any. `backends`: likewise
     of attention over an FP8 cache, with FlashAttention's version 3. A part that no contract means

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.shared_weights import SharedWeights
+from fp8core.rollout.worker_policy import WorkerPolicy
 
 
-class FaultyPolicy(HeldPolicy):
+class FaultyPolicy(WorkerPolicy):
     """Commits `fault` on every write; none at first. `experts`: the module with the experts of layer 0."""
 
     fault = ""

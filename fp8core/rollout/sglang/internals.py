@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8core.numerics.e4m3 import scale_from_amax
 from fp8core.numerics.recipe import TILE
-from fp8core.rollout.held_policy import HeldPolicy
+from fp8core.rollout.worker_policy import WorkerPolicy
 
 # Of an attention layer: our buffer, FP32 [3] for Q, K and V; and what FlashAttention multiplies scores and values by.
 _SCALES, _OF_SCORES, _OF_VALUES = "policy_scales", "k_scale", "v_scale"
@@ -53,7 +53,7 @@ def scale_buffers(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return scales[0:1], scales[1:2], scales[2:3]
 
 
-class SglangPolicy(HeldPolicy):
+class SglangPolicy(WorkerPolicy):
     """The policy that SGLang's model holds."""
 
     def describe(self) -> dict[str, Any]:

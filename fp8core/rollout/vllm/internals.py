@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8core.numerics.recipe import ScaleRule
 from fp8core.processes import end_with_parent
 from fp8core.rollout.aligned import NAMES, AlignedDecoder
-from fp8core.rollout.held_policy import HeldPolicy
+from fp8core.rollout.worker_policy import WorkerPolicy
 
 
 def end_calls(client: Any, error: Exception) -> None:
@@ -64,7 +64,7 @@ def layer_share() -> tuple[int, int]:
     return int(group.rank_in_group), int(group.world_size)
 
 
-class VllmPolicy(HeldPolicy):
+class VllmPolicy(WorkerPolicy):
     """The policy that a worker of vLLM holds, of which it may have a part."""
 
     def __init__(self, worker: Any) -> None:

@@ -14,10 +14,10 @@ from fp8core.models.hub import PUBLISHED
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.kv_scales import LayerScales
 from fp8core.rollout.engine import PolicyScales, Probe, PromptGroup, Sampling, finish_of
-from fp8core.rollout.held_policy import HeldPolicy
 from fp8core.rollout.resident import Output, Request, ResidentEngine, recorded_experts
 from fp8core.rollout.shared_weights import share_weights, specs_of
 from fp8core.rollout.slots import EngineUpdateError, Share, find_shares
+from fp8core.rollout.worker_policy import WorkerPolicy
 
 ARCH = PUBLISHED["Qwen/Qwen3-30B-A3B"]
 PROJECTIONS = {"q": 256, "k": 128, "v": 128}
@@ -89,7 +89,7 @@ class Model(nn.Module):
         self.get_submodule(LAYER).add_module("qkv_proj", nn.ParameterDict({"weight": rows}))
 
 
-class HerePolicy(HeldPolicy):
+class HerePolicy(WorkerPolicy):
     def __init__(self) -> None:
         super().__init__(Model(), torch.device("cpu"))
         self._in_force = [[1.0] * 3] * ARCH.num_layers

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8core.numerics.fingerprint import Slice, combined, slice_sums
-from fp8core.rollout import held_policy
-from fp8core.rollout.held_policy import HeldWeights
+from fp8core.rollout import worker_policy
 from fp8core.rollout.shared_weights import SharedTensors, TensorSpec
 from fp8core.rollout.slots import Cut, Share, Slot, find_cuts
+from fp8core.rollout.worker_policy import WeightPlaces
 
 
 class Sent(SharedTensors):
@@ -67,10 +67,10 @@ def gathered(rows: Tensor, axis: int) -> Tensor:
 @pytest.mark.parametrize(("large", "together"), [(0, 1), (1 << 20, 100), (1 << 20, 1 << 20)])
 def test_each_tensor_lies_in_its_rows_and_is_read_from_there(monkeypatch, large: int, together: int) -> None:
     """Copied one by one or together, as their sizes say."""
-    monkeypatch.setattr(held_policy, "_LARGE_BYTES", large)
-    monkeypatch.setattr(held_policy, "_TOGETHER_BYTES", together)
+    monkeypatch.setattr(worker_policy, "_LARGE_BYTES", large)
+    monkeypatch.setattr(worker_policy, "_TOGETHER_BYTES", together)
     parameters = model()
-    held = HeldWeights(parameters, SHARE)
+    held = WeightPlaces(parameters, SHARE)
     for seed in (1, 2):
         sent = policy(seed)
         held.clear_filling()
@@ -106,7 +106,7 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
     for cut in cuts:
         own = {name: cut.of(whole).contiguous()}
         rows, columns = own[name].shape
-        held = HeldWeights(own, {name: (Slot(name, 0, rows, rows, columns, columns), cut)})
+        held = WeightPlaces(own, {name: (Slot(name, 0, rows, rows, columns, columns), cut)})
         found.append([held.sums(own, lambda _, axis: torch.cat([each.of(whole) for each in cuts], axis))[name]])
     # All of a tensor that they put together is read by each of them.
     sums = [[each] for each in found] if cuts[0].gathered else [found]
@@ -115,7 +115,7 @@ def test_parts_on_several_gpus_are_read_as_the_whole_tensor(name: str, shape: tu
 
 def test_sums_are_of_what_the_parameters_hold_now() -> None:
     parameters = model()
-    held = HeldWeights(parameters, SHARE)
+    held = WeightPlaces(parameters, SHARE)
     held.write(parameters, Sent(policy(1)))
     before = held.sums(parameters, gathered)
     parameters["experts"].view(torch.int16)[1, 2, 3] ^= 1
@@ -126,7 +126,7 @@ def test_sums_are_of_what_the_parameters_hold_now() -> None:
 def test_a_parameter_that_was_moved_is_found() -> None:
     """Captured graphs read its old memory, whatever the new one holds."""
     parameters = model()
-    held = HeldWeights(parameters, SHARE)
+    held = WeightPlaces(parameters, SHARE)
     held.write(parameters, Sent(policy(1)))
     parameters["qk"] = parameters["qk"].clone()
     with pytest.raises(AssertionError, match="qk was moved"):

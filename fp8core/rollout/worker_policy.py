@@ -30,7 +30,7 @@ class _Rows(NamedTuple):
     cut: Cut | None
 
 
-class HeldWeights:
+class WeightPlaces:
     """The places of all shipped tensors in a model's parameters, found once: experts are tens of thousands."""
 
     def __init__(self, parameters: Mapping[str, Tensor], share: Share) -> None:
@@ -110,14 +110,14 @@ def _slice_of(place: _Rows) -> Slice:
     return Slice(elements, cut.first * row, cut.whole * row if cut.ends else None)
 
 
-class HeldPolicy(ABC):
+class WorkerPolicy(ABC):
     """Weights written in place, scales set, both read back; an engine adds where its library keeps scales and cache."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model: Any = model
         self._device = device
         self._version: int | None = None
-        self._weights: HeldWeights | None = None
+        self._weights: WeightPlaces | None = None
 
     def answer(self, method: str, *arguments: Any) -> Any:
         with torch.inference_mode():
@@ -134,7 +134,7 @@ class HeldPolicy(ABC):
         if shares is not None:
             own = shares[self._rank()]
             share = {name: (Slot(*slot), Cut(*cut[0]) if cut else None) for name, (slot, *cut) in own.items()}
-            self._weights = HeldWeights(self._named(), share)
+            self._weights = WeightPlaces(self._named(), share)
         self._places().clear_filling()
 
     def write(self, received: SharedWeights) -> list[str]:
@@ -196,6 +196,6 @@ class HeldPolicy(ABC):
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters())
 
-    def _places(self) -> HeldWeights:
+    def _places(self) -> WeightPlaces:
         assert self._weights is not None, "begin() comes first"
         return self._weights
