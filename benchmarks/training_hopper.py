@@ -77,7 +77,7 @@ from fp8core.numerics.kv_scales import LayerScales
 from fp8core.numerics.recipe import RecipeName
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
-from fp8core.training.packed.requirements import required_environment
+from fp8core.training.packed.entry import required_environment
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 SEQUENCE, PROMPT = 4096, 512

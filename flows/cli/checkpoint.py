@@ -1,4 +1,4 @@
-"""Commands that write a folder of a model: `export`, `convert` from GGUF and `quantise` to block FP8."""
+"""Commands that write a folder of a model: `export`, and `quantise` to block FP8."""
 
 import argparse
 import sys
@@ -16,22 +16,21 @@ from flows.termination import ExitCode
 
 if TYPE_CHECKING:
     from fp8core.config.run import RunConfig
-    from fp8core.models.quantised_checkpoint import CheckpointConversion
+    from fp8core.models.quantised_checkpoint import Quantisation
     from fp8core.run.export import ExportedPolicy
     from fp8core.run.snapshot import RunSnapshot
 
-_SHOWN = 8
-
 
 def add_commands(commands: Any) -> None:
-    parser = _add(commands, "convert", convert, "write a GGUF checkpoint as a Hugging Face folder", "the .gguf file")
-    folder = "folder of the checkpoint"
-    parser = _add(commands, "quantise", quantise_folder, "write a checkpoint's linears in block FP8", folder)
+    parser = commands.add_parser("quantise", help="write a checkpoint's linears in block FP8")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of the checkpoint")
+    add_target(parser)
     parser.add_argument("--first", type=at_least(0), default=0, metavar="N", help="keep the first N layers in BF16")
     parser.add_argument("--last", type=at_least(0), default=0, metavar="N", help="keep the last N layers in BF16")
     parser.add_argument(
         "--scale-rule", choices=("pow2", "fp32"), default="pow2", help="powers of two (default) or FP32 scales"
     )
+    parser.set_defaults(command=quantise_folder)
     parser = commands.add_parser("export", help="write the policy after a step as a Hugging Face folder")
     parser.add_argument("run", metavar="RUN", help="a run (name or folder); it is only read, and may be live")
     add_target(parser)
@@ -44,22 +43,6 @@ def add_commands(commands: Any) -> None:
     )
     add_trust(parser)
     parser.set_defaults(command=export_step)
-
-
-def _add(commands: Any, name: str, command: Any, text: str, source: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help=source)
-    add_target(parser)
-    parser.set_defaults(command=command)
-    return parser
-
-
-def convert(options: argparse.Namespace) -> int:
-    from fp8core.models.gguf import convert_gguf
-
-    arch, elements = convert_gguf(options.source, options.target)
-    say(f"{options.target}: {arch.family}, {arch.num_layers} layers, {elements / 1e6:,.0f} million weights in BF16")
-    return ExitCode.DONE
 
 
 def export_step(options: argparse.Namespace) -> int:
@@ -100,7 +83,7 @@ def export_step(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "CheckpointConversion":
+def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "Quantisation":
     """The conversion to block FP8, which leaves in BF16 the layers that the rollouts kept so."""
     from fp8core.models.quantised_checkpoint import plan_quantisation
 
@@ -110,7 +93,7 @@ def _fp8_plan(original: "RunSnapshot", step: int, policy: "ExportedPolicy") -> "
 
 
 def _writer(
-    written: str, policy: "ExportedPolicy", config: "RunConfig", plan: "CheckpointConversion | None"
+    written: str, policy: "ExportedPolicy", config: "RunConfig", plan: "Quantisation | None"
 ) -> Callable[[Path], object]:
     from fp8core.run.export import copy_folder, write_adapter
 
@@ -130,18 +113,14 @@ def quantise_folder(options: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _print_remarks(plan: "CheckpointConversion") -> None:
-    narrow = [_kind(spec.name) for spec in plan.converted if any(side < 128 for side in spec.shape)]
-    _print_names("narrower than a tile of 128, so vLLM may refuse them", [*dict.fromkeys(narrow)])
-    _print_names("not copied", [str(path) for path in plan.left_out])
+def _print_remarks(plan: "Quantisation") -> None:
+    narrow = [tensor.spec.name for tensor in plan.quantised if any(side < 128 for side in tensor.spec.shape)]
+    if narrow:
+        others = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
+        say(f"narrower than a tile of 128, so vLLM may refuse it: {narrow[0]}{others}")
 
 
-def _kind(name: str) -> str:
-    """The name of a layer's weight without the layer: `model.layers.3.self_attn.k_proj.weight` is `*.k_proj`."""
-    return f"*.{name.removesuffix('.weight').rpartition('.')[2]}"
-
-
-def _write_planned(plan: "CheckpointConversion", target: Path) -> float:
+def _write_planned(plan: "Quantisation", target: Path) -> float:
     """Carry out the plan; returns seconds."""
     import torch
 
@@ -162,16 +141,11 @@ def _write_planned(plan: "CheckpointConversion", target: Path) -> float:
     return time.perf_counter() - began
 
 
-def _summary(plan: "CheckpointConversion", seconds: float) -> str:
+def _summary(plan: "Quantisation", seconds: float) -> str:
     from fp8core.report.text import with_unit
 
+    parameters = sum(tensor.spec.elements for tensor in plan.tensors)
     return (
-        f"{len(plan.converted)} of {len(plan.conversions)} tensors converted, {plan.parameters:,} parameters, "
+        f"{len(plan.quantised)} of {len(plan.tensors)} tensors converted, {parameters:,} parameters, "
         f"{with_unit(plan.size)} read in {seconds:.1f} s"
     )
-
-
-def _print_names(label: str, names: Any) -> None:
-    if names:
-        others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        say(f"{label}: {', '.join(names[:_SHOWN])}{others}")

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from fp8core.errors import UserError
 from fp8core.rollout.shared_weights import RECEIVED_BYTES, TensorSpec, specs_of
-from fp8core.training.ranks import aligned
+from fp8core.training.ranks import Ranks, aligned
 from fp8core.training.trainer import shares
 
 # The caller ends the members that wait for one that is gone.
@@ -118,8 +118,8 @@ def _pieces(layouts: Mapping[str, TensorSpec]) -> Iterator[Piece]:
     yield Piece(starts, held)
 
 
-class GroupRanks:
-    """`training.ranks.Ranks` of several processes: contiguous parts of a batch for each, sums in the order of one."""
+class GroupRanks(Ranks):
+    """Several processes: contiguous parts of a batch for each, sums in the order of one."""
 
     def __init__(self, host: str, port: int, rank: int, count: int) -> None:
         store = PrefixStore("ranks", Meeting.reach(host, port))
@@ -162,7 +162,6 @@ class GroupRanks:
         return [whole[rank * most :][:size] for rank, size in enumerate(sizes)]
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send each process its part; the result gives those of all for this one, in the order of ranks."""
         size, sent = len(parts[self.rank]), torch.cat(list(parts))
         received, sizes = sent.new_empty(size * self.count), [len(part) for part in parts]
         work = distributed.all_to_all_single(received, sent, [size] * self.count, sizes, async_op=True)

@@ -6,9 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from typing import Any, Literal
 
 from fp8core.errors import UserError
 from fp8core.numerics.e4m3 import round_up
@@ -153,106 +151,42 @@ _FAMILIES: dict[str, Family] = {
 # The `quantization_config` of block FP8, as DeepSeek-V3 and Qwen3-FP8 have it; other keys say which modules have it.
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [TILE, TILE]}
 
-# The base that transformers assumes when a configuration gives none (`RotaryEmbeddingConfigMixin.default_theta`).
-_DEFAULT_ROPE_THETA = 10_000.0
-_SHOWN_CHARACTERS = 200
-
-_Size = Annotated[int, Field(strict=True, ge=1, le=1 << 30)]
-# Tables and lists of these lengths are made before a weight is read; released models have a fraction of them.
-_Count = Annotated[int, Field(strict=True, ge=1, le=4096)]
-_Positions = Annotated[int, Field(strict=True, ge=1, le=1 << 22)]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_One = Annotated[float, Field(ge=1, le=1)]
-_Flag = Annotated[bool, Field(strict=True)]
-
-
-class _Rope(BaseModel):
-    rope_type: Literal["default", "llama3"] = Field("default", validation_alias=AliasChoices("rope_type", "type"))
-    rope_theta: _Positive | None = None
-    partial_rotary_factor: _One | None = None
-
-
-class _Llama3Rope(BaseModel):
-    factor: _Positive
-    low_freq_factor: _Positive
-    high_freq_factor: _Positive
-    original_max_position_embeddings: _Size
-
-
-class _HfConfig(BaseModel):
-    """The keys that the decoder depends on, with the values that transformers gives absent ones."""
-
-    architectures: list[Literal[tuple(_FAMILIES)]] = Field(min_length=1, max_length=1)  # type: ignore[valid-type]
-    model_type: str | None = None
-    vocab_size: _Size
-    hidden_size: _Size
-    intermediate_size: _Size
-    num_hidden_layers: _Count
-    num_attention_heads: _Count
-    num_key_value_heads: _Count | None = None
-    head_dim: _Count | None = None
-    rms_norm_eps: _Positive
-    max_position_embeddings: _Positions
-    tie_word_embeddings: _Flag = False
-    rope_theta: _Positive | None = None
-    rope_scaling: _Rope | None = None
-    rope_parameters: _Rope | None = None
-    hidden_act: Literal["silu"] = "silu"
-    mlp_bias: Literal[False] = False
-    attention_bias: _Flag | None = None
-    partial_rotary_factor: _One = 1.0
-    layer_types: list[Any] | None = None
-    use_sliding_window: _Flag = False
-    sliding_window: int | None = None
-
-
-class _HfExperts(BaseModel):
-    num_experts: _Count
-    num_local_experts: _Count | None = None
-    num_experts_per_tok: _Count
-    moe_intermediate_size: _Size
-    norm_topk_prob: _Flag = False
-    decoder_sparse_step: _Count = 1
-    mlp_only_layers: list[Annotated[int, Field(strict=True, ge=0)]] = []
-
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-def _read(model: type[_Model], keys: Mapping[str, Any], where: str) -> _Model:
-    """Some keys of a configuration, of which null counts as absent, as in transformers."""
-    try:
-        return model.model_validate({key: value for key, value in keys.items() if value is not None})
-    except ValidationError as refusal:
-        error = refusal.errors()[0]
-        key = ": ".join(part for part in error["loc"] if isinstance(part, str))
-        raise _refused(where, key, ... if error["type"] == "missing" else error["input"], error["msg"]) from refusal
+# Numbers that no default of transformers may stand in for.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def _refused(where: str, key: str, found: object, supported: str) -> UserError:
-    shown = "nothing" if found is ... else json.dumps(found, default=str)[:_SHOWN_CHARACTERS]
+    shown = "nothing" if found is None else json.dumps(found, default=str)[:200]
     return UserError(f"{where}: {key}: found {shown}; {supported}")
 
 
 def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
-    """The decoder that a config.json describes; `where` names the file in messages.
+    """The decoder that a config.json describes, read by transformers; `where` names the file in messages.
     Raises UserError: another architecture, or a feature that the decoder lacks, by the file and the key."""
-    hf = _read(_HfConfig, config, where)
-    family, heads = _FAMILIES[hf.architectures[0]], hf.num_attention_heads
-    kv_heads = heads if hf.num_key_value_heads is None else hf.num_key_value_heads
-    _check_supported(config, hf, family, where)
-    if heads % kv_heads:
-        raise _refused(where, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    theta, scaling = _rope(config, hf, where)
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
+        raise _refused(where, "architectures", names, f"supported: one of {', '.join(_FAMILIES)}")
+    family = _FAMILIES[names[0]]
+    if config.get("model_type") not in (None, family):
+        raise _refused(where, "model_type", config["model_type"], f"supported: {family}, for {names[0]}")
+    for key in (*_SIZES, "max_position_embeddings", "rms_norm_eps"):
+        size = config.get(key)
+        if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
+            raise _refused(where, key, size, "expected a positive number")
+    if config.get("quantization_config") is not None:
+        check_block_fp8(config["quantization_config"], where)
+    hf = _read(config, family, where)
+    _check_supported(hf, family, where)
+    theta, scaling = _rope(hf, where)
     return Architecture(
         family=family,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_head_dim(hf, family, where),
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=_head_dim(hf),
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=theta,
         max_positions=hf.max_position_embeddings,
@@ -260,28 +194,47 @@ def architecture_from_hf(config: Mapping[str, Any], where: str) -> Architecture:
         qk_norm=family in ("qwen3", "qwen3_moe"),
         qkv_bias=family == "qwen2",
         tie_embeddings=hf.tie_word_embeddings,
-        experts=_experts(config, hf, where) if family == "qwen3_moe" else None,
+        experts=_experts(hf, where) if family == "qwen3_moe" else None,
     )
 
 
-def _check_supported(config: Mapping[str, Any], hf: _HfConfig, family: Family, where: str) -> None:
+def _read(config: Mapping[str, Any], family: Family, where: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.utils.logging import set_verbosity_error
+
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # What it would say of a file is an error here.
+    known = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
+    try:
+        return AutoConfig.for_model(family, **known)
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"{where}: transformers cannot read it: {' '.join(str(error).split())}") from error
+
+
+def _head_dim(hf: Any) -> int:
+    head_dim: int | None = getattr(hf, "head_dim", None)
+    share: int = hf.hidden_size // hf.num_attention_heads
+    return share if head_dim is None else head_dim
+
+
+def _check_supported(hf: Any, family: Family, where: str) -> None:
     """Raises UserError: by one of the keys, the model computes something that the decoder does not."""
-    if hf.model_type not in (None, family):
-        raise _refused(where, "model_type", hf.model_type, f"supported: {family}, for {hf.architectures[0]}")
-    if config.get("quantization_config") is not None:
-        check_block_fp8(config["quantization_config"], where)
-    if hf.attention_bias not in (None, family == "qwen2"):
-        raise _refused(where, "attention_bias", hf.attention_bias, f"supported: {json.dumps(family == 'qwen2')}")
-    if hf.layer_types is not None:
-        if hf.layer_types != ["full_attention"] * hf.num_hidden_layers:
-            raise _refused(where, "layer_types", hf.layer_types, 'supported: "full_attention" for every layer')
-        # The layers of others have a window all the same.
-        if family in ("qwen2", "qwen3"):
-            return
-    # Qwen configurations may carry a window that nothing uses; Llama and Mistral have no such switch.
-    unused = family.startswith("qwen") and not hf.use_sliding_window
-    implied = family == "mistral" and "sliding_window" not in config
-    if implied or (hf.sliding_window is not None and not unused):
+    heads, kv_heads, head_dim = hf.num_attention_heads, hf.num_key_value_heads, _head_dim(hf)
+    if heads % kv_heads:
+        raise _refused(where, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    if head_dim % 2:
+        raise _refused(where, "head_dim", head_dim, "supported: even numbers")
+    if family == "qwen2" and head_dim * heads != hf.hidden_size:
+        raise _refused(where, "head_dim", head_dim, f"supported: hidden_size / heads, {hf.hidden_size} / {heads}")
+    if hf.hidden_act != "silu":
+        raise _refused(where, "hidden_act", hf.hidden_act, 'supported: "silu"')
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(hf, key, False):
+            raise _refused(where, key, True, "supported: false")
+    layer_types = getattr(hf, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in layer_types):
+        raise _refused(where, "layer_types", layer_types, 'supported: "full_attention" for every layer')
+    # The layers of others have a window by their types alone.
+    if family not in ("qwen2", "qwen3") and getattr(hf, "sliding_window", None) is not None:
         raise _refused(where, "sliding_window", hf.sliding_window, "supported: null (full attention)")
 
 
@@ -293,58 +246,34 @@ def check_block_fp8(found: object, where: str) -> None:
             raise _refused(where, f"quantization_config: {key}", section.get(key), f"expected {json.dumps(expected)}")
 
 
-def _head_dim(hf: _HfConfig, family: Family, where: str) -> int:
-    heads, head_dim = hf.num_attention_heads, hf.head_dim
-    if head_dim is None:
-        if family == "qwen3" or hf.hidden_size % heads:
-            raise _refused(where, "head_dim", ..., f"expected one (hidden_size={hf.hidden_size}, {heads} heads)")
-        head_dim = hf.hidden_size // heads
-    if family == "qwen2" and head_dim * heads != hf.hidden_size:
-        raise _refused(where, "head_dim", head_dim, f"supported: hidden_size / heads, {hf.hidden_size} / {heads}")
-    if head_dim % 2:
-        raise _refused(where, "head_dim", head_dim, "supported: even numbers")
-    return head_dim
-
-
-def _rope(config: Mapping[str, Any], hf: _HfConfig, where: str) -> tuple[float, RopeScaling | None]:
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    section, rope = config.get(key) or {}, getattr(hf, key) or _Rope()
-    if any(isinstance(value, Mapping) for value in section.values()):
-        raise _refused(where, key, section, "supported: one set of parameters for all layers")
-    theta = hf.rope_theta or rope.rope_theta or _DEFAULT_ROPE_THETA
-    if rope.rope_theta not in (None, theta):
-        raise _refused(where, "rope_theta", theta, f"expected the value in {key}, {rope.rope_theta}")
-    if rope.rope_type == "default":
-        return theta, None
-    llama3 = _read(_Llama3Rope, section, f"{where}: {key}")
-    if llama3.high_freq_factor <= llama3.low_freq_factor:
-        supported = f"supported: a number above low_freq_factor={llama3.low_freq_factor}"
-        raise _refused(where, f"{key}: high_freq_factor", llama3.high_freq_factor, supported)
-    return theta, RopeScaling(
-        factor=llama3.factor,
-        low_freq_factor=llama3.low_freq_factor,
-        high_freq_factor=llama3.high_freq_factor,
-        original_max_positions=llama3.original_max_position_embeddings,
+def _rope(hf: Any, where: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary positions."""
+    found = hf.rope_parameters
+    kind, share = found.get("rope_type"), found.get("partial_rotary_factor", 1.0)
+    if share != 1:
+        raise _refused(where, "partial_rotary_factor", share, "supported: 1")
+    if kind == "default":
+        return found["rope_theta"], None
+    if kind != "llama3":
+        raise _refused(where, "rope_type", kind, 'supported: "default" and "llama3", for all layers alike')
+    return found["rope_theta"], RopeScaling(
+        factor=found["factor"],
+        low_freq_factor=found["low_freq_factor"],
+        high_freq_factor=found["high_freq_factor"],
+        original_max_positions=found["original_max_position_embeddings"],
     )
 
 
-def _experts(config: Mapping[str, Any], hf: _HfConfig, where: str) -> Experts:
-    # transformers 5 writes num_local_experts and reads both (`Qwen3MoeConfig.attribute_map`).
-    known = dict(config)
-    if known.get("num_experts") is None:
-        known["num_experts"] = known.get("num_local_experts")
-    moe = _read(_HfExperts, known, where)
-    if moe.num_local_experts not in (None, moe.num_experts):
-        raise _refused(where, "num_local_experts", moe.num_local_experts, f"expected num_experts={moe.num_experts}")
-    if moe.num_experts_per_tok > moe.num_experts:
-        raise _refused(where, "num_experts_per_tok", moe.num_experts_per_tok, f"at most num_experts={moe.num_experts}")
+def _experts(hf: Any, where: str) -> Experts:
+    if hf.num_experts_per_tok > hf.num_experts:
+        raise _refused(where, "num_experts_per_tok", hf.num_experts_per_tok, f"at most num_experts={hf.num_experts}")
     return Experts(
-        count=moe.num_experts,
-        per_token=moe.num_experts_per_tok,
-        intermediate_size=moe.moe_intermediate_size,
-        normalise_top_k=moe.norm_topk_prob,
-        sparse_step=moe.decoder_sparse_step,
-        dense_layers=tuple(moe.mlp_only_layers),
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        normalise_top_k=hf.norm_topk_prob,
+        sparse_step=hf.decoder_sparse_step,
+        dense_layers=tuple(hf.mlp_only_layers),
     )
 
 

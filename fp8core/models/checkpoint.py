@@ -24,15 +24,49 @@ from fp8core.models.architecture import (
     one_or_list,
     parameter_shapes,
 )
-from fp8core.models.block_fp8 import Dequantised
 from fp8core.models.safetensors_files import INDEX, WEIGHTS, FileTensors, StoredTensor, read_folder
 from fp8core.models.tensor_source import TensorSource
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import SCALE_SUFFIX
+from fp8core.numerics.e4m3 import decode
+from fp8core.numerics.recipe import TILE
 from fp8core.user_files import read_json_object
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DTYPES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """E4M3 codes and their scales to a matrix in BF16: `code * scale` in FP32, rounded once."""
+
+    stored: StoredTensor
+    scales: StoredTensor
+
+    def __post_init__(self) -> None:
+        shape, scales = self.stored.spec.shape, self.scales.spec
+        tiles = tuple(-(-side // TILE) for side in shape)
+        if len(shape) != 2 or 0 in shape or scales.shape != tiles or scales.dtype not in _DTYPES:
+            raise self.scales.refused(
+                f"expected floating-point {list(tiles)} for weights {list(shape)}, found {scales.dtype} "
+                f"{list(scales.shape)}"
+            )
+
+    def absolute(self) -> "Dequantised":
+        return Dequantised(self.stored.absolute(), self.scales.absolute())
+
+    def whole(self) -> Tensor:
+        """The matrix. Raises UserError: the file cannot be read, or holds codes without a value."""
+        scales = self.scales.whole().float()
+        if not bool(((scales > 0) & (scales < float("inf"))).all()):
+            raise self.scales.refused("a scale is not positive and finite")
+        rows, columns = self.stored.spec.shape
+        factors = scales.repeat_interleave(TILE, dim=0)[:rows].repeat_interleave(TILE, dim=1)[:, :columns]
+        values = (decode(self.stored.whole().view(torch.uint8)) * factors).bfloat16()
+        # The maximum of anything with NaN is NaN; `isfinite` of every element takes many times as long in BF16.
+        if not bool(values.abs().amax().isfinite()):
+            raise self.stored.refused("holds NaN, or values beyond BF16")
+        return values
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Engine and trainer run this code on the same bytes, and no operation depends on the batch around a token. So their
 log-probs are equal bit for bit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,7 @@ from fp8core.models.experts import ReplayedRouting, Routing, TopKRouting, feed_f
 from fp8core.models.weights import Formats, LayerWeights, PolicyWeights
 from fp8core.numerics.attention import AttentionFormat
 from fp8core.numerics.elementwise import inverse_frequencies, rms_norm, rotate, scale_frequencies
-from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.kv_scales import LayerScales, Scales
 from fp8core.numerics.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Decoder:
         tokens: Tensor,
         positions: Tensor,
         context: Context,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         observe: Observer | None = None,
         routing: Routing = TOP_K,
     ) -> Tensor:
@@ -109,7 +109,7 @@ class Decoder:
         weights: PolicyWeights,
         batch: "TokenBatch",
         temperature: float,
-        scales: Sequence[LayerScales] = (),
+        scales: Scales = (),
         observe: Observer | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every completion token in order, FP32 [tokens] each, both differentiable (nats)."""

@@ -1,7 +1,7 @@
 """The model that `model:` names: its folder, or a Hugging Face hub id pinned to a commit, and its shape alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8core.config.data import CHAIN_VOCABULARY
@@ -38,22 +38,12 @@ def resolve_model(
         if not (folder / "config.json").exists():
             raise UserError(f"{key}={model}: the folder holds no checkpoint (no config.json)")
         return ResolvedModel(folder, None)
-    near = _near_checkpoint(folder)
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or folder.exists():
-        hint = "" if near is None else f"; did you mean {near}?"
+        near = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
+        hint = "" if near is None else f"; did you mean {folder.with_name(near)}?"
         raise UserError(f"{key}={model}: no such folder, and not a hub id of the form OWNER/NAME{hint}")
-    try:
-        snapshot = _snapshot(model, revision, cache, files, key)
-    except UserError as error:
-        if near is None:
-            raise
-        raise UserError(f"{error}; no such folder either, did you mean {near}?") from error
+    snapshot = _snapshot(model, revision, cache, files, key)
     return ResolvedModel(snapshot, snapshot.name)
-
-
-def _near_checkpoint(folder: Path) -> Path | None:
-    name = nearest(folder.name, (config.parent.name for config in folder.parent.glob("*/config.json")))
-    return None if name is None else folder.with_name(name)
 
 
 def _snapshot(model: str, revision: str | None, cache: Path | None, files: Sequence[str], key: str) -> Path:
@@ -108,40 +98,29 @@ _QWEN3_8B = Architecture(
     qk_norm=True,
     tie_embeddings=False,
 )
-_QWEN3_30B_A3B = Architecture(
+_QWEN3_30B_A3B = replace(
+    _QWEN3_8B,
     family="qwen3_moe",
-    vocab_size=151_936,
     hidden_size=2048,
     intermediate_size=6144,
     num_layers=48,
-    num_heads=32,
     num_kv_heads=4,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
     max_positions=40_960,
-    rope_scaling=None,
-    qk_norm=True,
-    tie_embeddings=False,
     experts=Experts(
         count=128, per_token=8, intermediate_size=768, normalise_top_k=True, sparse_step=1, dense_layers=()
     ),
 )
-_LLAMA_31_8B = Architecture(
+_LLAMA_31_8B = replace(
+    _QWEN3_8B,
     family="llama",
     vocab_size=128_256,
-    hidden_size=4096,
     intermediate_size=14_336,
     num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
     rms_norm_eps=1e-5,
     rope_theta=500_000.0,
     max_positions=131_072,
     rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
     qk_norm=False,
-    tie_embeddings=False,
 )
 
 # The config.json of models that configurations here name, so that a plan needs no network and no licence.

@@ -194,9 +194,7 @@ class PreparedWeights:
 
 
 def load_policy(
-    arch: Architecture,
-    stored: Mapping[str, Tensor] | PreparedWeights,
-    masters: Mapping[str, Tensor] | None = None,
+    arch: Architecture, stored: Mapping[str, Tensor] | PreparedWeights, masters: Mapping[str, Tensor] | None = None
 ) -> PolicyWeights:
     """Make stored weights ready to compute; `masters`: FP32 parameters that receive gradients, None for inference."""
     source = _Source(stored if isinstance(stored, PreparedWeights) else PreparedWeights(stored), masters)
@@ -261,12 +259,7 @@ def _layer_weights(source: _Source, arch: Architecture, i: int) -> LayerWeights:
     )
 
 
-_POINTS: dict[PointsName, RoundingPoints] = {
-    "stepwise": STEPWISE,
-    "native": NATIVE,
-    "kernels": KERNELS,
-    "fused": FUSED,
-}
+_POINTS: dict[PointsName, RoundingPoints] = {"stepwise": STEPWISE, "native": NATIVE, "kernels": KERNELS, "fused": FUSED}
 
 
 @dataclass(frozen=True)

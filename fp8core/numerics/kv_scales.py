@@ -146,6 +146,10 @@ class LayerScales:
                 raise ValueError(f"scale of {name} is {value}; it must be positive and finite")
 
 
+Scales = Sequence[LayerScales]
+"""Of all layers, by layer; none where attention has none."""
+
+
 @dataclass(frozen=True)
 class LayerAmax:
     """Magnitudes of one layer's query, key and value tensors that scales shall cover: the largest seen, or less."""

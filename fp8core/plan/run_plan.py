@@ -132,12 +132,7 @@ def _gpu_plans(
 
 
 def _trainer_phases(
-    config: RunConfig,
-    arch: Architecture,
-    gpu: Device,
-    parallel: Parallel,
-    scorers: Needs,
-    engine: EngineMemory | None,
+    config: RunConfig, arch: Architecture, gpu: Device, parallel: Parallel, scorers: Needs, engine: EngineMemory | None
 ) -> tuple[Phase, ...]:
     """Phases of a GPU that trains, and may generate in turn: masters and optimiser states stay, an engine may sleep."""
     memory, limit = gpu_memory(config.training), gpu.memory

@@ -25,7 +25,7 @@ from fp8core.models.weights import (
 )
 from fp8core.numerics.adamw import EPS, MOMENT_NAMES
 from fp8core.numerics.attention import Bf16Attention
-from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.progress import tell_progress
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
@@ -185,7 +185,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         weights: PolicyWeights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> FlatScores:
         observe = None if statistics is None else _observer(statistics, batch.valid, scales)
@@ -238,7 +238,7 @@ class ExactTrainer(MicroBatchTrainer[PolicyWeights]):
         refuse_other_digest(folder, self.digest(), state)
 
 
-def _observer(statistics: KvStatistics, valid: Tensor, scales: Sequence[LayerScales]) -> Observe:
+def _observer(statistics: KvStatistics, valid: Tensor, scales: Scales) -> Observe:
     return lambda layer, qkv: statistics.observe(layer, qkv, valid, scales[layer] if scales else None)
 
 

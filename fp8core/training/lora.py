@@ -6,7 +6,6 @@ weights are in BF16: on the grid of block FP8 a product below half a step would 
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -91,30 +90,16 @@ class Adapters:
         return {"lora": {**self._lora.model_dump(mode="json"), "frozen": {"bf16": len(frozen)}}}
 
 
-class LearntWeights(Protocol):
+class FullWeights:
     """`learnt`: FP32 tensors that receive gradients. `base`: digest of what is frozen; None where nothing is."""
 
-    learnt: dict[str, Tensor]
-    base: str | None
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The policy, FP32 by Hugging Face name; its gradients reach `learnt`."""
-        ...
-
-    def changed(self) -> None: ...
-
-    def digest(self) -> str: ...
-
-    def describe(self) -> dict[str, object]: ...
-
-
-class FullWeights:
     base: str | None = None
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self.learnt = {name: tensor.float().clone().requires_grad_(True) for name, tensor in masters.items()}
 
     def weights(self) -> dict[str, Tensor]:
+        """The policy, FP32 by Hugging Face name; its gradients reach `learnt`."""
         return self.learnt
 
     def changed(self) -> None:
@@ -161,3 +146,6 @@ class AdaptedWeights:
     def _with_gradients(self, name: str, merged: Tensor) -> Tensor:
         pair = self._adapters.of(name)
         return merged if pair is None else with_gradients(merged, *pair, self._adapters.factor)
+
+
+LearntWeights = FullWeights | AdaptedWeights

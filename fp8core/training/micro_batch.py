@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8core.config.training import TrainingConfig
 from fp8core.models.weights import Shipped, ShippedTensors
-from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import Objective, merged
@@ -46,7 +46,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._exported: int | None = None
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         return self._scored_under(self._inference_weights(), batch, temperature, scales)
 
     def export(self) -> ShippedTensors:
@@ -63,21 +63,13 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         kept.close()
 
     @torch.no_grad()
-    def logprobs_of(
-        self,
-        kept: KeptWeights,
-        batch: TokenBatch,
-        temperature: float,
-        scales: Sequence[LayerScales],
-    ) -> ScoredBatch:
+    def logprobs_of(self, kept: KeptWeights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         try:
             return self._scored_under(self._shipped_weights(kept.whole()), batch, temperature, scales)
         finally:
             self._drop_shipped()
 
-    def _scored_under(
-        self, weights: Weights, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
-    ) -> ScoredBatch:
+    def _scored_under(self, weights: Weights, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics, slices = self._no_statistics(), list(self._slices(batch))
         scores = shared_out(
             self._ranks, slices, lambda each: self._score_drawn(weights, each[1], temperature, scales, statistics)
@@ -85,9 +77,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         self._ranks.combine_counts(statistics.combine)
         return ScoredBatch(*_padded(batch, slices, scores), statistics)
 
-    def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
-    ) -> tuple[TrainReport, ScoredBatch]:
+    def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
         """As `step`; the forwards of its updates also score every row and collect the statistics of Q, K and V.
 
         A forward goes over all rows of its update, under the policy that this update begins with. With one update and
@@ -118,7 +108,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         updates: Sequence[slice],
         passed: Mapping[int, Tensor],
         temperature: float,
-        scales: Sequence[LayerScales],
+        scales: Scales,
     ) -> tuple[list[dict[str, float]], ScoredBatch]:
         statistics, reports, found = self._no_statistics(), list[dict[str, float]](), list[tuple[Tensor, Tensor]]()
         for update, rows in enumerate(updates):
@@ -136,9 +126,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         logprobs, entropy = (_concatenated(parts) for parts in zip(*found, strict=True))
         return reports, ScoredBatch(logprobs, entropy, statistics)
 
-    def _pass_scores(
-        self, batch: RolloutBatch, first: int, temperature: float, scales: Sequence[LayerScales]
-    ) -> dict[int, Tensor]:
+    def _pass_scores(self, batch: RolloutBatch, first: int, temperature: float, scales: Scales) -> dict[int, Tensor]:
         """Log-probs of audited rows beyond the `first` of the first update, or with stale tokens: row -> FP32 [C].
         Raises LogprobError: one of a token of this policy has not the bits of the rollout."""
         stale = [row for row in batch.audited if batch.stale is not None and batch.stale[row].any()]
@@ -150,11 +138,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         return passed
 
     def _accumulate_and_score(
-        self,
-        batch: RolloutBatch,
-        temperature: float,
-        scales: Sequence[LayerScales],
-        statistics: KvStatistics,
+        self, batch: RolloutBatch, temperature: float, scales: Scales, statistics: KvStatistics
     ) -> tuple[dict[str, float], tuple[Tensor, Tensor]]:
         """As `_accumulate_parts`, with log-probs and entropies as FP32 [B, C], NaN on padding."""
         own = list[FlatScores]()
@@ -233,7 +217,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         weights: Weights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> FlatScores:
         """The forward pass over a part of a batch; `statistics` observes Q, K and V."""
@@ -242,7 +226,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
     def _no_statistics(self) -> KvStatistics:
         """Statistics that nothing was observed for yet, where the passes run."""
 
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         return self._accumulate_parts(
             batch, lambda weights, part: self._score_drawn(weights, part, temperature, scales)
         )
@@ -252,7 +236,7 @@ class MicroBatchTrainer(PolicyTrainer, Generic[Weights]):
         weights: Weights,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> FlatScores:
         """`_score` of tokens that were drawn; one with probability 0 has no importance ratio, and is refused."""

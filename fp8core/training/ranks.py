@@ -1,7 +1,7 @@
 """The processes that share the parts of a batch out: one alone, or several that make the same calls."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,69 +14,45 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-class Ranks(Protocol):
-    """Every process makes the same calls in the same order. `rank`: of this process. `count`: of all processes."""
+class Ranks:
+    """Every process makes the same calls in the same order. This one is alone: it computes every part.
 
-    rank: int
-    count: int
+    `cluster.transport.GroupRanks` are several. `rank`: of this process. `count`: of all processes.
+    """
 
-    def own(self, parts: int) -> range: ...
-
-    def joined(self, own: Sequence[Result]) -> list[Result]:
-        """The values of all processes, in the order of the parts."""
-        ...
-
-    def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Complete statistics (`KvStatistics.combine`) over all processes."""
-        ...
-
-    def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
-        """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
-        ...
-
-    def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all processes, one tensor each. `own`: uint8 [own size]. `sizes`: of all processes."""
-        ...
-
-    def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send each process its flat tensor of `parts`; the result waits for what all have for this one.
-
-        On a GPU, kernels that come before the result is called do not wait.
-        """
-        ...
-
-    def maximum(self, tensor: Tensor) -> None:
-        """The largest values over all processes, in place."""
-        ...
-
-
-class Alone:
     rank, count = 0, 1
 
     def own(self, parts: int) -> range:
         return range(parts)
 
     def joined(self, own: Sequence[Result]) -> list[Result]:
+        """The values of all processes, in the order of the parts."""
         return list(own)
 
     def combine_counts(self, combine: Callable[..., None]) -> None:
-        """Nothing is missing."""
+        """Complete statistics (`KvStatistics.combine`) over all processes."""
 
     def summed(self, own: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums of the gradients of all parts, each addition in the order of the parts, in every process."""
         (sums,) = own
         return list(sums)
 
     def gathered(self, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The bytes of all processes, one tensor each. `own`: uint8 [own size]. `sizes`: of all processes."""
         return [own]
 
     def exchange(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to send each process its flat tensor of `parts`; the result waits for what all have for this one.
+
+        On a GPU, kernels that come before the result is called do not wait.
+        """
         return lambda: list(parts)
 
     def maximum(self, tensor: Tensor) -> None:
-        """It is whole."""
+        """The largest values over all processes, in place."""
 
 
-ALONE: Ranks = Alone()
+ALONE = Ranks()
 
 
 def shared_out(
@@ -99,12 +75,7 @@ def shared_out(
             own.append(error)
             break
     end(len(parts))
-    found = list[Result]()
-    for result in ranks.joined(own):
-        if isinstance(result, Exception):
-            raise result
-        found.append(result)
-    return found
+    return _without_errors(ranks.joined(own))
 
 
 def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
@@ -116,9 +87,13 @@ def together(ranks: Ranks, act: Callable[[], Result]) -> list[Result]:
     except (OSError, UserError) as error:
         # The other processes wait for this one.
         own = error
+    return _without_errors(ranks.joined([own]))
+
+
+def _without_errors(results: Iterable[Result | Exception]) -> list[Result]:
     found = list[Result]()
-    for result in ranks.joined([own]):
-        if isinstance(result, (OSError, UserError)):
+    for result in results:
+        if isinstance(result, Exception):
             raise result
         found.append(result)
     return found

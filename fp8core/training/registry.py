@@ -58,7 +58,6 @@ class TrainerEntry:
         environment: what must be set before it is built.
         grid: the GPUs that it trains on, on a machine that has some; None where it computes on the host.
         alone: its settings for a whole policy in one process, whatever grid shared it.
-        saves_shards: whether each process of a grid saves its part (`saved_state.SHARDS`); else one process saves all.
         memory: what it holds on each GPU of its grid; None where it computes on the host (`memory.host_needs`).
         products: those of DeepGEMM on a GPU, whose kernels `fp8-grpo compile` builds.
         packs: the numbers of tokens of the packs that its own kernels may meet; none: it has none that are compiled.
@@ -77,7 +76,6 @@ class TrainerEntry:
     environment: Callable[["RunConfig"], "Environment"] = _no_environment
     grid: Callable[["RunConfig"], "Parallel | None"] = lambda _: None
     alone: Callable[["TrainingConfig"], "TrainingConfig"] = lambda training: training
-    saves_shards: bool = False
     needs_gpu: Callable[["RunConfig"], bool] = lambda _: False
     memory: Callable[["TrainingConfig"], "TrainerMemory | None"] = lambda _: None
     products: Callable[["RunConfig", "Architecture"], "Iterable[Product]"] = no_products

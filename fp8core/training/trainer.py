@@ -18,7 +18,7 @@ from fp8core.models.checkpoint import save_checkpoint
 from fp8core.models.tokenizer import Tokenizer
 from fp8core.models.weights import Shipped
 from fp8core.numerics.e4m3 import GroupNotFinite
-from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
@@ -110,7 +110,7 @@ class Trainer(Protocol):
     @property
     def arch(self) -> Architecture: ...
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         """Score completion tokens under the current policy; `scales` of each layer, none where attention has none."""
         ...
 
@@ -118,7 +118,7 @@ class Trainer(Protocol):
         """Statistics of Q, K and V under the current policy, without any scales."""
         ...
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
+    def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport:
         """Learn from a batch: version v becomes v + 1."""
         ...
 
@@ -162,9 +162,7 @@ class LocalTrainer(Trainer, Protocol):
 class ScoringTrainer(Protocol):
     """A trainer whose update scores its rows (`TrainerEntry.scores_updates`), and which scores under older policies."""
 
-    def scored_step(
-        self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]
-    ) -> tuple[TrainReport, ScoredBatch]:
+    def scored_step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> tuple[TrainReport, ScoredBatch]:
         """As `step`, and score the rows in the forwards of its updates."""
         ...
 
@@ -180,9 +178,7 @@ class ScoringTrainer(Protocol):
         """Give the memory of a kept policy back."""
         ...
 
-    def logprobs_of(
-        self, kept: Any, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]
-    ) -> ScoredBatch:
+    def logprobs_of(self, kept: Any, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         """As `logprobs`, under a policy that was kept."""
         ...
 
@@ -210,7 +206,7 @@ class PolicyTrainer(ABC):
         self._config, self._objective = training, objective
         self._updates = 0
 
-    def step(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> TrainReport:
+    def step(self, batch: RolloutBatch, temperature: float, scales: Scales) -> TrainReport:
         """One update per minibatch (`minibatches`), in row order; gradients are clipped by their global norm.
         Raises NotFiniteError: the loss or the gradient norm is NaN or infinite; that update is not applied."""
         corrected, correction = self._objective.corrected(batch)
@@ -251,7 +247,7 @@ class PolicyTrainer(ABC):
         )
 
     @abstractmethod
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch: ...
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch: ...
 
     @property
     @abstractmethod
@@ -270,7 +266,7 @@ class PolicyTrainer(ABC):
     def digest(self) -> str: ...
 
     @abstractmethod
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         """Add up the gradients of a batch; returns its statistics. Raises NotFiniteError."""
 
     @abstractmethod
@@ -294,17 +290,13 @@ class PolicyTrainer(ABC):
         left = 1 - done if schedule.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return config.learning_rate * (schedule.final_share + (1 - schedule.final_share) * left)
 
-    def _update(
-        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales]
-    ) -> dict[str, float]:
+    def _update(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> dict[str, float]:
         with self._guarded():
             totals = self._accumulate(batch, temperature, scales)
             totals["grad_norm"] = self._apply(self._learning_rate(self._updates + 1, update + 1))
         return totals
 
-    def _selected(
-        self, batch: RolloutBatch, update: int, temperature: float, scales: Sequence[LayerScales]
-    ) -> RolloutBatch:
+    def _selected(self, batch: RolloutBatch, update: int, temperature: float, scales: Scales) -> RolloutBatch:
         """A minibatch with what the loss singles out of it, so that this does not depend on how it is cut into passes.
 
         The first update of a step starts from the policy that `old_logprobs` are of; others cost one more scoring

@@ -7,12 +7,10 @@ steps share batches.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fp8core.config.capability import this_platform
@@ -22,19 +20,18 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, TrainingConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
-from fp8core.models.weights import in_one_buffer, rollout_formats, stored_weights, training_formats
+from fp8core.models.weights import rollout_formats, stored_weights, training_formats
 from fp8core.numerics.attention import HEAD_DIMS
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.numerics.fused import static_codes
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import Attended, DevicePack, Fp8PackedAttention, PackedSequences
 from fp8core.processes.variables import set_variables
 from fp8core.rl.batch import TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.rollout.engine import Completion, PolicyScales, PromptGroup, Sampling
 from fp8core.rollout.vllm.requirements import contract_refusals, find_build, model_refusals
 from fp8core.rollout.vllm.settings import required_environment, suggested_environment
-from fp8core.run.policy import check_formats, check_report
+from fp8core.run.policy import check_report
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 pytestmark = [
@@ -175,91 +172,8 @@ def alone(engine: Any, temperature: float) -> Completion:
     return collect(engine, [PROBE], temperature)[0]
 
 
-def test_it_runs_what_the_contract_says(engine: Any) -> None:
-    described = engine.describe()
-    check_formats(described, CONTRACT)
-    assert described["model"] == "aligned"
-    assert set(described["kernels"].values()) == {"forward_gemm"}
-    assert described["graphs"].endswith("FULL_AND_PIECEWISE")
-    assert described["compilation"] == "NONE"
-    assert described["runner"] == "vllm.v1.worker.gpu.model_runner"
-
-
-def test_every_layer_reads_and_writes_what_training_does(engine: Any, trainer: PackedTrainer, tmp_path: Path) -> None:
-    """Of one prompt. Where this fails it names the first tensor that differs, and with it the operation before."""
-    # Longer than what is captured: torch's hooks see nothing of a graph.
-    prompt, path = group(0, 2200, seed=9), tmp_path / "watched.safetensors"
-    assert engine.drop_prefixes()
-    engine.ask_policy("watch")
-    collect(engine, [prompt], 1.0, tokens=1)
-    engine.ask_policy("watched", str(path))
-    engines = load_file(path)
-    trained: dict[str, Tensor] = {}
-
-    def observe(layer: int, heads: tuple[Tensor, Tensor, Tensor]) -> None:
-        for name, tensor in zip("qkv", heads, strict=True):
-            trained[f"{layer}.{name}"] = tensor.flatten(1)
-
-    class Recorded(Fp8PackedAttention):
-        def forward(self, *arguments: Any) -> Attended:
-            attended = super().forward(*arguments)
-            trained[f"{len(trained) // 4}.attended"] = attended.out
-            return attended
-
-    sequences = PackedSequences.of([len(prompt.prompt)])
-    tokens = torch.zeros(sequences.tokens, dtype=torch.int64)
-    tokens[: len(prompt.prompt)] = torch.tensor(prompt.prompt)
-    pack = DevicePack.of(sequences, torch.device("cuda"))
-    trainer._inference_weights()
-    with torch.no_grad():
-        trainer._decoder(tokens.cuda(), pack, Recorded(CONTRACT.recipe.attention, LONGEST), SCALES.layers, observe)
-    assert list(trained) == [f"{i}.{name}" for i in range(ARCH.num_layers) for name in ("q", "k", "v", "attended")]
-    tables = {"cosines": trainer._decoder._cos, "sines": trainer._decoder._sin}
-    for name, tensor in (tables | trained).items():
-        # The first of several GPUs has the first heads.
-        theirs = engines[name]
-        differing = tensor[: len(theirs), : theirs.shape[1]].cpu() != theirs
-        rows, columns = (differing.any(dim=i).nonzero().flatten().tolist() for i in (1, 0))
-        found = f"{len(rows)} rows {rows[:8]}, {len(columns)} columns {columns[:8]}"
-        assert not rows, f"{name}: {int(differing.sum())} values differ, in {found}"
-
-
-def test_log_probs_are_those_of_a_distribution(engine: Any, alone: Completion) -> None:
-    assert len(alone.tokens) == WRITTEN
-    assert all(-40 < logprob <= 0 for logprob in alone.logprobs)
-    assert len(set(alone.logprobs)) > WRITTEN // 2
-
-
 def test_a_prefix_from_the_cache(engine: Any, alone: Completion, temperature: float) -> None:
     assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
-
-
-@pytest.mark.parametrize("length", [40, 900])
-def test_255_others(engine: Any, alone: Completion, temperature: float, length: int) -> None:
-    """Their prompts are computed in the steps in which the probe decodes, and some must wait for room in the cache."""
-    others = [group(1 + i, length + i, seed=1 + i) for i in range(LARGEST_BATCH - 1)]
-    assert engine.drop_prefixes()
-    assert read(collect(engine, [PROBE, *others], temperature)[0]) == read(alone)
-
-
-def test_a_token_scored_as_a_prompt(engine: Any, alone: Completion, temperature: float) -> None:
-    """What was written before a token is its prompt; the seed and the position draw it again."""
-    for i in (0, 1, 15, 16, 17, WRITTEN - 1):
-        assert engine.drop_prefixes()
-        prompt = replace(PROBE, prompt=(*PROBE.prompt, *alone.tokens[:i]))
-        again = collect(engine, [prompt], temperature, tokens=1)[0]
-        assert (again.tokens[0], again.logprobs[0]) == (alone.tokens[i], alone.logprobs[i]), i
-
-
-def test_a_completion_that_was_cut_goes_on(engine: Any, alone: Completion, temperature: float) -> None:
-    """After each part the prefix cache is gone, as after an update."""
-    tokens, logprobs = list[int](), list[float]()
-    for room in (1, 14, 16, WRITTEN):
-        assert engine.drop_prefixes()
-        part = collect(engine, [replace(PROBE, begun=(tuple(tokens),), room=(room,))], temperature)[0]
-        assert part.finish == ("open" if room < WRITTEN else "length")
-        tokens, logprobs = tokens + part.tokens, logprobs + part.logprobs
-    assert (tokens, logprobs) == read(alone)
 
 
 def test_training_scores_the_same_bits(
@@ -295,27 +209,6 @@ def test_vllm_writes_the_codes_of_training(dim: int) -> None:
     for half, x, scale in ((keys, k, 2.0**-4), (values, v, 2.0**-6)):
         written = half.flatten(0, 1)[slots]
         assert torch.equal(written, static_codes(x, scale).view(torch.uint8).view(-1, 8, dim))
-
-
-def test_sleep_loses_nothing(engine: Any, alone: Completion, tensors: dict[str, Tensor], temperature: float) -> None:
-    engine.sleep()
-    report = engine.update(tensors, SCALES, SCALES.version)
-    check_report(report, policy_digest(tensors), SCALES, SCALES.version)
-    assert read(collect(engine, [PROBE], temperature)[0]) == read(alone)
-
-
-def test_what_was_lent_is_given_back_before_anything_is_generated(
-    engine: Any, tensors: dict[str, Tensor], temperature: float
-) -> None:
-    """Else a copy of the policy lies beside the engine, and whatever training puts in a part of it keeps all of it."""
-    engine.sleep()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    lent = in_one_buffer(tensors)
-    engine.update(lent, SCALES, SCALES.version)
-    del lent
-    collect(engine, [PROBE], temperature)
-    assert torch.cuda.memory_reserved() <= before
 
 
 def test_other_weights_are_noticed(

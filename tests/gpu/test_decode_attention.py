@@ -142,46 +142,6 @@ def test_is_the_contracts_attention(dim: int, products: AttentionProducts) -> No
     assert (ours - plain).norm() < 1.25 * (theirs - plain).norm()
 
 
-def test_does_not_depend_on_the_batch(dim: int, products: AttentionProducts) -> None:
-    case = Case(LENGTHS, 8, 4, 16, dim, products)
-    together = case.run()
-    for i in range(len(LENGTHS)):
-        assert torch.equal(case.run(slice(i, i + 1))[0], together[i])
-    assert torch.equal(case.run(), together)
-
-
-def test_does_not_depend_on_where_keys_lie(dim: int, products: AttentionProducts) -> None:
-    small, large = Case([2000], 8, 4, 16, dim, products), Case([2000], 8, 4, 128, dim, products)
-    count = 2000 // 128 + 1
-    keys = small.keys[small.table[0, : 2000 // 16].long()].flatten(0, 1)
-    values = small.values[small.table[0, : 2000 // 16].long()].flatten(0, 1)
-    blocks = large.table[0, :count].long()
-    for target, source in ((large.keys, keys), (large.values, values)):
-        rows = target[blocks].flatten(0, 1)
-        rows[:2000] = source
-        target[blocks] = rows.view(count, 128, *rows.shape[1:])
-    large.query.copy_(small.query)
-    assert torch.equal(small.run(), large.run())
-
-
-def test_rows_of_prompts_stay_as_they_are(dim: int, products: AttentionProducts) -> None:
-    """Every third request has five new tokens, and the last none; what decodes beside them is as it was alone."""
-    case = Case(LENGTHS, 8, 4, 16, dim, products)
-    expected = case.run()
-    counts = torch.tensor([5 if i % 3 == 0 else 1 for i in range(len(LENGTHS) - 1)] + [0])
-    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
-    single = (counts == 1).nonzero()[:, 0]
-    query = torch.zeros(int(starts[-1]), *case.query.shape[1:], device="cuda").to(case.query.dtype)
-    query[starts[single].long().cuda()] = case.query[single.cuda()]
-    out = torch.full(query.shape, 7.0, dtype=torch.bfloat16, device="cuda")
-    queries = Queries(case.table, starts.cuda(), case.lengths)
-    case.attention(query, case.keys, case.values, queries, case.scales, out)
-    decoded = torch.zeros(len(out), dtype=torch.bool)
-    decoded[starts[single].long()] = True
-    assert torch.equal(out[decoded.cuda()], expected[single.cuda()])
-    assert (out[~decoded.cuda()] == 7.0).all()
-
-
 def spans_of(tokens: list[int], keys: list[int]) -> list[Span]:
     """Side by side in the query."""
     return [Span(sum(tokens[:i]), count, keys[i]) for i, count in enumerate(tokens)]
@@ -200,35 +160,6 @@ def test_whole_sequences_have_the_bytes_of_single_tokens(group: int, dim: int, p
     assert torch.equal(case.sequences(query, spans), case.one_by_one(query, spans))
 
 
-@pytest.mark.parametrize(("page", "partition"), [(16, 1024), (64, 4096), (128, 1056), (32, 32)])
-def test_ends_of_sequences_have_the_bytes_of_single_tokens(
-    page: int, partition: int, dim: int, products: AttentionProducts
-) -> None:
-    """The rest is cached; requests without new tokens are left out. A partition may end within a pair of tiles."""
-    tokens, keys = [3, 1, 0, 130, 64, 700], [700, 33, 2000, 1300, 5000, 3000]
-    case, spans = Case(keys, 8, 4, page, dim, products), spans_of(tokens, keys)
-    query = drawn(sum(tokens), 32, dim, products)
-    expected = case.one_by_one(query, spans, partition)
-    assert torch.equal(case.sequences(query, spans, partition), expected)
-    alone = [span._replace(tokens=span.tokens if i == 3 else 0) for i, span in enumerate(spans)]
-    found = case.sequences(query, alone, partition)
-    assert torch.equal(found[4:134], expected[4:134])
-    assert found[:4].isnan().all()
-    assert found[134:].isnan().all()
-
-
-@pytest.mark.parametrize("scale", [0.01, 4.0, 64.0])
-def test_maxima_that_jump_have_the_bytes_of_single_tokens(scale: float, dim: int, products: AttentionProducts) -> None:
-    """Scores from one tile to the next rise by less than FP16 holds of P, and by far more."""
-    keys = [700, 33, 1300, 257]
-    case, spans = Case(keys, 2, 4, 16, dim, products), spans_of(keys, keys)
-    case.narrow_scores(scale)
-    query = drawn(sum(keys), 8, dim, products)
-    expected = case.one_by_one(query, spans)
-    assert not expected.isnan().any()
-    assert torch.equal(case.sequences(query, spans), expected)
-
-
 def test_the_log_sum_exp_is_that_of_the_scores(dim: int, products: AttentionProducts) -> None:
     keys = [300, 2 * PARTITION + 77]
     case, spans = Case(keys, 2, 4, 16, dim, products), spans_of(keys, keys)
@@ -244,25 +175,3 @@ def test_the_log_sum_exp_is_that_of_the_scores(dim: int, products: AttentionProd
         unseen = torch.ones(span.tokens, span.keys, dtype=torch.bool, device="cuda").triu(1)
         expected = scores.masked_fill(unseen, -torch.inf).logsumexp(-1)
         assert (found[:, span.row : span.row + span.tokens] - expected).abs().max() < 1e-4
-
-
-def test_one_weight_that_dominates_is_exact(dim: int, products: AttentionProducts) -> None:
-    """Relative to a power of two that is not its maximum, and divided by what it was rounded to."""
-    case = Case([1], 8, 4, 16, dim, products)
-    expected = case.values[case.table[0, 0].long(), 0].double() * float(case.scales[2])
-    assert torch.equal(case.run()[0], expected.repeat_interleave(4, dim=0).bfloat16())
-
-
-def test_replays_in_a_graph(dim: int, products: AttentionProducts) -> None:
-    case = Case(LENGTHS, 8, 4, 16, dim, products)
-    expected = case.run()
-    out = torch.zeros_like(expected)
-    queries = case.queries()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.attention(case.query, case.keys, case.values, queries, case.scales, out)
-    for _ in range(3):
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, expected)

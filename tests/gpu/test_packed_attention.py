@@ -10,23 +10,16 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fp8core.kernels import attention
 from fp8core.kernels.attention_backward import flash_gradients
-from fp8core.kernels.sequence_attention import SequenceAttention
-from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
+from fp8core.numerics.attention import QUERY_TYPES
 from fp8core.numerics.fused import HeadLayout, head_gradients, head_values, heads_of, limits_of
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.packed import (
-    Bf16PackedAttention,
-    DevicePack,
-    Fp8PackedAttention,
-    PackedSequences,
-)
+from fp8core.numerics.packed import DevicePack, Fp8PackedAttention, PackedSequences
 from fp8core.numerics.recipe import AttentionProducts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 LAYOUT = HeadLayout(query_heads=32, kv_heads=8, head_dim=128)
 SCALES = LayerScales(2.0**-7, 2.0**-6, 2.0**-7)
-BF16 = Bf16PackedAttention(Bf16Attention())
 each_product = pytest.mark.parametrize("products", QUERY_TYPES)
 
 
@@ -72,16 +65,6 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, pack: DevicePack) -> Tensor:
     return out
 
 
-def test_bf16_is_torchs_own_function_and_near_its_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor) -> None:
-    expected = gradient(lambda x: varlen(*heads_of(x, LAYOUT), pack).flatten(1), qkv, upstream)
-    out, saved = BF16.forward(qkv, LAYOUT, pack, SCALES)
-    flash = flash_gradients(upstream, heads_of(qkv, LAYOUT), saved, pack)
-    own = BF16.backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
-    assert torch.equal(out, expected[0])
-    assert torch.equal(torch.cat(flash, dim=1).flatten(1), expected[1])
-    assert (own.double() - expected[1].double()).norm() < 0.01 * expected[1].double().norm()
-
-
 def exact_gradient(qkv: Tensor, pack: DevicePack, upstream: Tensor, products: AttentionProducts) -> Tensor:
     """Of attention in FP64 over the values that the codes stand for; saturated elements get nothing."""
     leaf = torch.cat(head_values(qkv, LAYOUT, SCALES, products), dim=1).flatten(1).double().requires_grad_()
@@ -115,23 +98,3 @@ def test_the_gradient_of_fp8_is_that_of_the_values_its_codes_stand_for(
     assert not found.isnan().any()
     assert 0 < (expected == 0).float().mean() < 0.5
     assert errors[0] < 0.03
-
-
-@each_product
-def test_fp8_attends_once(
-    qkv: Tensor,
-    pack: DevicePack,
-    upstream: Tensor,
-    products: AttentionProducts,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    attend, calls, form = SequenceAttention.__call__, [], Fp8PackedAttention(products, 4096)
-
-    def counted(self, *arguments) -> None:
-        calls.append(len(arguments))
-        attend(self, *arguments)
-
-    monkeypatch.setattr(SequenceAttention, "__call__", counted)
-    _, saved = form.forward(qkv, LAYOUT, pack, SCALES)
-    form.backward(upstream, qkv, saved, LAYOUT, pack, SCALES)
-    assert len(calls) == 1

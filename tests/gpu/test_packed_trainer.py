@@ -16,17 +16,13 @@ from fp8core.cluster.transport import GroupRanks, Meeting
 from fp8core.config.loss import LossConfig
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.config.training import CorrectionConfig, TrainingConfig
-from fp8core.kernels.hopper_gemm import deep_gemm
 from fp8core.models.architecture import Architecture
 from fp8core.models.checkpoint import initial_weights
 from fp8core.models.weights import rollout_formats, training_formats
 from fp8core.numerics.e4m3 import row_and_column_codes, row_codes, tile_codes
 from fp8core.numerics.gemm import forward_gemm, input_gradient_gemm, transpose, weight_gradient_gemm
 from fp8core.numerics.kv_scales import LayerScales
-from fp8core.numerics.logprobs import log_softmax
-from fp8core.numerics.lora import merged_weight
-from fp8core.numerics.packed import HeadOptions, head_logits, token_logprobs
-from fp8core.numerics.recipe import POW2, RECIPES, Recipe
+from fp8core.numerics.recipe import RECIPES, Recipe
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.objective import Objective
 from fp8core.training.exact import ExactTrainer
@@ -153,65 +149,6 @@ def test_gemms_are_near_their_references_and_do_not_depend_on_the_rows(
         assert (mine.cpu().double() - reference.double()).norm() < 5e-3 * reference.double().norm()
 
 
-def test_cublas_and_deep_gemm_give_the_same_bits() -> None:
-    from fp8core.kernels import hopper_gemm
-
-    if deep_gemm() is None:
-        pytest.skip("DeepGEMM is not installed")
-    x, weight = (torch.randn(n, 1024, device=CUDA).bfloat16() for n in (512, 768))
-    codes, tiles = row_codes(x, POW2.activations), tile_codes(weight, POW2.weights)
-    other = hopper_gemm._scaled_mm(codes, hopper_gemm._ROWS, tiles, hopper_gemm._TILES, torch.bfloat16)
-    assert torch.equal(forward_gemm(codes, tiles), other)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "tokens"),
-    [(640, 512, 384), (256, 128, 128), (768, 2048, 1152), (1536, 1024, 4096), (6144, 4096, 4096)],
-)
-def test_gradients_of_weights_are_added_up_pack_by_pack(outputs: int, inputs: int, tokens: int) -> None:
-    """With the bytes of each pack's product and an addition, whatever the packs' lengths."""
-    from fp8core.kernels import hopper_gemm
-
-    if deep_gemm() is None:
-        pytest.skip("DeepGEMM is not installed")
-    total, expected = None, torch.zeros(outputs, inputs, device=CUDA)
-    for length in (tokens, 128, 2 * tokens):
-        grad, x = (
-            row_and_column_codes(torch.randn(length, n, device=CUDA).bfloat16(), POW2.gradients, POW2.tokens)[1]
-            for n in (outputs, inputs)
-        )
-        expected += hopper_gemm._scaled_mm(grad, hopper_gemm._ROWS, x, hopper_gemm._ROWS, torch.float32)
-        added = weight_gradient_gemm(grad, x, total)
-        assert total is None or added is total
-        total = added
-        assert torch.equal(total, expected)
-
-
-def test_entropies_have_the_gradient_of_autograd() -> None:
-    hidden, weight = (torch.randn(n, 512, device=CUDA).bfloat16() for n in (300, 2048))
-    targets = torch.arange(300, device=CUDA)
-    ours = hidden.clone().requires_grad_(), weight.float().requires_grad_()
-    theirs = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    found = token_logprobs(*ours, weight, targets, HeadOptions(torch.float32, 0.7))
-    logp = torch.log_softmax(theirs[0] @ theirs[1].t() / 0.7, -1)
-    expected = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    pairs = (torch.autograd.grad(a.sum() + b.sum(), leaves) for (a, b), leaves in ((found, ours), (expected, theirs)))
-    for mine, exact in zip(*pairs, strict=True):
-        assert (mine.double() - exact).norm() < 5e-3 * exact.norm()
-
-
-def test_the_head_does_not_depend_on_the_rows() -> None:
-    hidden, weight = (torch.randn(n, 512, device=CUDA).bfloat16() for n in (600, 2048))
-    logits = head_logits(hidden, weight)
-    logp = log_softmax(logits, 0.7)
-    for count in (1, 2, 7, 64, 130, 512):
-        part = head_logits(hidden[:count], weight)
-        assert torch.equal(part, logits[:count]), count
-        assert torch.equal(log_softmax(part, 0.7), logp[:count]), count
-    reference = hidden.double() @ weight.double().t()
-    assert (logits.double() - reference).norm() < 1e-5 * reference.norm()
-
-
 @ARCHES
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_log_probs_are_near_those_of_the_exact_trainer(name: str, arch: Architecture) -> None:
@@ -242,21 +179,6 @@ def test_log_probs_do_not_depend_on_the_pack(name: str, arch: Architecture) -> N
         print(f"{name}: {differ} of {int((~together.isnan()).sum())} log-probs depend on the pack")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", CONTRACTS)
-def test_an_update_scores_as_a_pass(name: str, checkpointing: bool) -> None:
-    kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else []
-    passing, scoring = (packed(kept, activation_checkpointing=checkpointing) for _ in range(2))
-    expected = passing.logprobs(rows(), 1.0, scales)
-    batch = batch_of(expected.logprobs, rows())
-    report = passing.step(batch, 1.0, scales)
-    learnt, scored = scoring.scored_step(replace(batch, old_logprobs=None), 1.0, scales)
-    assert torch.equal(scored.logprobs.view(torch.int32), expected.logprobs.view(torch.int32))
-    assert scored.statistics.histograms() == expected.statistics.histograms()
-    assert asdict(learnt) == asdict(report)
-
-
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_three_steps_are_the_same_twice(name: str) -> None:
     kept = CONTRACTS[name]
@@ -268,24 +190,6 @@ def test_three_steps_are_the_same_twice(name: str) -> None:
         digests.append([trainer.step(batch, 1.0, scales).digest for _ in range(3)])
     assert digests[0] == digests[1]
     assert digests[0] == digests[2], "with layers computed again"
-
-
-@ARCHES
-@pytest.mark.parametrize(("name", "bound"), [("fp8", 0.12), ("fp8, bf16 cache", 0.12), ("bf16", 0.02)])
-def test_gradients_are_near_those_of_the_exact_trainer(name: str, bound: float, arch: Architecture) -> None:
-    kept = CONTRACTS[name]
-    scales = SCALES if kept.training.kv_cache == "fp8" else []
-    on_gpu, on_cpu = packed(kept, arch=arch), exact(kept, arch)
-    batch = batch_of(on_cpu.logprobs(rows(), 1.0, scales).logprobs, rows())
-    found, expected = (trainer.step(batch, 1.0, scales) for trainer in (on_gpu, on_cpu))
-    for key in ("loss", "grad_norm", "ratio_mean", "weight_mean"):
-        assert getattr(found, key) == pytest.approx(getattr(expected, key), rel=bound, abs=5e-3)
-
-
-def test_a_policy_that_is_shown_the_same_learns_it() -> None:
-    trainer = packed(CONTRACTS["bf16"], learning_rate=1e-3)
-    losses = [trainer.sft_step(rows(), 1e-3) for _ in range(30)]
-    assert losses[-1] < 0.7 * losses[0]
 
 
 RANKS = 2
@@ -330,13 +234,6 @@ def test_two_gpus_share_one_policy_and_compute_its_bytes(name: str, reduced: str
     assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
     alone.load(tmp_path)
     assert alone.digest() == found["weights"]
-
-
-def test_a_merged_weight_has_the_bytes_of_a_cpu() -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator) for shape in ((3000, 1024), (3000, 16), (16, 1024))]
-    here, there = (merged_weight(*(each.to(device) for each in drawn), 32 / 12) for device in ("cpu", CUDA))
-    assert torch.equal(here, there.cpu())
 
 
 @pytest.mark.parametrize("name", ["fp8, bf16 cache", "bf16"])

@@ -1,4 +1,4 @@
-"""From an architecture and a contract to the arguments of Megatron Core's `TransformerConfig` and `GPTModel`."""
+"""From an architecture and a contract to the arguments of Megatron Core's `TransformerConfig`."""
 
 from typing import Any, Literal
 
@@ -10,7 +10,6 @@ from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError
 from fp8core.models.architecture import Architecture, Experts
 from fp8core.numerics.recipe import TILE, ScaleRule
-from fp8core.training.megatron.requirements import padded_vocabulary
 
 Kind = Literal["cpu", "cuda"]
 
@@ -112,20 +111,6 @@ def _experts(arch: Architecture, on_gpu: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": on_gpu,
         "moe_permute_fusion": on_gpu,
-    }
-
-
-def model_arguments(arch: Architecture, megatron: MegatronConfig) -> dict[str, Any]:
-    """Keyword arguments of `megatron.core.models.gpt.GPTModel`, but for its configuration and layers.
-
-    Rotary frequencies are our own (`model.RotaryAngles`): Megatron's have the factors of Llama 3.1 alone.
-    """
-    return {
-        "vocab_size": padded_vocabulary(arch, megatron.tensor_parallel),
-        "max_sequence_length": arch.max_positions,
-        "position_embedding_type": "rope",
-        "share_embeddings_and_output_weights": arch.tie_embeddings,
-        "parallel_output": True,
     }
 
 

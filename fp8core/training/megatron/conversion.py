@@ -24,7 +24,8 @@ from torch.distributed import all_gather_object, broadcast, get_rank, get_world_
 
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
-from fp8core.training.megatron.requirements import padded_vocabulary
+from fp8core.numerics.e4m3 import round_up
+from fp8core.numerics.recipe import TILE
 
 Join = Literal["copy", "rows_padded", "by_kv_group", "one_after_another"]
 Cut = Literal["no", "rows", "columns", "rows_of_each"]
@@ -59,6 +60,16 @@ class ParallelRank:
     tensor: int = 0
     pipeline: int = 0
     expert: int = 0
+
+
+def padded_vocabulary(arch: Architecture, tensor_parallel: int) -> int:
+    """Rows of the embedding and the head with padding: each GPU of a tensor-parallel group has a multiple of 128."""
+    return round_up(arch.vocab_size, TILE * tensor_parallel)
+
+
+def token_multiple(megatron: MegatronConfig) -> int:
+    """The multiple that the tokens of a micro-batch are padded to: 128 on each GPU of a sequence-parallel group."""
+    return TILE * (megatron.tensor_parallel if megatron.sequence_parallel else 1)
 
 
 def parallel_ranks(megatron: MegatronConfig) -> list[ParallelRank]:

@@ -24,7 +24,7 @@ from fp8core.models.experts import UNRECORDED, top_k
 from fp8core.numerics.elementwise import Rounding, inverse_frequencies, keep_fp32, scale_frequencies
 from fp8core.numerics.logprobs import ChunkedHead, chunked_logprobs
 from fp8core.numerics.packed import copied
-from fp8core.training.megatron.arguments import model_arguments
+from fp8core.training.megatron.conversion import padded_vocabulary
 from fp8core.training.packing import Pack
 
 
@@ -40,8 +40,18 @@ class PolicyModel(GPTModel):
         first: bool,
         last: bool,
     ) -> None:
-        arguments = model_arguments(arch, megatron)
-        super().__init__(config, layers(config), pre_process=first, post_process=last, **arguments)
+        super().__init__(
+            config,
+            layers(config),
+            vocab_size=padded_vocabulary(arch, megatron.tensor_parallel),
+            max_sequence_length=arch.max_positions,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=arch.tie_embeddings,
+            parallel_output=True,
+            position_embedding_type="rope",
+        )
+        # Megatron's have the factors of Llama 3.1 alone.
         self.rotary_pos_emb = RotaryAngles(arch, device)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -62,11 +72,7 @@ def packed_call(pack: Pack) -> dict[str, Any]:
     device, longest = pack.tokens.device, pack.sequences.longest
     bounds = copied(torch.tensor(pack.sequences.starts, dtype=torch.int32), device)
     packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     return {
         "input_ids": pack.tokens[None],

@@ -71,9 +71,6 @@ class LocalOptimiser:
         self._adam.param_groups[0]["lr"] = learning_rate
         self._adam.step()
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: parameter.grad for name, parameter in self._named.items() if parameter.grad is not None}
-
     def masters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
@@ -153,9 +150,6 @@ class MegatronOptimiser:
         updated, again, _ = self._adam.step()
         assert updated, "Megatron did not update"
         assert float(again) == norm, f"Megatron saw a gradient norm of {again} instead of {norm}"
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: getattr(parameter, "main_grad") for name, parameter in self._named.items()}  # noqa: B009
 
     def masters(self) -> dict[str, Tensor]:
         """FP32 masters by Megatron's names: of a parameter in BF16 the part that this process updates."""

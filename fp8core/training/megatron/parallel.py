@@ -62,11 +62,6 @@ def own_rank() -> ParallelRank:
     )
 
 
-def stages() -> int:
-    count: int = parallel_state.get_pipeline_model_parallel_world_size()
-    return count
-
-
 def tensor_group() -> ProcessGroup:
     group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
     return group

@@ -16,26 +16,20 @@ from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import MegatronConfig
 from fp8core.models.architecture import Architecture
 from fp8core.models.weights import training_formats
-from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.numerics.kv_scales import KvStatistics, Scales
 from fp8core.training.megatron.arguments import Kind, transformer_arguments
 from fp8core.training.megatron.conversion import (
     LOCAL,
     TRANSFORMER_ENGINE,
     gathered,
     layers_of,
+    padded_vocabulary,
     parallel_ranks,
     policy_of,
     share,
 )
-from fp8core.training.megatron.model import (
-    PolicyModel,
-    PolicyRouter,
-    VocabularyShare,
-    packed_call,
-    written_logprobs,
-)
-from fp8core.training.megatron.parallel import data_group, own_rank, stages, tensor_group
-from fp8core.training.megatron.requirements import padded_vocabulary
+from fp8core.training.megatron.model import PolicyModel, PolicyRouter, VocabularyShare, packed_call, written_logprobs
+from fp8core.training.megatron.parallel import data_group, own_rank, tensor_group
 from fp8core.training.packing import Pack
 
 
@@ -155,7 +149,7 @@ class MegatronPolicy:
             router.router_replay.chosen = chosen
 
     @contextmanager
-    def observed(self, statistics: KvStatistics, scales: Sequence[LayerScales]) -> Iterator[None]:
+    def observed(self, statistics: KvStatistics, scales: Scales) -> Iterator[None]:
         """While it lasts, Q, K and V of this stage are added to the statistics; for passes without gradients."""
         self._observing = True
 
@@ -214,7 +208,7 @@ def _run(
 
     All stages hold the whole batch, so that they agree on the packs. The head and the loss are the last stage's."""
     on_device = (micro_batch.to(policy.device) for micro_batch in micro_batches)
-    if stages() == 1:
+    if policy.megatron.pipeline_parallel == 1:
         for micro_batch in on_device:
             result = finish(micro_batch, policy.hidden(micro_batch))
             if not forward_only:

@@ -10,30 +10,32 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import ReduceOp, all_reduce, get_rank, get_world_size
+from torch.distributed import ProcessGroup, ReduceOp, all_gather_object, all_reduce, get_rank, get_world_size
 
 from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
 from fp8core.models.architecture import Architecture
-from fp8core.models.weights import ShippedTensors, rollout_formats, stored_weights
-from fp8core.numerics.kv_scales import KvStatistics, LayerScales
+from fp8core.models.weights import Formats, ShippedTensors, rollout_formats, stored_weights
+from fp8core.numerics.kv_scales import KvStatistics, Scales
+from fp8core.numerics.recipe import TILE
 from fp8core.rl.batch import RolloutBatch, TokenBatch
 from fp8core.rl.losses import Denominator
 from fp8core.rl.objective import MAXIMA, Objective, ObjectiveTerms, merged
 from fp8core.store.manifest import installed_version
 from fp8core.training.megatron import parallel
 from fp8core.training.megatron.arguments import check_scale_rule
-from fp8core.training.megatron.gain import update_gain
-from fp8core.training.megatron.optimiser import OptimiserFactory, optimiser_for
+from fp8core.training.megatron.conversion import layers_of, token_multiple
+from fp8core.training.megatron.optimiser import Optimiser, OptimiserFactory, optimiser_for
 from fp8core.training.megatron.parallel import joint_digest
 from fp8core.training.megatron.policy import CountedPack, MegatronPolicy, TakeScores, accumulate, score
-from fp8core.training.megatron.requirements import token_multiple
 from fp8core.training.packing import packs
 from fp8core.training.ranks import Ranks, together
 from fp8core.training.saved_state import SHARDS, STATE, read_state, refuse_other_digest
 from fp8core.training.trainer import PolicyTrainer, ScoredBatch, left_aligned
+from fp8core.training.update_gain import Sums, Tile, UpdateGain, sampled_tiles
 
 _STATISTICS = tuple(field.name for field in fields(ObjectiveTerms))
 
@@ -87,7 +89,7 @@ class MegatronTrainer(PolicyTrainer):
         return joint_digest(self._optimiser.masters())
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         statistics = KvStatistics(self.arch.num_layers, self._policy.device)
         shape = (len(batch), int(batch.completion.sum(-1).max()))
         found = torch.zeros(2, *shape)
@@ -109,23 +111,8 @@ class MegatronTrainer(PolicyTrainer):
         self._observe(batch, 1.0, statistics, (), lambda *_: None)
         return statistics
 
-    def gradients(self, batch: RolloutBatch, temperature: float) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of a batch by Hugging Face name, to compare trainers of one copy; no update."""
-        corrected, _ = self._objective.corrected(batch)
-        try:
-            loss = self._accumulate(corrected, temperature, ())["loss"]
-            self._optimiser.finish()
-            return loss, {n: g.clone() for n, g in self._policy.whole(self._optimiser.gradients()).items()}
-        finally:
-            self._optimiser.clear()
-
     def _observe(
-        self,
-        batch: TokenBatch,
-        temperature: float,
-        statistics: KvStatistics,
-        scales: Sequence[LayerScales],
-        scored: TakeScores,
+        self, batch: TokenBatch, temperature: float, statistics: KvStatistics, scales: Scales, scored: TakeScores
     ) -> None:
         assert batch.truncation is None, "the configuration was checked"
         with self._policy.observed(statistics, scales):
@@ -141,7 +128,7 @@ class MegatronTrainer(PolicyTrainer):
     def _drop_gradients(self) -> None:
         self._optimiser.clear()
 
-    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Sequence[LayerScales]) -> dict[str, float]:
+    def _accumulate(self, batch: RolloutBatch, temperature: float, scales: Scales) -> dict[str, float]:
         denominator = Denominator.of(batch.mask)
         totals: dict[str, float] = {}
 
@@ -218,3 +205,64 @@ def process_trainer(
         optimiser_for(device),
         ranks,
     )
+
+
+def update_gain(policy: MegatronPolicy, optimiser: Optimiser, formats: Formats, ranks: Ranks) -> UpdateGain:
+    """Of the policy as it is now, whose linears are cut into tiles as its GEMMs do it.
+
+    Of experts it looks at those of the first data-parallel processes.
+    """
+    shapes = {n: tuple(p.shape) for n, p in policy.parameters().items() if "linear_" in n and p.dim() == 2}
+    layers, stored = layers_of(policy.arch, policy.megatron, policy.rank.pipeline), formats.stored_names().layers
+
+    def joined(own: list[Sums]) -> list[Sums]:
+        # Other data-parallel processes have the same.
+        return ranks.joined(own if parallel.data_group().rank() == 0 else [])
+
+    return UpdateGain(
+        sampled_tiles(shapes),
+        _Masters(optimiser, shapes).tiles,
+        lambda name: stored[layers[int(name.split(".layers.")[1].split(".")[0])]].qkv,
+        formats.recipe.weights,
+        joined,
+    )
+
+
+class _Masters:
+    """The masters of this process's linears, of which a distributed optimiser has a flat part."""
+
+    def __init__(self, optimiser: Optimiser, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._optimiser, self._shapes = optimiser, shapes
+        self._firsts: dict[str, int] = {}
+        for experts in (False, True):
+            # Each process has a contiguous part, in the order of the ranks.
+            own = optimiser.updated().items()
+            sizes = {name: len(part) for name, part in own if optimiser.is_expert(name) == experts}
+            group = _group(experts)
+            found = [sizes] * group.size()
+            all_gather_object(found, sizes, group=group)
+            self._firsts |= {name: sum(each[name] for each in found[: group.rank()]) for name in sizes}
+
+    def tiles(self, tiles: Sequence[Tile]) -> list[Tensor]:
+        """Whole ones, FP32; all processes ask together."""
+        own = self._optimiser.updated()
+        return [self._tile(tile, own[tile.name]) for tile in tiles]
+
+    def _tile(self, tile: Tile, part: Tensor) -> Tensor:
+        rows, columns = self._shapes[tile.name]
+        if len(part) == rows * columns:
+            return tile.cut(part.view(rows, columns))
+        first, stop = tile.row * columns, min(rows, tile.row + TILE) * columns
+        band = torch.zeros(stop - first, device=part.device)
+        shift = self._firsts[tile.name] - first
+        start, end = max(0, shift), min(len(band), shift + len(part))
+        if start < end:
+            band[start:end] = part[start - shift : end - shift]
+        cut = tile.cut(band.view(-1, columns), tile.row).contiguous()
+        all_reduce(cut, group=_group(self._optimiser.is_expert(tile.name)))
+        return cut
+
+
+def _group(experts: bool) -> ProcessGroup:
+    group: ProcessGroup = parallel_state.get_expert_data_parallel_group() if experts else parallel.data_group()
+    return group

@@ -20,7 +20,7 @@ from fp8core.numerics.fingerprint import bytes_in_order, combined, digest_of, fi
 from fp8core.numerics.lora import adapter_gradients
 from fp8core.numerics.recipe import TILE
 from fp8core.training.lora import LEFT, RIGHT, Adapters, adapter_shapes, is_target
-from fp8core.training.packed.masters import PackedMasters
+from fp8core.training.packed.masters import Masters, SharedRows
 from fp8core.training.ranks import Ranks
 from fp8core.training.update_gain import Tile
 
@@ -45,7 +45,7 @@ class _Made(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class AdaptedMasters(PackedMasters):
+class AdaptedMasters(SharedRows):
     def __init__(
         self,
         arch: Architecture,
@@ -143,3 +143,7 @@ class AdaptedMasters(PackedMasters):
         sums = [slice_sums([self.slice_of(name, own[name].bfloat16())])[0] for name in own]
         digits = combined(self._ranks.joined([sums]))
         return {name: ("bfloat16", self.shapes[name], found) for name, found in zip(own, digits, strict=True)}
+
+
+PackedMasters = Masters | AdaptedMasters
+"""The policy of a packed trainer on one rank."""

@@ -15,7 +15,7 @@ Activations are BF16 [tokens, features].
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,48 +102,6 @@ class BlockWeight:
     filling: Filling | None = None
 
 
-class Blocks(Protocol):
-    name: str
-
-    def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Operands of these blocks, from rows of an FP32 master: so many of each part, which begins with a tile."""
-        ...
-
-    def ready(self, made: Sequence[Tensor], filling: Filling | None) -> BlockWeight: ...
-
-    def normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> tuple[Tensor, Operand]: ...
-
-    def operand(self, x: Tensor) -> Operand: ...
-
-    def activated(self, inner: Tensor) -> Operand:
-        """SwiGLU of gate and up, [tokens, 2 * width]."""
-        ...
-
-    def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed: ...
-
-    def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
-        """The operand of a product, and what is kept of it."""
-        ...
-
-    def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]: ...
-
-    def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
-        """Operand times weight, BF16 [tokens, out]."""
-        ...
-
-    def gradients(
-        self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place if there is one."""
-        ...
-
-    def inner_gradients(
-        self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
-        ...
-
-
 class Fp8Blocks:
     """E4M3 in all three GEMMs; NaN and infinity anywhere set `flag`."""
 
@@ -156,6 +114,7 @@ class Fp8Blocks:
         self._of_gradients = recipe.gradients, recipe.tokens, flag
 
     def made(self, rows: Tensor, parts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Operands of these blocks, from rows of an FP32 master: so many of each part, which begins with a tile."""
         narrow, quantiser = rows.bfloat16(), (self._tiles, self._flag)
         if all(part % self._tiles.rows == 0 for part in parts[:-1]):
             return tile_codes(narrow, *quantiser)
@@ -175,6 +134,7 @@ class Fp8Blocks:
         return row_codes(x, *self._rows)
 
     def activated(self, inner: Tensor) -> Operand:
+        """SwiGLU of gate and up, [tokens, 2 * width]."""
         return swiglu_row_codes(inner, *self._rows)
 
     def kept_normed(self, x: Tensor, added: Tensor | None, norm: Norm) -> Normed:
@@ -182,6 +142,7 @@ class Fp8Blocks:
         return Normed(total, inverse, rows, columns)
 
     def kept_operand(self, x: Tensor) -> tuple[Operand, Operand]:
+        """The operand of a product, and what is kept of it."""
         return row_and_column_codes(x, *self._rows_and_columns)
 
     def kept_activated(self, inner: Tensor) -> tuple[Operand, Operand]:
@@ -193,11 +154,13 @@ class Fp8Blocks:
     def gradients(
         self, grad: Tensor, kept: Operand, weight: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Of a product's input, BF16, and of its weight, FP32, which is added to `total` in place if there is one."""
         return self._products(row_and_column_codes(grad, *self._of_gradients), kept, weight, total)
 
     def inner_gradients(
         self, grad: Tensor, inner: Tensor, kept: Operand, gate_up: BlockWeight, total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """As `gradients`, of the product that gave `inner`; `grad` is that of its SwiGLU."""
         return self._products(swiglu_backward_codes(grad, inner, *self._of_gradients), kept, gate_up, total)
 
     @staticmethod
@@ -264,6 +227,9 @@ class InvariantBf16Blocks(Bf16Blocks):
 
     def product(self, operand: Operand, weight: BlockWeight) -> Tensor:
         return bf16_gemm(_values(operand), _values(weight.values))
+
+
+Blocks = Fp8Blocks | Bf16Blocks
 
 
 def norm_only(x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:

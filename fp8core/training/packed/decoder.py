@@ -15,14 +15,15 @@ from fp8core.models.architecture import Architecture, with_whole_tiles
 from fp8core.models.decoder import rotary_tables
 from fp8core.models.weights import SCALE_SUFFIX
 from fp8core.numerics.fused import HeadLayout, Heads, add_norm_backward, heads_of, norm_rotate, norm_rotate_backward
-from fp8core.numerics.kv_scales import LayerScales
+from fp8core.numerics.kv_scales import LayerScales, Scales
 from fp8core.numerics.packed import Attended, DevicePack, PackedAttention
+from fp8core.training.packed.adapted import PackedMasters
 from fp8core.training.packed.blocks import Blocks, BlockWeight, Filling, Norm, Operand, norm_only
-from fp8core.training.packed.masters import PackedMasters, Stack, layer_stacks, units_of
+from fp8core.training.packed.masters import Stack, layer_stacks, units_of
 
 Observer = Callable[[int, Heads], None]
 Keep = Callable[[str, Tensor], Tensor | None]
-"""From a linear's name in the decoder and its gradient to what the collector keeps of it (`PackedMasters.kept`)."""
+"""From a linear's name in the decoder and its gradient to what the collector keeps of it (`Masters.kept`)."""
 _LINEARS = ("qkv", "output", "gate_up", "down")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _VECTORS = ("input_norm", "qkv_bias", "post_norm", *_HEAD_NORMS)
@@ -38,7 +39,7 @@ class LayerContext:
     attention: PackedAttention
     cos: Tensor
     sin: Tensor
-    scales: Sequence[LayerScales]
+    scales: Scales
     observe: Observer | None
 
     def scales_of(self, layer: int) -> LayerScales | None:
@@ -330,7 +331,7 @@ class PackedDecoder(nn.Module):
         tokens: Tensor,
         pack: DevicePack,
         attention: PackedAttention,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         observe: Observer | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, BF16 [tokens, hidden], of int64 [tokens].

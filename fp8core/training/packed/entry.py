@@ -1,5 +1,6 @@
-"""The trainer for packed sequences as a registered trainer."""
+"""The trainer for packed sequences as a registered trainer: what it can compute, and its memory. Nothing is loaded."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -7,27 +8,177 @@ import torch
 from torch import Tensor
 
 from fp8core.config.capability import Environment, Node, this_platform
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.run import RunConfig
 from fp8core.config.training import TrainingConfig
-from fp8core.models.architecture import Architecture
+from fp8core.models.architecture import Architecture, parameter_shapes, with_whole_tiles
 from fp8core.models.weights import rollout_formats, training_formats
+from fp8core.numerics.attention import HEAD_DIMS, LARGEST_GROUP, decode_kernel_takes
+from fp8core.numerics.gemm import OUTPUT_MULTIPLE
+from fp8core.numerics.logprobs import ChunkedHead
+from fp8core.numerics.packed import packed_length
+from fp8core.numerics.recipe import TILE
+from fp8core.resources.kernels import Product, gradient_products, layer_products, weight_gradient_products
+from fp8core.resources.memory import BF16_BYTES, FP32_BYTES, Need, count_parameters, stored_bytes
 from fp8core.rl.objective import Objective
-from fp8core.rollout.registry import engine_entry
+from fp8core.rollout.registry import engine_entry, longest_sequence
 from fp8core.training.lora import adapter_refusals
-from fp8core.training.memory import Parallel
-from fp8core.training.packed.requirements import (
-    MEMORY,
-    contract_refusals,
-    model_refusals,
-    packs,
-    products,
-    required_environment,
+from fp8core.training.memory import (
+    MASTER_WEIGHTS,
+    MOMENTS,
+    Parallel,
+    TrainerMemory,
+    adapted_state,
+    exported_in_one_piece,
+    gradients,
 )
+from fp8core.training.packed.masters import layer_stacks
 from fp8core.training.ranks import ALONE, Ranks
 from fp8core.training.registry import TrainerEntry
 
 if TYPE_CHECKING:
     from fp8core.training.packed.trainer import PackedTrainer
+
+_SETTING = "training.packed"
+_POINTS = ("stepwise", "kernels")
+
+
+def required_environment(training: TrainingConfig) -> dict[str, str]:
+    """torch's deterministic mode refuses a product of cuBLAS without it."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if training.device == "cuda" and training.deterministic else {}
+
+
+def contract_refusals(contract: PrecisionContract, device: str, platform: str) -> Iterator[str]:
+    """A message for all that no kernel of this trainer computes on a `device`: the setting, and what to do."""
+    training = contract.training
+    if device == "cuda" and platform == "cpu":
+        yield "training.device=cuda: torch sees no GPU"
+    if training.linear == "fp32":
+        yield f"{_SETTING} with precision.training.linear=fp32: set it to bf16 or fp8_block"
+    if training.backward_format != training.linear:
+        yield (
+            f"{_SETTING} with precision.training.backward={training.backward_format}: its backward has the format of "
+            f"the forward ({training.linear}); set backward to null"
+        )
+    if contract.rounding_points not in _POINTS:
+        yield (
+            f"{_SETTING} with precision.rounding_points={contract.rounding_points}: its kernels have the points "
+            f"`kernels`; set it to {' or '.join(_POINTS)}"
+        )
+
+
+def model_refusals(arch: Architecture, contract: PrecisionContract, device: str) -> Iterator[str]:
+    if arch.sparse_layers:
+        yield f"{_SETTING}: the model has experts, which this trainer does not; set training.trainer=megatron"
+    if device == "cpu":
+        return
+    if contract.training.linear == "fp8_block" and arch.hidden_size % OUTPUT_MULTIPLE:
+        yield (
+            f"{_SETTING} with precision.training.linear=fp8_block: the model's hidden size is {arch.hidden_size}; it "
+            f"must be a multiple of {OUTPUT_MULTIPLE}; set linear to bf16, or training.device to cpu"
+        )
+    group = arch.num_heads // arch.num_kv_heads
+    if contract.training.kv_cache == "fp8" and not decode_kernel_takes(arch.head_dim, group):
+        yield (
+            f"{_SETTING} with precision.training.kv_cache=fp8: the model has head_dim={arch.head_dim} and {group} "
+            f"query heads a KV head; the kernel takes head_dim {' or '.join(map(str, HEAD_DIMS))} and at most "
+            f"{LARGEST_GROUP}; set kv_cache to bf16, or training.device to cpu"
+        )
+
+
+def packs(config: RunConfig, arch: Architecture) -> range:
+    """The numbers of tokens that a pack can have on a GPU; a sequence longer than a micro-batch is a pack alone."""
+    if config.training.device != "cuda":
+        return range(0)
+    return range(TILE, math.ceil(_longest_pack(config, arch) / TILE) * TILE + 1, TILE)
+
+
+def _longest_pack(config: RunConfig, arch: Architecture) -> int:
+    return max(config.training.tokens_per_pass, packed_length(longest_sequence(config, arch)))
+
+
+def products(config: RunConfig, arch: Architecture) -> Iterator[Product]:
+    tokens = packs(config, arch)
+    if not tokens:
+        return
+    if config.precision.training.linear == "fp8_block":
+        computed = with_whole_tiles(arch)
+        yield from layer_products(computed, tokens)
+        yield from gradient_products(computed, tokens)
+        yield from weight_gradient_products(computed, tokens)
+    chunk = max(1, ChunkedHead.chunk_elements // arch.vocab_size)
+    yield Product("bf16", arch.vocab_size, arch.hidden_size, range(1, min(chunk, tokens[-1]) + 1))
+
+
+_MOMENT_BYTES = {"fp32": FP32_BYTES, "bf16": BF16_BYTES}
+# CUDA context, GEMM workspaces, and the larger of a chunk of logits with what is made of it and what attention's
+# backward takes (`kernels.attention_backward.MOST_BYTES`). An estimate.
+_WORKSPACE = 4_000_000_000
+# CUDA context, and memory that torch keeps because a part of it is used. An estimate: 10 GiB for this and an engine's
+# workspace were too few beside a policy of 8B.
+_AT_REST = 8_000_000_000
+
+
+def _state(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    if config.training.lora is not None:
+        return adapted_state(config, arch, parallel.gpus, _MOMENT_BYTES[config.training.optimiser_state])
+    owned, form = math.ceil(count_parameters(arch).total / parallel.gpus), config.training.optimiser_state
+    moments = Need(MOMENTS, 2 * owned * _MOMENT_BYTES[form], f"AdamW, {form.upper()}")
+    return Need(MASTER_WEIGHTS, owned * FP32_BYTES, "FP32"), moments
+
+
+def _scoring(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    return tuple(need for need in _state(config, arch, parallel) if need.item != MOMENTS)
+
+
+def _step(config: RunConfig, arch: Architecture, parallel: Parallel) -> tuple[Need, ...]:
+    """The weights of a pass, which every GPU has whole, and what it makes of them."""
+    recomputed = config.training.activation_checkpointing
+    stored = stored_bytes(parameter_shapes(arch), training_formats(config.precision, arch.num_layers).stored_names())
+    return (
+        Need("weights", stored.total, "as they are multiplied"),
+        Need("quantised copies", stored.codes, "transposed FP8 codes for dgrad"),
+        _gradients(config, arch, parallel),
+        Need("activations", _activations(config, arch), "layers recomputed" if recomputed else "all kept"),
+        Need("workspace", _WORKSPACE, "estimate"),
+    )
+
+
+def _gradients(config: RunConfig, arch: Architecture, parallel: Parallel) -> Need:
+    if config.training.reduce_gradients == "per_update" or config.training.lora is not None or parallel.gpus == 1:
+        return gradients(config, arch, "FP32, of this GPU's packs")
+    counts = count_parameters(arch)
+    widest = max(math.prod(stack.shape) for stack in layer_stacks(arch, 0).values())
+    elements = counts.total - counts.linear + math.ceil(counts.linear / parallel.gpus) + _TRAVELLING * widest
+    return Need("gradients", elements * FP32_BYTES, "FP32; of linears the own rows, and one that travels")
+
+
+_TRAVELLING = 4
+"""Copies of a gradient: as it was made, cut for the ranks, in one buffer, and as it has come from them."""
+
+
+def _activations(config: RunConfig, arch: Architecture) -> int:
+    """The bytes that blocks, rotary positions and attention keep of a pass for its backward (`packed.blocks`)."""
+    hidden, query = arch.hidden_size, arch.num_heads * arch.head_dim
+    every, width = query + 2 * arch.num_kv_heads * arch.head_dim, arch.intermediate_size
+    # Inputs of the four linears: column codes, or the BF16 tensors.
+    inputs = (2 * hidden + query + width) * (1 if config.precision.training.linear == "fp8_block" else BF16_BYTES)
+    inside = inputs + BF16_BYTES * (2 * hidden + 2 * every + query + 2 * width)
+    # Of each layer that is computed again: the stream before both halves, what it attended to, and log-sum-exps.
+    outside, layers = BF16_BYTES * (2 * hidden + query) + FP32_BYTES * arch.num_heads, arch.num_layers
+    kept = outside * layers + inside if config.training.activation_checkpointing else inside * layers
+    return _longest_pack(config, arch) * kept
+
+
+MEMORY = TrainerMemory(
+    state=_state,
+    step=_step,
+    exported=exported_in_one_piece,
+    scoring=_scoring,
+    at_rest=_AT_REST,
+    advice="lower training.tokens_per_pass",
+)
+"""On each GPU: a share of masters and moments, and all weights as they are multiplied."""
 
 
 def _on_gpu(training: TrainingConfig) -> bool:

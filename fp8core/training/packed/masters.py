@@ -15,8 +15,7 @@ the ranks, whatever lies between them.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -91,69 +90,19 @@ def own_rows(rows: int, rank: int, count: int) -> range:
     return range(first, last)
 
 
-class PackedMasters(ABC):
-    """The policy of a packed trainer on one rank, what of it learns, and the exchange of rows with other ranks.
+class SharedRows:
+    """The rows of all parameters that one rank has, and the exchange of rows with other ranks.
 
-    `base`: digest of what is frozen. `learnt_shapes`, `shapes`: whole ones, of what learns and of all by Hugging Face
-    name."""
-
-    base: str | None = None
-    learnt_shapes: Mapping[str, tuple[int, ...]]
+    `shapes`: whole ones, by Hugging Face name.
+    """
 
     def __init__(self, arch: Architecture, ranks: Ranks) -> None:
         self.units, self._ranks = units_of(arch), ranks
         self._stacks = {name: stack for unit in self.units for name, stack in unit.items()}
         self.shapes = {name: (rows, *stack.width) for stack in self._stacks.values() for name, rows in stack.parts}
 
-    @abstractmethod
-    def own(self, name: str) -> Tensor:
-        """FP32 [own rows, ...] of a parameter, by its name in the decoder."""
-
-    @abstractmethod
-    def looked_up(self, name: str) -> Tensor:
-        """Own rows to find single ones in, in any type of BF16 values or wider."""
-
-    @abstractmethod
-    def named(self) -> Mapping[str, Tensor]:
-        """The own rows, FP32 by Hugging Face name."""
-
-    @abstractmethod
-    def tiles(self, tiles: Sequence[Tile]) -> Iterable[Tensor]: ...
-
-    @abstractmethod
-    def digest(self) -> str: ...
-
-    @abstractmethod
-    def describe(self) -> dict[str, object]: ...
-
-    @abstractmethod
-    def collects(self, name: str) -> bool:
-        """True if anything learns from the gradient of a parameter of the decoder."""
-
-    @abstractmethod
-    def kept(self, name: str, gradient: Tensor) -> Tensor | None:
-        """The part that the collector of a linear keeps of a gradient, after each pack."""
-
-    def end_passes(self, passes: int) -> None:  # noqa: B027 - most exchange nothing before `collected`
+    def end_passes(self, passes: int) -> None:
         """This rank is done or failed; `passes` is the largest number of any rank."""
-
-    @abstractmethod
-    def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of all packs of all ranks, which the collectors give away."""
-
-    @abstractmethod
-    def drop_gradients(self) -> None: ...
-
-    @abstractmethod
-    def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
-
-    @abstractmethod
-    def learnt_rows(self, name: str) -> range: ...
-
-    @abstractmethod
-    def whole_norm(self, own: float) -> float:
-        """The norm of all gradients, from that of the own ones."""
 
     def parts(self, name: str) -> list[int]:
         """The number of own rows of each part of a parameter, by its name in the decoder."""
@@ -244,8 +193,13 @@ class PackedMasters(ABC):
         return [[math.ceil(len(own_rows(rows, rank, count)) / step) * row for rank in range(count)] for rows in parts]
 
 
-class Masters(PackedMasters):
-    """FP32 masters that all learn: the rows of one rank."""
+class Masters(SharedRows):
+    """FP32 masters that all learn: the rows of one rank.
+
+    `base`: digest of what is frozen. `learnt_shapes`: whole ones, of what learns.
+    """
+
+    base: str | None = None
 
     def __init__(self, arch: Architecture, weights: Mapping[str, Tensor], device: torch.device, ranks: Ranks) -> None:
         super().__init__(arch, ranks)
@@ -262,6 +216,7 @@ class Masters(PackedMasters):
             master.copy_(weights[name][rows.start : rows.stop].to(device))
 
     def learnt(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Tensors that learn on this rank, or those that `collected` gave, by the names of `learnt_shapes`."""
         found: dict[str, Tensor] = {}
         for name, own in (self._own if values is None else values).items():
             stack = self._stacks[name]
@@ -270,9 +225,11 @@ class Masters(PackedMasters):
         return found
 
     def own(self, name: str) -> Tensor:
+        """FP32 [own rows, ...] of a parameter, by its name in the decoder."""
         return self._own[name]
 
     def named(self) -> dict[str, Tensor]:
+        """The own rows, FP32 by Hugging Face name."""
         return self.learnt()
 
     def learnt_rows(self, name: str) -> range:
@@ -283,6 +240,7 @@ class Masters(PackedMasters):
         return [tile.cut(own[tile.name], self.rows_of(tile.name).start) for tile in tiles]
 
     def looked_up(self, name: str) -> Tensor:
+        """Own rows to find single ones in, in any type of BF16 values or wider."""
         return self._own[name] if self._ranks.count == 1 else self._own[name].bfloat16()
 
     def digest(self) -> str:
@@ -294,12 +252,15 @@ class Masters(PackedMasters):
         return {}
 
     def collects(self, name: str) -> bool:
+        """True if anything learns from the gradient of a parameter of the decoder."""
         return True
 
     def kept(self, name: str, gradient: Tensor) -> Tensor | None:
+        """The part that the collector of a linear keeps of a gradient, after each pack."""
         return gradient
 
     def collected(self, collectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of all packs of all ranks, which the collectors give away."""
         found: dict[str, Tensor] = {}
         # The order of a backward, so that what is whole goes as early as it can.
         for unit in reversed(self.units):
@@ -310,6 +271,7 @@ class Masters(PackedMasters):
         """Collectors have them all."""
 
     def whole_norm(self, own: float) -> float:
+        """The norm of all gradients, from that of the own ones."""
         return math.hypot(*self._ranks.joined([own]))
 
 

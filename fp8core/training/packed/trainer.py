@@ -21,7 +21,7 @@ from fp8core.numerics.adamw import MOMENT_NAMES, AdamWStep, adamw
 from fp8core.numerics.attention import QUERY_TYPES, Bf16Attention
 from fp8core.numerics.e4m3 import FiniteFlag
 from fp8core.numerics.elementwise import KERNELS
-from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, LayerScales
+from fp8core.numerics.kv_scales import AmaxStatistics, KvStatistics, Scales
 from fp8core.numerics.packed import (
     Bf16PackedAttention,
     DevicePack,
@@ -38,10 +38,10 @@ from fp8core.rl.objective import Objective
 from fp8core.store.artifacts import ArtifactStore, Ref
 from fp8core.training.lora import learning_linears
 from fp8core.training.micro_batch import FlatScores, MicroBatchTrainer
-from fp8core.training.packed.adapted import AdaptedMasters
+from fp8core.training.packed.adapted import AdaptedMasters, PackedMasters
 from fp8core.training.packed.blocks import Bf16Blocks, Blocks, Fp8Blocks, InvariantBf16Blocks
 from fp8core.training.packed.decoder import Observer, PackedDecoder
-from fp8core.training.packed.masters import Masters, PackedMasters, PassMasters, balanced
+from fp8core.training.packed.masters import Masters, PassMasters, balanced
 from fp8core.training.packing import Pack, even_groups
 from fp8core.training.ranks import ALONE, Ranks, together
 from fp8core.training.saved_state import (
@@ -152,7 +152,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
     def digest(self) -> str:
         return self._masters.digest()
 
-    def logprobs(self, batch: TokenBatch, temperature: float, scales: Sequence[LayerScales]) -> ScoredBatch:
+    def logprobs(self, batch: TokenBatch, temperature: float, scales: Scales) -> ScoredBatch:
         """As every trainer; raises GroupNotFinite when a linear met NaN or infinity, which kernels only note."""
         scored = super().logprobs(batch, temperature, scales)
         self._refuse_not_finite()
@@ -175,11 +175,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         return Pack.of(batch, slice(0, len(batch)), sequences).to(self._device)
 
     def _hidden(
-        self,
-        pack: Pack,
-        attention: PackedAttention,
-        scales: Sequence[LayerScales],
-        statistics: KvStatistics | None,
+        self, pack: Pack, attention: PackedAttention, scales: Scales, statistics: KvStatistics | None
     ) -> Tensor:
         observe: Observer | None = None
         if statistics is not None:
@@ -198,7 +194,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
         weights: Tensor,
         batch: TokenBatch,
         temperature: float,
-        scales: Sequence[LayerScales],
+        scales: Scales,
         statistics: KvStatistics | None = None,
     ) -> FlatScores:
         pack = self._packed(batch)
@@ -207,11 +203,7 @@ class PackedTrainer(MicroBatchTrainer[Tensor]):
             # Each written token is predicted by the position before it.
             options = HeadOptions(_HEADS[self._formats.training.head.name], temperature, batch.truncation)
             logprobs, entropy = token_logprobs(
-                hidden[pack.written - 1],
-                self._decoder.head_weight()[0],
-                weights,
-                pack.tokens[pack.written],
-                options,
+                hidden[pack.written - 1], self._decoder.head_weight()[0], weights, pack.tokens[pack.written], options
             )
             return FlatScores(logprobs.cpu(), entropy.cpu())
 

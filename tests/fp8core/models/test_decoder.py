@@ -62,23 +62,6 @@ def test_padding_on_either_side_changes_nothing(hidden_of, contract):
     assert torch.equal(right[:, :7], whole)
 
 
-def test_what_is_observed_is_what_attention_reads(hidden_of):
-    seen = {}
-    valid = torch.ones(3, 9, dtype=torch.bool)
-    hidden_of(PrecisionContract(), random_tokens(3, 9), valid, lambda layer, qkv: seen.setdefault(layer, qkv))
-    assert [tuple(x.shape) for x in seen[1]] == [(3, 4, 9, 24), (3, 2, 9, 24), (3, 2, 9, 24)]
-    assert sorted(seen) == [0, 1]
-    shuffled = {}
-    tokens = random_tokens(3, 9)
-    tokens[:, 4] = tokens[:, 0]
-    hidden_of(PrecisionContract(), tokens, valid, lambda layer, qkv: shuffled.setdefault(layer, qkv))
-    q, k, v = shuffled[0]
-    assert torch.equal(v[:, :, 4], v[:, :, 0])
-    assert not torch.equal(k[:, :, 4], k[:, :, 0]), "keys are observed after their rotation"
-    assert torch.allclose(k[:, :, 4].norm(dim=-1), k[:, :, 0].norm(dim=-1), rtol=1e-2)
-    assert torch.allclose(q[:, :, 4].norm(dim=-1), q[:, :, 0].norm(dim=-1), rtol=1e-2)
-
-
 def test_gradients_equal_those_of_transformers(transformers_checkpoint):
     """The norms, SwiGLU, the linears and the head each have a backward of their own."""
     checkpoint, model = load_checkpoint(transformers_checkpoint.folder), transformers_checkpoint.model

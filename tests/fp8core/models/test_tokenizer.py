@@ -51,25 +51,6 @@ def test_decoding_leaves_out_special_tokens_and_shows_ids_that_have_none(bpe_tok
     assert bpe_tokenizer.decode([*ids, bpe_tokenizer.pad_id, beyond, beyond, *ids]) == f"Tom{f'<|id {beyond}|>' * 2}Tom"
 
 
-def test_what_the_file_adds_or_cuts_is_left_to_the_caller(folder):
-    """A first token comes where it is asked for; a longest text and padding are those of a run."""
-    first = {"id": "<|endoftext|>", "type_id": 0}
-    rewrite_json(
-        folder / "tokenizer.json",
-        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        post_processor={
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": first}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-        },
-    )
-    tokenizer = Tokenizer.load(folder)
-    plain = tokenizer.encode("one two three four five six seven")
-    assert tokenizer.encode("one two three four five six seven", add_special_tokens=True) == [0, *plain]
-    assert len(plain) > 4
-
-
 def test_ends_are_those_of_the_tokenizer_and_the_generation_config(folder):
     (folder / "config.json").write_text('{"eos_token_id": 5}')
     assert Tokenizer.load(folder).eos_ids == {2, 5}

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +6,6 @@ from hypothesis import strategies as st
 from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
 from fp8core.models.weights import (
     SCALE_SUFFIX,
-    LayerNames,
     StoredNames,
     is_linear,
     load_policy,
@@ -25,7 +22,6 @@ from fp8core.numerics.linear import Bf16Linear, Fp8BlockLinear, Fp32Linear
 from fp8core.numerics.logprobs import Bf16Head, Fp32Head
 from fp8core.numerics.recipe import FP32, POW2
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TILES = [POW2.weights, FP32.weights]
 FP8, FP8_ONCE = StoredNames.by_layer("fp8_block", "fp8_block"), StoredNames.by_layer("fp8_block")
 
@@ -74,28 +70,6 @@ def test_ready_weights_are_the_stored_values_times_their_tile_scales(architectur
         assert torch.equal(ready.dequantised, torch.cat(expected)), field
 
 
-def test_gradients_pass_from_rounded_weights_to_the_masters(architecture, masters_of):
-    arch = architecture()
-    masters = {name: tensor.requires_grad_() for name, tensor in masters_of(arch).items()}
-    policy = load_policy(arch, stored_weights(masters, FP8, POW2.weights), masters)
-    layer = policy.layers[0]
-    plain = {
-        "model.embed_tokens.weight": policy.embedding,
-        "model.norm.weight": policy.norm,
-        "model.layers.0.input_layernorm.weight": layer.input_norm,
-        "model.layers.0.post_attention_layernorm.weight": layer.post_norm,
-        "model.layers.0.self_attn.q_norm.weight": layer.q_norm,
-        "model.layers.0.self_attn.k_norm.weight": layer.k_norm,
-    }
-    for name, ready in plain.items():
-        assert torch.equal(ready.detach(), masters[name].detach().bfloat16().float()), name
-        (gradient,) = torch.autograd.grad(ready.square().sum(), masters[name])
-        assert torch.equal(gradient, 2 * ready.detach()), name
-    stacked = torch.cat([masters[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    assert torch.equal(layer.mlp.gate_up.master, stacked)
-    assert policy.head.master is masters["lm_head.weight"]
-
-
 def kinds(formats):
     """The type of each layer's linears, which is one."""
     found = [{type(linear) for linear in layer.linears} for layer in formats.layers]
@@ -105,8 +79,7 @@ def kinds(formats):
 
 @pytest.mark.parametrize("formats_of", [rollout_formats, training_formats])
 @pytest.mark.parametrize(
-    ("first", "last", "expected"),
-    [(0, 0, "FFFF"), (1, 0, "BFFF"), (0, 2, "FFBB"), (1, 1, "BFFB"), (2, 2, "BBBB")],
+    ("first", "last", "expected"), [(0, 0, "FFFF"), (1, 0, "BFFF"), (0, 2, "FFBB"), (1, 1, "BFFB"), (2, 2, "BBBB")]
 )
 def test_layers_at_both_ends_stay_in_bf16(formats_of, first, last, expected):
     formats = formats_of(PrecisionContract(bf16_first_layers=first, bf16_last_layers=last), 4)
@@ -137,30 +110,3 @@ def test_the_reference_rounds_nothing_below_fp32():
     assert formats.rounding(torch.tensor(1 + 2**-20)).item() == 1 + 2**-20
     assert {rounding for place, rounding in vars(formats.points).items() if place != "name"} == {keep_fp32}
     assert rollout_formats(PrecisionContract(), 1).rounding(torch.tensor(1 + 2**-20)).item() == 1.0
-
-
-def test_each_linear_and_each_attention_has_its_own_format():
-    fp8, fp32 = rollout_formats(PrecisionContract(), 2), reference_formats(2)
-    layer = replace(fp8.layers[1], output=fp32.layers[1].output, attention=fp32.layers[1].attention)
-    mixed = replace(fp8, layers=(fp8.layers[0], layer))
-    names = LayerNames(qkv="fp8_block", output="fp32", gate_up="fp8_block", down="fp8_block")
-    assert mixed.stored_names().layers == (LayerNames(*["fp8_block"] * 4), names)
-    assert mixed.stored_names().values == "bf16"
-    assert [type(layer.attention) for layer in mixed.layers] == [Fp16OverFp8Attention, Fp32Attention]
-    assert [type(layer.attention) for layer in mixed.with_attention(Bf16Attention()).layers] == [Bf16Attention] * 2
-    assert mixed.with_attention(Bf16Attention()).stored_names() == mixed.stored_names()
-
-
-@pytest.mark.parametrize("name", ["stepwise", "native", "kernels", "fused"])
-def test_rounding_points_reach_values_and_bf16_attention_of_both_sides(name):
-    contract = PrecisionContract(rollout=SidePrecision(kv_cache="bf16"), rounding_points=name)
-    formats = rollout_formats(contract, 2)
-    assert formats.points.name == formats.describe()["rounding_points"] == name
-    assert training_formats(contract, 2).points is formats.points
-    q = torch.randn(1, 1, 1, 8)
-    k = v = torch.randn(1, 1, 5, 8).bfloat16().float()
-    expected = Bf16Attention(formats.points.weights)
-    stored, mask = expected.store(k, v, None), torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    changed = rollout_formats(PrecisionContract(rollout=contract.rollout), 2).with_points(formats.points)
-    for form in (formats.layers[1].attention, changed.layers[1].attention):
-        assert torch.equal(form.attend(q, *stored, mask, None), expected.attend(q, *stored, mask, None))

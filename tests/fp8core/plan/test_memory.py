@@ -12,9 +12,8 @@ from fp8core.models.weights import load_policy, rollout_formats, stored_weights,
 from fp8core.numerics.recipe import POW2
 from fp8core.resources.memory import cache_bytes_per_token, count_parameters, emulated_bytes, shipped_bytes
 from fp8core.run.build import build_trainer
-from fp8core.training.megatron import requirements as megatron
+from fp8core.training.megatron import entry as megatron
 from fp8core.training.memory import Parallel, gpu_state, host_needs
-from fp8core.training.packed.requirements import MEMORY
 
 DENSE, EXPERTS = 1_541_093_376, 28_991_029_248  # Of Qwen3-30B-A3B; 48 layers of 128 experts of 3 x 2048 x 768.
 TOTAL, LINEARS = 8_190_735_360, 6_945_767_424  # Of Qwen3-8B.
@@ -77,28 +76,10 @@ def test_experts_are_shared_out_and_optimiser_states_over_all_gpus(configured):
     assert state["optimiser states"] == DENSE + EXPERTS
 
 
-def test_tensor_parallelism_leaves_norms_and_routers_whole_and_cuts_biases(configured):
-    config, parallel = on_megatron(configured, "qwen3-30b-a3b"), Parallel(gpus=4, tensor=4, expert=4)
-    arch = model_shape(config)
-    plain, biased = (by_item(megatron.MEMORY.state(config, a, parallel)) for a in (arch, replace(arch, qkv_bias=True)))
-    assert biased["gradients"] - plain["gradients"] == 4 * 48 * (32 + 2 * 4) * 128 // 4
-    whole = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
-    assert plain["gradients"] == 4 * (whole + (DENSE - whole) // 4 + EXPERTS // 4)
-
-
 def test_the_first_and_last_pipeline_stage_hold_embedding_and_head(configured):
     config = on_megatron(configured, "qwen3-8b")
     state = by_item(megatron.MEMORY.state(config, model_shape(config), Parallel(gpus=2, pipeline=2)))
     assert state["gradients"] == 4 * (18 * (192_937_984 + 2 * 4096 + 2 * 128) + 622_329_856 + 4096)
-
-
-def test_gradients_that_are_reduced_in_each_pass_are_shared_out(configured):
-    config = configured("qwen3-8b", training__reduce_gradients="per_pass")
-    arch = model_shape(config)
-    alone, eight = (by_item(MEMORY.step(config, arch, Parallel(gpus))) for gpus in (1, 8))
-    assert alone["gradients"] == 4 * TOTAL
-    # A gradient of gate and up travels: itself, its parts for the ranks, those in one buffer, and what came.
-    assert eight["gradients"] == 4 * (TOTAL - LINEARS + LINEARS // 8 + 4 * 2 * 12_288 * 4096)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe"])

@@ -38,20 +38,6 @@ def test_the_exact_trainer_computes_on_the_host_beside_an_engine_on_a_gpu(planne
     assert len(found) == 2
 
 
-def test_gpus_of_their_own_train_without_an_engine(planned):
-    settings = {"cluster__placement": "separate", "rollout__vllm__gpu_memory_utilization": 0.75}
-    settings |= {"training__trainer": "megatron", "training__deterministic": False}
-    settings |= {"training__megatron__recompute": "full", "training__megatron__expert_parallel": 8}
-    found = phases(planned("qwen3-30b-a3b", ranks=8, **settings))
-    assert [*found] == [
-        ("NVIDIA H200", "generating"),
-        ("each of 8 NVIDIA H200", "training"),
-        ("each of 8 NVIDIA H200", "syncing"),
-    ]
-    assert all(phase.fits for phase in found.values())
-    assert not any("engine" in item for item in items(found["each of 8 NVIDIA H200", "training"]))
-
-
 def test_gpus_that_do_both_hold_the_state_all_the_time_and_the_engine_sleeps_while_they_train(planned):
     plan = planned("qwen3-8b", ranks=8, cluster__engines=8, **SLEEPS)
     assert plan.refusals == ()
@@ -120,15 +106,6 @@ def test_an_engine_that_does_not_fit_is_refused_in_one_line(planned, model, gpu,
     assert "\n" not in message
 
 
-def test_a_training_that_does_not_fit_is_told_what_to_change(planned):
-    """Its state is 12 bytes a parameter: 98.29 GB of 150.75."""
-    plan = planned("qwen3-8b", ranks=1, rollout__vllm__sleep=True)
-    generating, training, _ = plan.refusals
-    assert "lower rollout.vllm.gpu_memory_utilization" in generating
-    assert training.startswith("training on NVIDIA H200 needs ")
-    assert training.endswith("lower training.tokens_per_pass or train on more GPUs")
-
-
 @pytest.mark.parametrize(
     ("precision", "tokens"), [("bf16", 802_000), ("fp8_linear", 849_000), ("fp8_linear_kv", 1_699_000)]
 )
@@ -140,16 +117,6 @@ def test_an_h200_has_room_for_these_tokens_of_qwen3_8b(planned, precision, token
     (phase,) = plan.devices[0].phases
     assert phase.total == phase.limit == int(143_771 * 2**20 * 0.92)
     assert verdict(plan) == "fits"
-
-
-def test_gpus_that_share_the_layers_hold_their_part_of_weights_and_cache(planned):
-    whole = planned("qwen3-8b")
-    plan = planned("qwen3-8b", cluster__placement="separate", rollout__vllm__tensor_parallel=4)
-    generating, one = plan.devices[0], whole.devices[0]
-    assert generating.count == 4
-    weights, alone = (device.phases[0].needs[0].bytes for device in (generating, one))
-    assert weights == -(-alone // 4)
-    assert plan.cache.bytes_per_token * 4 == whole.cache.bytes_per_token
 
 
 @pytest.mark.parametrize(("left", "line"), [(0.031, "fits"), (0.029, "fits closely: 2.9% is left while ")])

@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -218,22 +217,6 @@ def test_rows_that_are_not_kept_count_for_nothing(gradient_of, batch_for, name, 
     assert difference(whole, expected) > 0.2
 
 
-@pytest.mark.parametrize("minibatches", [2, 4])
-def test_minibatches_are_updates_in_row_order(trainer_of, architecture, batch_for, minibatches):
-    contract = CONTRACTS["bf16"]
-    batch = batch_for(contract)
-    together = trainer_of(contract, architecture(), TrainingConfig(minibatches=minibatches, warmup_steps=10))
-    report = together.step(batch, 1.0, ())
-    one_by_one = trainer_of(contract, architecture(), TrainingConfig(warmup_steps=10))
-    bounds = {2: [0, 3, 6], 4: [0, 1, 3, 4, 6]}[minibatches]
-    shares = [one_by_one.step(batch.rows(slice(*pair)), 1.0, ()) for pair in pairwise(bounds)]
-    assert together.digest() == one_by_one.digest()
-    assert (together.version, one_by_one.version) == (1, minibatches)
-    assert report.tokens == int(batch.mask.sum())
-    assert report.loss == pytest.approx(sum(share.loss for share in shares) / minibatches)
-    assert report.learning_rate == pytest.approx(1e-4 * minibatches / 10)
-
-
 @pytest.mark.parametrize(
     ("kind", "rates"),
     [("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]), ("cosine", [0.5, 1, 0.882842712, 0.6, 0.317157288, 0.2, 0.2])],
@@ -246,21 +229,7 @@ def test_the_learning_rate_falls_to_its_final_share(trainer_of, architecture, ba
     assert [trainer.step(batch, 1.0, ()).learning_rate for _ in rates] == pytest.approx([1e-3 * x for x in rates])
 
 
-def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, batch_for, gradient_of, tmp_path):
-    batch = batch_for(CONTRACTS["bf16"])
-    free, report = gradient_of(CONTRACTS["bf16"], batch)
-    limit = report.grad_norm / 3
-    trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(beta1=0.0, max_grad_norm=limit))
-    assert trainer.step(batch, 1.0, ()).grad_norm == pytest.approx(report.grad_norm), "reported before clipping"
-    trainer.save(tmp_path)
-    clipped = load_file(tmp_path / "optimiser.safetensors")
-    assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("where", "value"),
-    [("advantages", math.inf), ("old_logprobs", math.nan)],
-)
+@pytest.mark.parametrize(("where", "value"), [("advantages", math.inf), ("old_logprobs", math.nan)])
 def test_what_is_not_finite_is_refused(trainer_of, architecture, first_scales, batch_for, contract, where, value):
     """The second micro-batch is spoilt, so that the first has left its gradient behind."""
     trainer, twin = (trainer_of(contract, architecture(), TrainingConfig(micro_batch=2)) for _ in range(2))
@@ -290,44 +259,38 @@ def test_a_gradient_that_is_not_finite_is_refused(trainer_of, architecture, firs
     assert trainer.step(batch, 1.0, scales) == twin.step(batch, 1.0, scales), "it may count as no update"
 
 
-class Recorded(Objective):
-    """Remembers what was singled out."""
-
-    def __init__(self, loss: LossConfig) -> None:
-        super().__init__(loss, CorrectionConfig())
-        self.found: list[torch.Tensor] = []
-
-    def selected(self, batch, current, update):
-        marked = super().selected(batch, current, update)
-        self.found.append(marked.selected)
-        return marked
+def test_the_gradient_is_clipped_by_its_global_norm(trainer_of, architecture, batch_for, gradient_of, tmp_path):
+    batch = batch_for(CONTRACTS["bf16"])
+    free, report = gradient_of(CONTRACTS["bf16"], batch)
+    limit = report.grad_norm / 3
+    trainer = trainer_of(CONTRACTS["bf16"], architecture(), TrainingConfig(beta1=0.0, max_grad_norm=limit))
+    assert trainer.step(batch, 1.0, ()).grad_norm == pytest.approx(report.grad_norm), "reported before clipping"
+    trainer.save(tmp_path)
+    clipped = load_file(tmp_path / "optimiser.safetensors")
+    assert difference({name: 3 * clipped[f"exp_avg/{name}"] for name in free}, free) < 1e-4
 
 
-SELECTING = {
-    "clip_cov": {"share": 0.2, "low": 0.001, "high": 10.0},
-    "kl_cov": {"share": 0.2},
-}
+def test_a_second_update_singles_out_by_the_policy_it_starts_from(trainer_of, architecture, batch_for):
+    contract, loss = CONTRACTS["bf16"], LossConfig(policy="kl_cov", kl_cov={"share": 0.3})
+    batch = replace(batch_for(CONTRACTS["bf16"]), draw=(0, 1))
+    seen = []
 
+    class Watched(Objective):
+        def selected(self, batch, current, update):
+            seen.append(current[batch.mask])
+            return super().selected(batch, current, update)
 
-@pytest.mark.parametrize("policy", SELECTING)
-def test_what_a_loss_singles_out_is_a_matter_of_the_minibatch(trainer_of, architecture, batch_for, policy):
-    """And of seed, step and update: not of the passes that the minibatch is cut into, nor of what was drawn before."""
-    contract, batch = CONTRACTS["bf16"], batch_for(CONTRACTS["bf16"])
-    loss = LossConfig(policy=policy, **{policy: SELECTING[policy]})
-    settings = ((256, (0, 1)), (2, (0, 1)), (1, (0, 1)), (256, (0, 2)), (256, (1, 1)))
-    found = []
-    for micro_batch, draw in settings:
-        objective = Recorded(loss)
-        training = TrainingConfig(minibatches=2, micro_batch=micro_batch, learning_rate=1e-2, warmup_steps=0)
-        trainer_of(contract, architecture(), training, objective).step(replace(batch, draw=draw), 1.0, ())
-        assert [len(each) for each in objective.found] == [3, 3]
-        found.append(torch.cat(objective.found))
-    assert all(torch.equal(found[0], other) for other in found[:3])
-    assert not (found[0] & ~batch.mask).any()
-    assert found[0][:3].any()
-    assert found[0][3:].any()
-    redrawn = [not torch.equal(found[0], other) for other in found[3:]]
-    assert redrawn == [policy == "clip_cov"] * 2
+    training = TrainingConfig(minibatches=2, learning_rate=1e-2, warmup_steps=0)
+    trainer = trainer_of(contract, architecture(), training, Watched(loss, CorrectionConfig()))
+    trainer.step(batch, 1.0, ())
+    once = training.model_copy(update={"minibatches": 1})
+    alone = trainer_of(contract, architecture(), once, Objective(loss, CorrectionConfig()))
+    alone.step(batch.rows(slice(0, 3)), 1.0, ())
+    second = batch.rows(slice(3, 6))
+    expected = alone.logprobs(second.sequences, 1.0, ()).logprobs
+    assert torch.equal(seen[0], batch.old_logprobs[:3][batch.mask[:3]])
+    assert torch.equal(seen[1], expected[~expected.isnan()])
+    assert not torch.equal(seen[1], second.old_logprobs[second.mask])
 
 
 # --- weights out, and back ---

@@ -76,15 +76,6 @@ def whole(masters):
     return {name: tensor.detach().clone() for name, tensor in masters.items()}
 
 
-def test_policy_0_is_the_weights_that_training_begins_with(make, contract, architecture, masters_of) -> None:
-    arch = architecture()
-    trainer = make(contract, arch)
-    for name, tensor in trainer.masters.items():
-        assert torch.equal(tensor.detach(), masters_of(arch)[name].bfloat16().float()), name
-    assert trainer.export().digest() == make(contract, arch, lora=None).export().digest()
-    assert trainer.describe()["lora"]["frozen"] == {"bf16": len(trainer.masters)}
-
-
 def test_the_gradients_are_those_of_all_weights_through_the_merge(
     make, contract, architecture, batch_of, tmp_path
 ) -> None:

@@ -37,11 +37,7 @@ def test_rows_are_taken_in_order_up_to_the_budget_and_a_long_one_is_alone(micro_
     assert [found.rows for found in packed(1, micro_batch_tokens=micro_batch_tokens)] == rows
 
 
-@given(
-    st.lists(st.integers(1, 40), max_size=60),
-    st.integers(1, 64),
-    st.integers(1, 8),
-)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(1, 64), st.integers(1, 8))
 def test_groups_of_several_ranks_are_no_more_a_rank_and_as_small_as_they_can_be(lengths, most, ranks):
     plain, even = list(row_groups(lengths, most)), even_groups(lengths, most, ranks)
     assert [row for rows in even for row in range(len(lengths))[rows]] == list(range(len(lengths)))

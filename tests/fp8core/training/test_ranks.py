@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fp8core.errors import UserError
 from fp8core.training import ranks
-from fp8core.training.ranks import ALONE, Alone, GroupNotFinite, KeptWeights, shared_out, together
+from fp8core.training.ranks import ALONE, GroupNotFinite, KeptWeights, Ranks, shared_out, together
 
 
-class Group(Alone):
+class Group(Ranks):
     """One of several threads that make the same calls."""
 
     def __init__(self, rank: int, count: int, shared: dict[int, Tensor], barrier: threading.Barrier) -> None:
@@ -64,7 +64,7 @@ def test_all_ranks_get_all_bytes_back_and_keep_as_little_as_each_other(tensors, 
     assert not sizes or max(sizes) - min(sizes) <= largest + 16
 
 
-class Second(Alone):
+class Second(Ranks):
     """The second of two processes; the first has its result."""
 
     rank, count = 1, 2

@@ -13,7 +13,7 @@ from fp8core.resources.memory import GPUS, Machine
 from fp8core.run.build import build_base, build_trainer
 from fp8core.run.machine import engine_environment
 from fp8core.training import registry
-from fp8core.training.registry import TRAINERS, find_trainer, packages_of, trainer_of, trainers
+from fp8core.training.registry import packages_of, trainer_of, trainers
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,3 @@ def test_a_trainer_from_outside_is_checked_planned_and_built(monkeypatch):
     assert build_trainer(config, base.arch, base.tensors).version == 0
     machine = Machine(GPUS["h200"], None)
     assert plan_run(config, model_shape(config), machine).refusals == ()
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_alone_has_the_whole_policy_in_one_process(name):
-    spread = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
-    changes = {"training.trainer": "megatron" if name == "megatron" else "torch", "training.packed": name == "packed"}
-    training = load_config("tiny", {**changes, "training.learning_rate": 0.5}).training
-    training = training.model_copy(update={"megatron": training.megatron.model_copy(update=spread)})
-    alone = find_trainer(name).alone(training)
-    assert alone.learning_rate == 0.5
-    if name == "megatron":
-        assert alone.megatron == load_config("tiny").training.megatron
-    else:
-        assert alone == training

@@ -85,29 +85,6 @@ def test_an_audited_row_that_differs_is_named_and_nothing_is_learnt(trainers) ->
     assert (report.version, report.first_ratio_deviation) == (1, 0.0), "old log-probs were given, and are the forward's"
 
 
-@pytest.mark.parametrize("objective", ["token_tis", "bypass"])
-def test_each_of_several_updates_scores_its_rows_as_a_pass_before_it(trainers, objective) -> None:
-    case = trainers(FP8, Objective(*OBJECTIVES[objective]), minibatches=3)
-    single, plain, scoring = trainers(FP8, Objective(*OBJECTIVES[objective])).build(), case.build(), case.build()
-    passes = []
-    updates = slice(0, 2), slice(2, 3), slice(3, 6)
-    for rows in updates:
-        passes.append(single.logprobs(case.batch.sequences.part(rows), 0.9, case.scales))
-        single.step(case.batch.rows(rows), 0.9, case.scales)
-    expected = plain.step(case.batch, 0.9, case.scales)
-    report, scored = scoring.scored_step(case.batch, 0.9, case.scales)
-    assert asdict(report) == asdict(expected)
-    assert scoring.digest() == plain.digest() == single.digest()
-    for name in ("logprobs", "entropy"):
-        values = getattr(scored, name)
-        for taken, wanted in zip(updates, (getattr(each, name) for each in passes), strict=True):
-            rows, columns = values[taken], wanted.shape[1]
-            assert torch.equal(rows[:, :columns].nan_to_num(), wanted.nan_to_num())
-            assert rows[:, columns:].isnan().all()
-    of_passes = [[layer.k for layer in each.statistics.amax()] for each in passes]
-    assert [layer.k for layer in scored.statistics.amax()] == [max(found) for found in zip(*of_passes, strict=True)]
-
-
 @pytest.mark.parametrize("liar", [0, 2, 5], ids=["first update", "second update", "last update"])
 def test_audited_rows_of_all_updates_are_compared_before_the_first(trainers, liar) -> None:
     case = trainers(FP8, Objective(*OBJECTIVES["token_tis"]), minibatches=3)

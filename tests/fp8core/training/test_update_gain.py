@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8core.config.loss import LossConfig
-from fp8core.config.precision import PrecisionContract, SidePrecision, TrainingPrecision
+from fp8core.config.precision import PrecisionContract
 from fp8core.config.training import CorrectionConfig, LoraConfig, TrainingConfig
 from fp8core.models.weights import is_linear, rollout_formats, training_formats
 from fp8core.numerics.e4m3 import quantise_tiles
@@ -14,12 +14,7 @@ from fp8core.training.exact import ExactTrainer
 from fp8core.training.packed.trainer import PackedFormats, PackedTrainer
 
 CPU = torch.device("cpu")
-FP8 = PrecisionContract(rounding_points="kernels")
 MIXED = PrecisionContract(rounding_points="kernels", bf16_last_layers=1)
-FP32 = PrecisionContract(
-    rollout=SidePrecision(linear="fp32", kv_cache="fp32", head="fp32"),
-    training=TrainingPrecision(linear="fp32", kv_cache="fp32", head="fp32"),
-)
 
 
 def exact(masters, contract, arch, **settings):
@@ -74,20 +69,3 @@ def test_it_is_the_projection_of_one_change_on_the_other(make, lora, architectur
             arrived = shipped(name, now, MIXED, arch.num_layers) - shipped(name, before, MIXED, arch.num_layers)
             sums = [sums[0] + float((arrived * moved).sum()), sums[1] + float((moved * moved).sum())]
         assert report.update_gain == pytest.approx(sums[0] / sums[1], rel=1e-9)
-
-
-def test_a_restored_trainer_measures_the_same(make, architecture, batch_of, tmp_path) -> None:
-    """Whatever threads there are."""
-    arch = architecture()
-    batch, scales = batch_of(FP8, arch)
-    trainer = make(FP8, arch, learning_rate=1e-3)
-    found = trainer.step(batch, 1.0, scales).update_gain
-    trainer.save(tmp_path)
-    restored = make(FP8, arch, learning_rate=1e-3)
-    restored.load(tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        assert restored._gain.measured() == found
-    finally:
-        torch.set_num_threads(before)

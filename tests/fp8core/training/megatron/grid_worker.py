@@ -85,7 +85,11 @@ def train(arch: Architecture, masters: Any, batch: Any, ranks: Ranks, folder: Pa
     }
     # Of more copies of the model each holds the gradients of its own rows.
     if parallel.data_group().size() == 1:
-        found["gradients"] = trainer.gradients(forced, 0.9)[1]
+        trainer._accumulate(trainer._objective.corrected(forced)[0], 0.9, ())
+        trainer._optimiser.finish()
+        own = {name: parameter.main_grad for name, parameter in trainer._policy.model.named_parameters()}
+        found["gradients"] = {name: each.clone() for name, each in trainer._policy.whole(own).items()}
+        trainer._drop_gradients()
     trainer.close()
     return found
 

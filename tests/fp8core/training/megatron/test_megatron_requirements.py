@@ -12,9 +12,8 @@ from fp8core.config.training import MegatronConfig
 from fp8core.errors import UserError, refuse
 from fp8core.models.hub import PUBLISHED
 from fp8core.run.machine import engine_environment
-from fp8core.training.megatron import requirements
 from fp8core.training.megatron.arguments import transformer_arguments
-from fp8core.training.megatron.requirements import grid_refusals
+from fp8core.training.megatron.entry import grid_refusals, machine_refusals
 
 FP32 = ["precision.rollout={linear: fp32, kv_cache: fp32}", "precision.training={linear: fp32, kv_cache: fp32}"]
 BF16_CACHE = ["precision.training={linear: fp8_block, kv_cache: bf16}", "precision.scale_rule=pow2"]
@@ -56,14 +55,7 @@ def node(platform, gpus):
 )
 def test_it_is_refused_with_the_reason(changes, platform, reason):
     with pytest.raises(UserError, match=reason):
-        refuse(requirements.machine_refusals(config(*changes), node(platform, 2)))
-
-
-def test_what_megatron_does_passes():
-    refuse(requirements.machine_refusals(config(*FP32, "cluster.ranks=8"), node("cpu", 0)))
-    refuse(requirements.machine_refusals(config(*BF16_CACHE), node("sm_90", 1)))
-    staged = config(*BF16_CACHE, "cluster.ranks=2", "training.megatron.pipeline_parallel=2")
-    refuse(requirements.machine_refusals(staged, node("sm_90", 2)))
+        refuse(machine_refusals(config(*changes), node(platform, 2)))
 
 
 def test_the_scale_rule_is_in_the_environment_before_anything_is_imported():
@@ -124,13 +116,6 @@ def test_a_model_that_cannot_be_cut_is_refused(architecture, changes, parts, lon
         refuse(grid_refusals(architecture(**changes), megatron, BF16, longest))
 
 
-def test_experts_and_tensor_parallelism_need_sequence_parallelism():
-    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
-    with pytest.raises(UserError, match="sequence_parallel=false: with experts and tensor_parallel=2"):
-        refuse(grid_refusals(moe, MegatronConfig(tensor_parallel=2), FP8, 4096))
-    refuse(grid_refusals(moe, MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8), FP8, 4096))
-
-
 def test_block_fp8_needs_whole_tiles_on_each_gpu():
     llama = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]
     refuse(grid_refusals(llama, MegatronConfig(tensor_parallel=8), FP8, 2048))
@@ -151,15 +136,3 @@ def test_layers_kept_in_bf16_at_both_ends():
     assert found["deterministic_mode"]
     assert found["first_last_layers_bf16"]
     assert (found["num_layers_at_start_in_bf16"], found["num_layers_at_end_in_bf16"]) == (2, 3)
-
-
-def test_qwen3_moe_with_its_experts_spread():
-    moe = PUBLISHED["Qwen/Qwen3-30B-A3B"]
-    megatron = MegatronConfig(tensor_parallel=2, sequence_parallel=True, expert_parallel=8)
-    found = transformer_arguments(moe, FP8, megatron, "cuda", deterministic=True)
-    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (128, 8, 768)
-    assert found["moe_layer_freq"] == [1] * 48
-    assert not found["moe_router_pre_softmax"], "the weights of the chosen experts sum to 1"
-    assert found["moe_grouped_gemm"]
-    assert (found["expert_model_parallel_size"], found["expert_tensor_parallel_size"]) == (8, 1)
-    assert found["sequence_parallel"]

@@ -76,22 +76,6 @@ def test_scores_and_statistics_equal_the_torch_trainers(family, masters_of, ragg
     assert counts == [int(ragged_batch.sequences.valid.sum()) * family.num_kv_heads * family.head_dim] * 2
 
 
-def test_gradients_equal_the_torch_trainers(family, masters_of, ragged_batch):
-    masters = masters_of(family)
-    ours, theirs = megatron_trainer(family, masters), torch_trainer(family, masters)
-    batch, _ = OBJECTIVE.corrected(ragged_batch)
-    found, expected = ours._accumulate(batch, TEMPERATURE, ()), theirs._accumulate(batch, TEMPERATURE, ())
-    # No mean, but the exponential of the largest difference: log-probs may differ by 1e-5, so it may by as much of it.
-    assert found.pop("ratio_deviation") == pytest.approx(expected.pop("ratio_deviation"), rel=2e-5)
-    assert found == pytest.approx(expected, abs=1e-6)
-    gradients = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in _named(ours).items()}
-    whole = ours._policy.whole(gradients)
-    missing = {name: p for name, p in theirs.masters.items() if p.grad is None}
-    assert not any(whole[name].any() for name in missing), "an expert without tokens has no gradient"
-    there = {name: p.grad for name, p in theirs.masters.items() if p.grad is not None}
-    assert largest(whole, there) < 1e-5
-
-
 def _named(trainer):
     return dict(trainer._policy.model.named_parameters())
 
@@ -105,17 +89,6 @@ def test_updates_equal_the_torch_trainers(family, masters_of, ragged_batch, opti
         for name in ("loss", "grad_norm", "clip_fraction", "ratio_mean", "learning_rate"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-6), name
     # Adam turns the rounding of a gradient that is nearly zero into an update.
-    assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
-
-
-def test_minibatches_are_updates_of_their_own(architecture, masters_of, ragged_batch):
-    masters = masters_of(architecture())
-    training = TRAINING.model_copy(update={"minibatches": 3})
-    ours = megatron_trainer(architecture(), masters, training=training)
-    formats = reference_formats(2)
-    theirs = ExactTrainer(architecture(), masters, formats, formats, training, OBJECTIVE)
-    found, expected = (trainer.step(ragged_batch, TEMPERATURE, ()) for trainer in (ours, theirs))
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     assert largest(ours.masters, {name: tensor.detach() for name, tensor in theirs.masters.items()}) < 1e-4
 
 
