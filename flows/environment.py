@@ -1,7 +1,4 @@
-"""Environment variables of a command's process, read and set before the libraries that read them are imported.
-
-Prefect reads its own once, when it is imported; MLflow at every request; an engine when it is imported.
-"""
+"""Environment variables of a command, read and set before the libraries that read them are imported."""
 
 import atexit
 import fcntl
@@ -46,10 +43,7 @@ _QUIET_TASKS = {"PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "WARNING"}
 
 
 def leave_working_directory_out() -> None:
-    """Import nothing from the working directory, which may be a run's folder that somebody else wrote.
-
-    This holds in processes that libraries start, too, as Prefect's workers and `multiprocessing`.
-    """
+    """Import nothing from the working directory, which may be a run's folder that somebody else wrote."""
     # Python's own switch (-P): neither the working directory nor a script's folder comes first on the path.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     here, ours = Path.cwd(), Path(__file__).parents[1]
@@ -101,11 +95,7 @@ def _prefect_home() -> Path:
 
 
 def prefect_login() -> tuple[str, str]:
-    """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it.
-
-    A user may set PREFECT_SERVER_API_AUTH_STRING. Otherwise a random string is made once, in a file below PREFECT_HOME
-    that only its owner can read.
-    """
+    """The authentication string of the Prefect server of `fp8-grpo up`, and a word of a shell that gives it."""
     if own := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         return own, '"$PREFECT_SERVER_API_AUTH_STRING"'
     path = _prefect_home() / "fp8-grpo-auth"
@@ -238,10 +228,7 @@ def names_tracking_store() -> bool:
 
 
 def set_engine_variables(config: "RunConfig") -> None:
-    """Set what the configuration's engine and trainer read; called before either is built.
-
-    Those on a cluster of the user's own have it from `fp8core.cluster`. Raises UserError: the engine is not available.
-    """
+    """Set what the configuration's engine and trainer read. Raises UserError: the engine is not available."""
     if config.cluster.address is not None:
         return
     from fp8core.config.capability import this_node

@@ -150,7 +150,6 @@ class FlowExecution(Execution):
         run.console.step({**step_metrics(run, index), "step": index}, ended - began, seconds)
         if shows_sample(index, run.config.steps) and (found := written_sample(run, index)) is not None:
             run.console.sample(*found)
-        self._pages.step_done(index)
         self._session.publisher.wake()
 
 

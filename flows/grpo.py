@@ -112,10 +112,7 @@ def train(config: RunConfig, *, new_code: bool = False) -> Summary:
 
 
 def compile_first(config: RunConfig, console: Console) -> KernelFolders | None:
-    """Compile the kernels that are missing, and say how long it took; returns where they are kept.
-
-    None where nothing is compiled ahead: on the nodes of a cluster of the user's own, and on other GPUs than Hopper.
-    """
+    """Compile the kernels that are missing; returns where they are kept, or None where nothing is compiled ahead."""
     platform = this_platform()
     if config.cluster.address is not None or platform != HOPPER:
         return None

@@ -1,7 +1,4 @@
-"""Run the training flow in this process, with a Prefect server of its own where none is configured.
-
-Every command imports this module, hence neither Prefect nor torch is imported at the top.
-"""
+"""Run the training flow in this process. Every command imports this module: no Prefect and no torch at the top."""
 
 import os
 import signal

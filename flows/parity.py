@@ -17,14 +17,13 @@ from flows.orchestration import failed, prepare_logs, unanswered
 from flows.parameters import FlowOverrides, ParityName
 from flows.parity_plan import USUAL_VARIANTS, ParityPlan, ParityRequest, VariantName, committed, record_of, refuse
 from flows.parity_training import train_one
-from flows.tracking.results import log_parity
 from flows.tracking.store import quiet_store_logs
 from flows.training_pages import artifact_key, show_markdown
 from fp8core.durable import PRIVATE, make_folder, write_file
 from fp8core.errors import UserError, first_line
 from fp8core.parity.measure import Measured, measure
 from fp8core.parity.page import parity_html, parity_markdown
-from fp8core.parity.verdict import FAIL, NOT_ENOUGH, RECORD, judge, write_result
+from fp8core.parity.verdict import FAIL, NOT_ENOUGH, judge, write_result
 from fp8core.report.run_data import read_run
 
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -109,11 +108,9 @@ def _verdict(plan: ParityPlan, failures: dict[tuple[str, int], str]) -> Any:
     page = parity_html(result, measured, runs, plan.config.parity)
     write_file(plan.folder / WORDS, text.encode())
     write_file(plan.folder / PAGE, page.encode())
-    files = [plan.folder / name for name in (RECORD, PAGE, WORDS)]
     show_markdown(text, artifact_key(plan.name, "verdict"), result.headline[:200])
     get_run_logger().info(text)
-    logged = log_parity(result, plan.config, files, [training.folder for training in plan.trainings])
-    say(f"{text}\n{files[1]}\n{logged}")
+    say(f"{text}\n{plan.folder / PAGE}")
     if result.outcome == FAIL:
         return failed(result.headline)
     if result.outcome == NOT_ENOUGH:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flows.environment import search_last
 from flows.launch import say
 from fp8core.config.load import Overrides, load_config, reload_config, shipped_names
-from fp8core.config.run import CLUSTER, RunConfig, own_code, public_dump
+from fp8core.config.run import RunConfig, own_code, public_dump
 from fp8core.errors import UserError, meant, printable
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def find_run(text: str, runs: Path | None = None) -> Path:
-    """The absolute folder of a run: a path, or a name below a folder of runs; None: ./runs.
-
-    Raises UserError: neither holds a run.
-    """
+    """The absolute folder of a run: a path, or a name below `runs` (None: ./runs). Raises UserError: neither is one."""
     from fp8core.store.run_directory import read_description  # Imports torch.
 
     places = [Path(text), Path(runs or RunConfig.model_fields["runs"].default, text)]
@@ -67,11 +64,11 @@ def load_settings(config: str, overrides: Overrides) -> RunConfig:
         # A run that was extended stays so, unless the overrides say otherwise.
         longer = {**described.config, "steps": max(segment.steps, reload_config(described.config).steps)}
         described = described.model_copy(update={"config": longer})
-    config = reload_own(described, overrides)
+    settings = reload_own(described, overrides)
     for key in ("run", "runs"):
-        if public_dump(config)[key] != described.config[key]:
+        if public_dump(settings)[key] != described.config[key]:
             raise UserError(f"{key}: {folder} is continued under its name and where it lies; leave {key} as it is")
-    return config.model_copy(update={"run": folder.name, "runs": folder.parent})
+    return settings.model_copy(update={"run": folder.name, "runs": folder.parent})
 
 
 def reload_own(described: "RunDescription", overrides: Overrides) -> RunConfig:
@@ -88,42 +85,25 @@ def description_of(folder: Path) -> "RunDescription":
 
 
 def enter_origin(folder: Path) -> None:
-    """Go where a run was begun, from where its configuration names files and code of the user's own.
-
-    A run whose folder comes from elsewhere has them here.
-    """
+    """Go where a run was begun, from where its configuration names the user's files and code, if that is here."""
     begun_in = Path(description_of(folder).begun_in)
     if begun_in.is_dir():
         os.chdir(begun_in)
 
 
-def admit_code(
-    folder: Path, overrides: Overrides, searched: Path, *, trust: bool, replaces_cluster: bool = False
-) -> None:
-    """Say which code a run's configuration makes a command import, and let it be found.
+def admit_code(folder: Path, overrides: Overrides, searched: Path, *, trust: bool) -> None:
+    """Say which code a run's configuration makes a command run, and let it be found.
 
     Code of `overrides` needs no trust. Modules of the user's own are found in `searched`, after the working directory.
-    `replaces_cluster`: the command never joins the run's cluster where an override names another, or none. Raises
-    UserError: there is such code, and no trust.
+    Raises UserError: there is such code, or a cluster that would be joined, and no trust.
     """
     described = description_of(folder).config
-    effective = own_code(reload_config(described, overrides))
     code = own_code(reload_config(described))
-    if replaces_cluster and code.get(CLUSTER) != effective.get(CLUSTER):
-        code.pop(CLUSTER, None)
     if code:
+        named = printable(", ".join(f"{key}={value}" for key, value in code.items()))
         if not trust:
-            would = _listed(code, "code that would be imported", "a cluster that would be joined")
-            raise UserError(f"{folder}: its run.json names {would}; --trust allows it")
-        does = _listed(code, "importing what its run.json names", "joining the cluster that it names")
-        say(f"{folder}: {does}", sys.stderr)
-    if code or effective:
+            raise UserError(f"{folder}: its run.json names code that would run here: {named}; --trust allows it")
+        say(f"{folder}: runs code that its run.json names: {named}", sys.stderr)
+    if code or own_code(reload_config(described, overrides)):
         search_last(Path.cwd())
         search_last(searched)
-
-
-def _listed(found: Mapping[str, str], of_code: str, of_cluster: str) -> str:
-    cluster = {key: value for key, value in found.items() if key == CLUSTER}
-    parts = (of_code, {key: value for key, value in found.items() if key not in cluster}), (of_cluster, cluster)
-    shown = (f"{words}: {', '.join(f'{key}={value}' for key, value in part.items())}" for words, part in parts if part)
-    return printable("; ".join(shown))

@@ -1,4 +1,4 @@
-"""Pages of a training in Prefect beside its tasks: one for each step, its progress, and a link to MLflow.
+"""Pages of a training in Prefect beside its tasks: one for each step, and a link to MLflow.
 
 A step is a flow run below the training's, chained to what came before it. It is made through Prefect's client: `@flow`
 would ask the server ten times a step. One thread sends all requests. Nothing here fails a training. While the server is
@@ -18,14 +18,14 @@ import httpx
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
     FlowRunFilterStateType,
     FlowRunFilterTags,
 )
-from prefect.client.schemas.objects import Artifact, FlowRun, FlowRunResult, State, StateType, TaskRunResult
+from prefect.client.schemas.objects import FlowRun, FlowRunResult, State, StateType, TaskRunResult
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -68,8 +68,6 @@ class TrainingPages:
         self._step: FlowRun | None = None
         self._previous: UUID | None = None
         self._ended: dict[UUID, State[Any]] = {}
-        self._progress: UUID | None = None
-        self._shown: Future[None] | None = None
 
     def __enter__(self) -> Self:
         # Prefect's client would pause for seconds: `_request` repeats what a busy server refuses.
@@ -89,7 +87,7 @@ class TrainingPages:
 
     def start(self, page: str) -> None:
         """Show the MLflow run at `page`; what a killed process of this run left as running has crashed."""
-        self._ask(lambda: self._create("markdown", "2-mlflow", f"[MLflow run]({page})", "Metrics, models and files."))
+        self._ask(lambda: self._link(page))
         self._ask(self._settle)
 
     def begin_step(self, index: int, after: Collection[State[Any]]) -> None:
@@ -115,11 +113,6 @@ class TrainingPages:
         if self._step is None:
             return nullcontext()
         return self._training.model_copy(update={"flow_run": self._step, "task_run_dynamic_keys": {}})
-
-    def step_done(self, index: int) -> None:
-        """Show the progress, unless the server is still about the last one."""
-        if self._shown is None or self._shown.done() or index == self._run.config.steps:
-            self._shown = self._ask(lambda: self._post_progress(index))
 
     def _ask(self, request: Callable[[], T], without: str = "its pages lack a part of this run") -> Future[T | None]:
         return self._thread.submit(self._context.run, self._answer, request, without)
@@ -191,23 +184,20 @@ class TrainingPages:
                 if earlier.state_type == StateType.RUNNING:
                     self._set_state(earlier.id, crashed)
 
-    def _create(self, kind: str, name: str, data: object, words: str) -> UUID:
-        key = artifact_key(self._run.directory.path.name, name)
-        made = ArtifactCreate(type=kind, key=key, description=words, data=data, flow_run_id=self._training_id)
-        artifact: Artifact = self._request("create_artifact", made)
-        return artifact.id
-
-    def _post_progress(self, done: int) -> None:
-        share = 100.0 * done / self._run.config.steps
-        if self._progress is None:
-            words = f"Steps of {self._run.directory.path.name}, of {self._run.config.steps}"
-            self._progress = self._create("progress", "1-progress", share, words)
-        else:
-            self._request("update_artifact", self._progress, ArtifactUpdate(data=share))
+    def _link(self, page: str) -> None:
+        key, text = artifact_key(self._run.directory.path.name, "mlflow"), f"[MLflow run]({page})"
+        made = ArtifactCreate(
+            type="markdown",
+            key=key,
+            description="Metrics, models and files.",
+            data=text,
+            flow_run_id=self._training_id,
+        )
+        self._request("create_artifact", made)
 
 
 def artifact_key(run: str, name: str) -> str:
-    """Key of an artifact: small letters, digits and dashes. Prefect sorts by it, so `name` may begin with a number."""
+    """Key of an artifact: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", f"{run}-{name}".lower()).strip("-")
 
 

@@ -1,7 +1,4 @@
-"""Commands on stored runs: `verify`, `compare`, `replay` and `gc`.
-
-`verify` and `replay` only read, also a live run: its lock is not taken, and uncommitted files are no error.
-"""
+"""Commands on stored runs, which may be live: `verify`, `compare` and `replay` only read; `gc` removes."""
 
 import argparse
 import sys
@@ -221,7 +218,7 @@ def _verdicts(options: argparse.Namespace) -> "Iterator[ReplayResult]":
 
     folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
     enter_origin(folder)
-    admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
+    admit_code(folder, overrides, here, trust=options.trust)
     locked = RunDirectory.create_or_open(folder) if options.repair else nullcontext()
     with locked as repaired:
         original = RunSnapshot.read(folder)
@@ -284,21 +281,15 @@ def collect(options: argparse.Namespace) -> int:
 def removal_text(keep: "KeepConfig | None", removal: "Removal") -> str:
     from fp8core.store.run_view import spans
 
-    kinds: dict[str, list[int]] = defaultdict(list)
+    sizes: dict[str, int] = defaultdict(int)
     for each in removal.files:
-        kinds[each.kind].append(each.size)
-    everything = [size for sizes in kinds.values() for size in sizes]
-    rows = [(kind, len(sizes), sum(sizes)) for kind, sizes in sorted(kinds.items())]
-    rows.append(("in all", len(everything), sum(everything)))
-    width = max(len(kind) for kind, _, _ in rows)
+        sizes[each.kind] += each.size
     return "\n".join(
         [
             f"artifacts.keep: {'every step' if keep is None else keep.model_dump_json(exclude_none=True)}",
             f"steps kept:     {spans(removal.kept) or 'none'}",
             f"steps dropped:  {spans(removal.dropped) or 'none'}",
-            "",
-            f"{'to remove':{width}}  {'files':>7}  {'bytes':>15}",
-            *(f"{kind:{width}}  {files:7,}  {size:15,}" for kind, files, size in rows),
+            *(f"bytes of {kind}: {size:,}" for kind, size in sorted(sizes.items())),
             *(printable(each.uri) for each in removal.files),
         ]
     )

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def resume(options: argparse.Namespace) -> int:
     folder, here, overrides = find_run(options.run), Path.cwd(), options.overrides
     enter_origin(folder)
-    admit_code(folder, overrides, here, trust=options.trust, replaces_cluster=True)
+    admit_code(folder, overrides, here, trust=options.trust)
     config = load_settings(str(folder), overrides)
     settings = "".join(f" --set {shlex.quote(text)}" for text in overrides if without_passwords(text) == text)
     trust = " --trust" if own_code(config) else ""

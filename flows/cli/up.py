@@ -1,8 +1,4 @@
-"""`fp8-grpo up`: Prefect server, work pools, deployments, workers and MLflow server on this machine, in the foreground.
-
-It prints `ready` when all of them answer, and waits. Ctrl-C or SIGTERM takes everything down, and so does the death of
-one of them. A running training commits its step first; a second signal ends it at once.
-"""
+"""`fp8-grpo up`: Prefect server, pools, deployments, workers and MLflow server on this machine, in the foreground."""
 
 import argparse
 import contextlib
@@ -192,7 +188,7 @@ def up(options: argparse.Namespace) -> int:
             services.start("Prefect server", server, partial(answers, f"{prefect}/api/health"))
             arguments = _mlflow_server(options.mlflow_port, runs)
             services.start("MLflow server", arguments, partial(answers, f"{mlflow}/health"))
-            waiting = _serve(services, f"{prefect}/api", login, environment)
+            served = _serve(services, f"{prefect}/api", login, environment)
             # Not the password itself: this output may be kept in a log.
             say(
                 f"ready: Prefect {prefect}, MLflow {mlflow}\n"
@@ -200,8 +196,8 @@ def up(options: argparse.Namespace) -> int:
                 f"MLFLOW_TRACKING_URI={mlflow}\n"
                 "the password of Prefect's UI, there: echo $PREFECT_API_AUTH_STRING"
             )
-            if waiting:
-                say(_elsewhere(waiting, prefect, mlflow))
+            if GPU not in served:
+                say(f"this machine has no GPU: runs of the pool {GPU} wait for a worker (docs/guides/operate.md)")
             wait(services, partial(_mark_dead, runs, mlflow))
     except ServiceError as error:
         return stopped(str(error), ExitCode.FAILED)
@@ -232,11 +228,7 @@ def _mark_dead(runs: Path, mlflow: str) -> None:
 
 
 def _refuse_taken(ports: Mapping[str, int]) -> None:
-    if len({*ports.values()}) < len(ports):
-        raise UserError(f"{' and '.join(ports)} are the same port; choose another for one")
     for option, port in ports.items():
-        if port < 1:
-            raise UserError(f"{option} {port}: choose a port from 1 on")
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except (OSError, OverflowError) as error:
@@ -258,10 +250,7 @@ def _mlflow_server(port: int, runs: Path) -> list[str]:
 
 
 def _serve(services: Services, api: str, login: str, environment: Mapping[str, str]) -> list[str]:
-    """Make the pools, deploy, and start a worker for each pool that this machine can serve.
-
-    Returns the deployments whose runs wait for a worker elsewhere.
-    """
+    """Make the pools, deploy, and start a worker for each pool that this machine can serve; returns those."""
     import torch
     from prefect.client.orchestration import SyncPrefectClient
 
@@ -274,17 +263,12 @@ def _serve(services: Services, api: str, login: str, environment: Mapping[str, s
         worker = f"{socket.gethostname()}-{os.getpid()}"
         for pool in served:
             _end_lost_runs(client, pool)
-            arguments = [*installed("prefect"), *worker_start(pool), "--name", worker]
-            polls = partial(lambda pool: worker in _online(client, pool), pool)
+            # It begins the next run when the process of one has ended.
+            options = ["--pool", pool, "--limit", "1", "--type", "process", "--name", worker]
+            arguments = [*installed("prefect"), "worker", "start", *options]
+            polls = partial(_is_online, client, pool, worker)
             services.workers.append(services.start(f"worker of {pool}", arguments, polls))
-        flows = {flow.id: flow.name for flow in client.read_flows()}
-        found = [each for each in client.read_deployments() if each.work_pool_name not in served]
-    return sorted(f"{flows[deployment.flow_id]}/{deployment.name}" for deployment in found)
-
-
-def worker_start(pool: str) -> list[str]:
-    """Arguments of `prefect` for a worker of a pool; it begins the next run when the process of one has ended."""
-    return ["worker", "start", "--pool", pool, "--limit", "1", "--type", "process"]
+    return served
 
 
 def _make_pool(client: "SyncPrefectClient", pool: str) -> None:
@@ -360,16 +344,10 @@ def _end_lost_runs(client: "SyncPrefectClient", pool: str) -> None:
         client.set_flow_run_state(run.id, Crashed(message="its worker is gone; a retry continues the run"), force=True)
 
 
+def _is_online(client: "SyncPrefectClient", pool: str, worker: str) -> bool:
+    return worker in _online(client, pool)
+
+
 def _online(client: "SyncPrefectClient", pool: str) -> set[str]:
     found = client.read_workers_for_work_pool(pool)
     return {worker.name for worker in found if worker.status is not None and worker.status.value == "ONLINE"}
-
-
-def _elsewhere(waiting: Sequence[str], prefect: str, mlflow: str) -> str:
-    ports = " ".join(f"-L {port}:127.0.0.1:{port}" for port in (url.rpartition(":")[2] for url in (prefect, mlflow)))
-    return (
-        f"this machine has no GPU for {', '.join(waiting)}: their runs wait in {GPU} for a worker\n"
-        f"a worker, on a machine that has: ssh -N {ports} {socket.gethostname()} &\n"
-        f"  PREFECT_API_URL={prefect}/api PREFECT_API_AUTH_STRING=... MLFLOW_TRACKING_URI={mlflow} "
-        f"prefect {' '.join(worker_start(GPU))}"
-    )

@@ -11,10 +11,11 @@ from flows.tracking.metric_names import (
     COMPILED,
     CORE,
     ERROR,
+    OVERHEAD,
+    SECONDS,
     model_metrics,
-    seconds_name,
     shown_metrics,
-    speed,
+    shown_name,
 )
 from flows.tracking.record import change_record, mark_dead
 from flows.tracking.tables import completion_groups, sample_table, samples_due
@@ -23,14 +24,15 @@ from fp8core.alignment.bounds import stop_bounds
 from fp8core.config.run import RunConfig, public_dump
 from fp8core.report.pages import report_html
 from fp8core.report.run_data import read_run
-from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary
-from fp8core.report.text import pipeline_mermaid, pipeline_text
+from fp8core.report.summary import CURVES, REPORT, ComparedTokens, Summary, overhead_ms
+from fp8core.report.text import pipeline_mermaid
 from fp8core.run.commit import committed_step, step_metrics, stored_manifest
 from fp8core.run.context import RunContext
 from fp8core.store.checkpoints import last_written
 from fp8core.store.layout import POLICY, SUMMARY, manifest_place
 from fp8core.store.ledger import START, BoundEntry, CheckpointEntry
 from fp8core.store.manifest import Head
+from fp8core.store.metrics import TOKENS, TOKENS_PER_SECOND
 
 COMPLETIONS = "completions.json"
 
@@ -119,7 +121,6 @@ def publish_description(run: RunContext, tracker: Tracker) -> None:
     }
     tracker.set_tags(tags, _note(run))
     tracker.log_artifact("config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-    tracker.log_artifact("graph.txt", pipeline_text(run.graph))
     tracker.log_artifact("graph.md", f"```mermaid\n{pipeline_mermaid(run.graph)}\n```\n")
 
 
@@ -132,11 +133,18 @@ def publish_state(tracker: Tracker, crossed: BoundEntry | None, inexact: bool) -
 
 
 def step_speed(run: RunContext, index: int) -> dict[str, float]:
-    """`speed` of a committed step; empty for step 0, and for a step that was cut: no process ran for a part of it."""
+    """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
+
+    Empty for step 0, and for a step that was cut: no process ran for a part of it.
+    """
     if index == START or run.directory.ledger.was_cut(index):
         return {}
     ran = [(task.started, task.started + task.seconds) for task in run.directory.ledger.tasks(index).values()]
-    return speed(ran, committed_step(run, index).committed_ms / 1000, step_metrics(run, index))
+    committed, tokens = committed_step(run, index).committed_ms / 1000, step_metrics(run, index).get(TOKENS)
+    began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
+    seconds = ended - began
+    rate = {TOKENS_PER_SECOND: tokens / seconds} if tokens is not None and seconds > 0 else {}
+    return {SECONDS: seconds, OVERHEAD: overhead_ms((began, ended), ran), **rate}
 
 
 def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
@@ -146,7 +154,7 @@ def publish_step(run: RunContext, tracker: Tracker, index: int) -> None:
     shares = {f"time/{task}_share": value / total for task, value in seconds.items() if total > 0}
     shares |= {f"time/environment_{name}": answers[name] for name in ("p50", "p95", "max") if name in answers}
     shown = shown_metrics({**step_metrics(run, index), **shares}) | step_speed(run, index)
-    shown |= {seconds_name(task): value for task, value in seconds.items()}
+    shown |= {shown_name(f"time/{task}_seconds"): value for task, value in seconds.items()}
     if entry.compiled is not None:
         shown[COMPILED] = entry.compiled
     tracker.log_step(index, shown, entry.committed_ms, {HEAD: str(Head.of(manifest))})
@@ -159,7 +167,6 @@ def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
     """Tag `checkpoint` names the folder that `transformers` loads."""
     description, config, folder = run.directory.description(), run.config, run.directory.path
     assert description is not None, "an open run has its run.json"
-    contract = config.precision
     return Checkpoint(
         entry.step,
         # Without characters that MLflow allows in no model's name.
@@ -177,11 +184,8 @@ def checkpoint_of(run: RunContext, entry: CheckpointEntry) -> Checkpoint:
             "config": config.name,
             "seed": str(config.seed),
             "step": str(entry.step),
-            "rollout.linear": contract.rollout.linear,
-            "rollout.kv_cache": contract.rollout.kv_cache,
-            "training.linear": contract.training.linear,
-            "training.kv_cache": contract.training.kv_cache,
-            "scale_rule": contract.scale_rule,
+            "precision": precision(config),
+            "scale_rule": config.precision.scale_rule,
         },
         metrics=model_metrics(step_metrics(run, entry.step)),
     )

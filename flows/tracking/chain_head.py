@@ -21,10 +21,7 @@ class PublishedHead(NamedTuple):
 
 
 def published_head(folder: Path, store: str | None) -> PublishedHead | Finding:
-    """The head that MLflow holds of a run, or a note why it cannot be read.
-
-    `store` None reads the one that the folder names, where that may be used.
-    """
+    """The head that MLflow holds of a run, or a note why it cannot be read; `store` None is that of the folder."""
     try:
         if (record := read_record(folder)) is None:
             raise UserError("it has no tracking.json")

@@ -1,13 +1,11 @@
 """The names that MLflow shows a training's metrics by; records, reports and bounds have the names of the tasks.
 
-MLflow draws one section of charts for each word before a slash, sorted by that word. So thirteen headline metrics come
-first, as `core/...`, and two more of a run that generates ahead. Every other one is below `detail/`. None is there
-twice.
+MLflow draws one section of charts for each word before a slash, sorted by that word. So headline metrics come first, as
+`core/...`. Every other one is below `detail/`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from fp8core.report.summary import overhead_ms
 from fp8core.store.metrics import (
     ENTROPY,
     GRAD_NORM,
@@ -18,10 +16,8 @@ from fp8core.store.metrics import (
     SIGNAL,
     STALENESS,
     TMPE,
-    TOKENS,
     TOKENS_DIFFERING,
     TOKENS_PER_SECOND,
-    Interval,
 )
 
 CORE, DETAIL = "core/", "detail/"
@@ -59,27 +55,7 @@ def shown_name(name: str) -> str:
     return _HEADLINE.get(name, f"{DETAIL}{name}")
 
 
-def seconds_name(task: str) -> str:
-    return shown_name(f"time/{task}_seconds")
-
-
 def model_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a checkpoint, from those of its step, alignment first; what the step did not measure is absent.
-
-    MLflow lists them among those of the run, too. Under the run's own names they are no second rows.
-    """
+    """The metrics of a checkpoint, from those of its step, alignment first, by the names of the run's own."""
     shown = shown_metrics(metrics)
     return {name: shown[name] for name in _OF_MODEL if name in shown}
-
-
-def speed(tasks: Iterable[Interval], committed: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step from its first task to its commit, its tokens a second, and milliseconds outside of tasks.
-
-    MLflow shows these tokens a second. The report's are by the seconds of rollout. The console's seconds
-    have the checkpoint and the orchestration of the step, too. Times are Unix seconds.
-    """
-    ran = list(tasks)
-    began, ended = min(start for start, _ in ran), max(committed, *(end for _, end in ran))
-    seconds = ended - began
-    rate = {TOKENS_PER_SECOND: metrics[TOKENS] / seconds} if TOKENS in metrics and seconds > 0 else {}
-    return {SECONDS: seconds, OVERHEAD: overhead_ms((began, ended), ran), **rate}

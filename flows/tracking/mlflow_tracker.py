@@ -65,17 +65,8 @@ class MlflowTracker:
     ) -> "MlflowTracker":
         """The MLflow run `known`, else the one that a killed process left, else a new one with this name.
 
-        A missing store or experiment is created; several processes may do so at once.
-
-        Args:
-            uri: the store, with its password.
-            training: the `id` of run.json.
-            folder: of the run.
-            known: the MLflow run that the folder names, if any.
-
-        Raises:
-            Outage: the store does not answer.
-            UserError: the run or experiment is deleted, or the store refuses us or is not to be used.
+        `training` is the `id` of run.json. A missing store or experiment is created; several processes may do so at
+        once. Raises Outage; UserError: the store is not to be used.
         """
         with store_errors(uri):
             client = prepare_store(uri, config.runs)

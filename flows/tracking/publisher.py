@@ -1,17 +1,14 @@
-"""A thread that mirrors a run's ledger to MLflow, beside the training, which never waits for it.
-
-A service that is away or refuses gets its next attempt after a pause. Meanwhile the ledger has everything.
-"""
+"""A thread that mirrors a run's ledger to MLflow, beside the training, which never waits for it."""
 
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from flows.tracking.backlog import Backlog
-from flows.tracking.tracker import Outage, Refusal
+from flows.tracking.tracker import Outage
 from fp8core.report.console import Console
 
-# Pauses between attempts at a service that is away or refuses; the last one repeats.
+# Pauses between attempts; the last one repeats.
 RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
 # Longest wait of a finished training for a service that does not answer, and of one that failed or was stopped.
 OUTAGE_PATIENCE_SECONDS, STOPPED_PATIENCE_SECONDS = 60.0, 5.0
@@ -66,16 +63,14 @@ class Publisher:
                     failures = 0
                     if self._stopped and time.monotonic() > self._deadline:
                         return
-            except (Outage, Refusal) as error:
+            except Outage as error:
                 if not away:
                     away = True
-                    does = "does not answer" if isinstance(error, Outage) else "refuses a request"
-                    self._console.note(f"MLflow {does} ({error}); metrics stay in the ledger and follow")
+                    self._console.note(f"MLflow does not answer ({error}); metrics stay in the ledger and follow")
                 pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
                 failures += 1
                 if last:
-                    # Time does not change a refusal.
-                    if self._stopped or isinstance(error, Refusal) or time.monotonic() + pause > self._deadline:
+                    if self._stopped or time.monotonic() + pause > self._deadline:
                         return
                     time.sleep(pause)
                 else:

@@ -1,7 +1,4 @@
-"""The record of a training's MLflow run (tracking.json), and the mark of a training that was killed.
-
-Neither MLflow nor torch is imported at the top.
-"""
+"""The record of a training's MLflow run (tracking.json), and the mark of a training that was killed."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -67,8 +64,7 @@ def change_record(folder: Path, **fields: Any) -> TrackingRecord:
 def mark_dead(runs: Path, uri: str) -> None:
     """Show in the store `uri` how trainings in the folders of `runs` ended that could not say it themselves.
 
-    A training whose process is gone was killed, at its last write to the ledger. One that ended during an outage has
-    its own outcome. Nothing happens while MLflow does not answer, and nothing to runs of other stores.
+    One whose process is gone was killed, at its last write to the ledger; one that ended in an outage has its outcome.
     """
     for path in sorted(runs.glob(f"*/{RECORD}")):
         with suppress(UserError, OSError):  # Errors in one run's file do not concern the others.

@@ -1,13 +1,11 @@
-"""Evaluations and parity runs in MLflow; an evaluation of a run is linked to the LoggedModel of its checkpoint."""
+"""Evaluations in MLflow; that of a run is linked to the LoggedModel of its checkpoint."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelInput, Metric, Param
 
-from flows.tracking.mlflow_tracker import NOTE
 from flows.tracking.record import read_record
 from flows.tracking.store import (
     existing_store,
@@ -22,16 +20,10 @@ from flows.tracking.tracker import Outage
 from fp8core.config.run import RunConfig
 from fp8core.errors import UserError, without_passwords
 from fp8core.evaluation.measure import EvaluationResult
-from fp8core.parity.verdict import FAIL, NOT_ENOUGH, PASS, ParityResult
 from fp8core.report.text import evaluation_text
 
 EVALUATION = "fp8_grpo.evaluation"
 """Tag of an MLflow run: what was evaluated."""
-PARITY = "fp8_grpo.parity"
-"""Tag of an MLflow run: the parity run that it shows. `fp8_grpo.verdict` is its outcome."""
-
-# MLflow has no status of its own for a verdict that waits for more seeds: SCHEDULED is neither its green nor its red.
-_STATUS = {PASS: "FINISHED", FAIL: "FAILED", NOT_ENOUGH: "SCHEDULED"}
 
 
 def _find_model(client: MlflowClient, run_id: str, step: int) -> str | None:
@@ -133,53 +125,3 @@ def _params(result: EvaluationResult) -> dict[str, str]:
     )
     params = {name: str(getattr(result, name)) for name in asked}
     return {**params, "verifier": str(result.verifier["verifier"]), "precisions": ", ".join(result.precisions)}
-
-
-def log_parity(result: ParityResult, config: RunConfig, files: list[Path], trainings: Iterable[Path]) -> str:
-    """Log a verdict with its files; returns a line with the place, or the reason why not. The files stay in any case.
-
-    A parity run that is judged again, after more of its trainings, continues its MLflow run. MLflow shows the runs in
-    the folders `trainings` below it.
-    """
-    uri = resolve_tracking_uri(config.tracking.uri, config.runs)
-    try:
-        with store_errors(uri):
-            client = prepare_store(uri, config.runs)
-            experiment = get_or_create_experiment(client, uri, config.tracking.experiment, config.runs)
-            run_id = _run_of(client, experiment, result)
-            client.log_batch(run_id, _parity_metrics(result))
-            for path in files:
-                client.log_artifact(run_id, str(path))
-            for training in map(read_record, trainings):
-                if training is not None and training.uri == without_passwords(uri):
-                    client.set_tag(training.run_id, "mlflow.parentRunId", run_id)
-            for key, value in {"fp8_grpo.verdict": result.outcome, "verdict": result.outcome.lower()}.items():
-                client.set_tag(run_id, key, value)
-            client.set_tag(run_id, NOTE, result.headline)
-            client.set_terminated(run_id, _STATUS[result.outcome])
-    except (Outage, UserError) as error:
-        return f"the verdict is not logged: {error}"
-    return f"logged as MLflow run {run_id} in {without_passwords(uri)}"
-
-
-def _run_of(client: MlflowClient, experiment: str, result: ParityResult) -> str:
-    found = client.search_runs([experiment], f"tags.`{PARITY}` = '{result.name}'", max_results=1)
-    if found:
-        return str(found[0].info.run_id)
-    run_id = str(client.create_run(experiment, None, {PARITY: result.name}, f"parity-{result.name}").info.run_id)
-    params = {
-        "config": result.config,
-        "variants": ", ".join(result.variants),
-        "seeds": ", ".join(map(str, result.seeds)),
-    }
-    client.log_batch(run_id, params=[Param(*item) for item in params.items()])
-    return run_id
-
-
-def _parity_metrics(result: ParityResult) -> list[Metric]:
-    now = time.time_ns() // 1_000_000
-    return [
-        Metric(f"parity/{check.variant}/{check.name.replace(',', '').replace(chr(39), '')}", check.number, now, 0)
-        for check in result.checks
-        if check.number is not None
-    ]

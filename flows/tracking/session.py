@@ -11,7 +11,7 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.publisher import Publisher
 from flows.tracking.record import TrackingRecord, change_record, read_record, write_record
 from flows.tracking.store import resolve_tracking_uri, store_of_folder
-from flows.tracking.tracker import Outage, Refusal, RunOutcome, Tracker
+from flows.tracking.tracker import Outage, RunOutcome, Tracker
 from fp8core.config.run import RunConfig, resume_command
 from fp8core.errors import UserError, first_line, without_passwords
 from fp8core.kernels.compilation import KernelFolders
@@ -40,8 +40,6 @@ def open_session(
     """Open a new or an existing run (arguments and errors: `run.open.open_directory` and `run.open.open_run`).
 
     A new run needs its tracking store from the start; one that MLflow has goes on without, and publishes later.
-    However the training ends, what is committed is published, unless MLflow is away. Its status there is FAILED, or
-    KILLED for one that was stopped or paused.
     """
     graph = graph_of(config)
     with open_directory(config, name, new_code=new_code) as directory:
@@ -106,7 +104,7 @@ def _conclude(folder: Path, tracker: Tracker, status: RunOutcome, error: str | N
     change_record(folder, status=status, error=error, ended_ms=ended_ms, told=False)
     try:
         tracker.end(status, error, ended_ms)
-    except (Outage, Refusal) as problem:
+    except Outage as problem:
         return str(problem)
     change_record(folder, told=True)
     return None

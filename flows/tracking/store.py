@@ -23,14 +23,13 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.tracking.tracker import Outage, Refusal
+from flows.tracking.tracker import Outage
 from fp8core.durable import PRIVATE, make_folder
 from fp8core.errors import UserError, first_line, without_passwords
 
 SERVER_TIMEOUT_SECONDS = 10.0
 # The last is an answer that is none of MLflow's, as a proxy's empty body.
 STORE_ERRORS = (MlflowException, SQLAlchemyError, OSError, json.JSONDecodeError)
-_PASSING_STATUS = {408, 429}
 
 
 def quiet_store_logs() -> None:
@@ -141,10 +140,7 @@ def create_sqlite_store(database: Path) -> None:
 
 
 def get_or_create_experiment(client: MlflowClient, uri: str, name: str, runs: Path) -> str:
-    """The id of an experiment; several processes may request a new one at once.
-
-    `runs` takes the artifacts of a new experiment (`mlartifacts`), unless `uri` is a server, which keeps them itself.
-    """
+    """The id of an experiment; `runs` takes its artifacts, unless `uri` is a server. Several processes may call it."""
     if client.get_experiment_by_name(name) is None:
         # MLflow might show its pages for agents.
         tags = {"mlflow.experimentKind": "custom_model_development"}
@@ -187,16 +183,8 @@ def _ask_for_life(server: str) -> None:
 
 @contextmanager
 def store_errors(uri: str) -> Iterator[None]:
-    """Errors of MLflow's client in the block as ours. Raises Outage: a later attempt may succeed; else Refusal."""
+    """Errors of MLflow's client in the block become Outage."""
     try:
         yield
     except STORE_ERRORS as error:
-        kind = Outage if _passes(error) else Refusal
-        raise kind(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error
-
-
-def _passes(error: Exception) -> bool:
-    if isinstance(error, MlflowException):
-        status = error.get_http_status_code()
-        return status >= 500 or status in _PASSING_STATUS
-    return not isinstance(error, FileNotFoundError)
+        raise Outage(without_passwords(f"tracking.uri {uri}: {first_line(error)}")) from error

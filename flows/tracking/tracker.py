@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from fp8core.errors import UserError
-
 RunOutcome = Literal["FINISHED", "FAILED", "KILLED"]
 HEAD = "chain_head"
 """Tag: the newest link of the chain of manifests that was published (`manifest.Head`)."""
@@ -20,11 +18,7 @@ TRAINING = "fp8_grpo.run"
 
 
 class Outage(RuntimeError):
-    """A service does not answer, or cannot at the moment; one line."""
-
-
-class Refusal(UserError):
-    """A service refuses a request until somebody changes it or the credentials. A training goes on without it."""
+    """A service does not answer, or refuses a request; one line."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Checkpoint:
 
 
 class Tracker(Protocol):
-    """One training in a service. A method that writes raises Outage when a later attempt may succeed, else Refusal."""
+    """One training in a service. Every method raises Outage."""
 
     uri: str
     """The service, with its password."""

@@ -36,10 +36,8 @@ class Finished:
         return self.runs / self.name
 
     @property
-    def summary(self) -> dict[str, Any]:
-        result = self.state.result()
-        assert isinstance(result, dict)
-        return result
+    def summary(self) -> Any:
+        return self.state.result()
 
     @property
     def ledger(self) -> LedgerView:
@@ -94,17 +92,15 @@ def graph_as(prefect_server: None) -> Callable[[UUID, Edges], Edges]:
     It waits a while for what is expected: the server records tasks when it can.
     """
 
-    def graph(client: SyncPrefectClient, run: UUID) -> Edges:
-        answer = client.request("GET", "/flow_runs/{id}/graph-v2", path_params={"id": run})
-        nodes = dict(answer.json()["nodes"])
-        done = [node for node in nodes.values() if node["state_type"] == "COMPLETED"]
-        return {node["label"]: {nodes[parent["id"]]["label"] for parent in node["parents"]} for node in done}
-
     def wait(run: UUID, expected: Edges) -> Edges:
-        deadline = time.monotonic() + 30
+        deadline, last = time.monotonic() + 30, dict[str, set[str]]()
         with get_client(sync_client=True) as client:
-            while (last := graph(client, run)) != expected and time.monotonic() < deadline:
-                time.sleep(0.5)
+            while last != expected and time.monotonic() < deadline:
+                answer = client.request("GET", "/flow_runs/{id}/graph-v2", path_params={"id": run})
+                nodes = dict(answer.json()["nodes"])
+                done = [node for node in nodes.values() if node["state_type"] == "COMPLETED"]
+                last = {each["label"]: {nodes[up["id"]]["label"] for up in each["parents"]} for each in done}
+                time.sleep(0.2)
         return last
 
     return wait

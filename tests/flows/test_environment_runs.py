@@ -35,32 +35,10 @@ def talked(loop_run, settings):
     return loop_run("talked", **settings)
 
 
-@pytest.fixture(scope="module")
-def called(loop_run):
-    """The calculator, by a policy that was shown how to call it and little else."""
-    return loop_run(
-        "called",
-        **{
-            "environment": {"name": "calculator", "options": {"modulus": 10, "left_to_right": True}, "max_turns": 3},
-            "environment.advantage": "turn",
-            "warm_start.steps": 40,
-            "warm_start.step_by_step_share": 0.0,
-            "warm_start.tool_share": 1.0,
-            "rollout.max_new_tokens": 32,
-            "steps": 2,
-        },
-    )
-
-
-def metrics_of(run, step):
-    return run.store.get_json(run.ledger.artifacts(step)["metrics"])
-
-
-@pytest.mark.parametrize("name", ["talked", "called"])
-def test_both_policies_are_equal_over_all_turns(name, request):
-    run = request.getfixturevalue(name)
+def test_both_policies_are_equal_over_all_turns(talked):
+    run = talked
     for step in (1, 2):
-        metrics = metrics_of(run, step)
+        metrics = run.store.get_json(run.ledger.artifacts(step)["metrics"])
         assert metrics["alignment/token_mult_prob_error"] == 1
         assert metrics["alignment/tokens_differing"] == 0
         assert metrics["train/mask_differing"] == 0
@@ -105,22 +83,3 @@ def test_a_replay_takes_recorded_answers_or_asks_again(talked, place, capsys):
     assert "executed differs: environment.source" in said
     assert "first difference: outputs.rollout.turns" in said
     assert "there: row 2 (group 0, sample 0, turn 2), column said" in said
-
-
-MISTAKES = {
-    "environment.name=nobody": "nobody is none of calculator, python",
-    "environment={name: missing.py:Digits}": "missing.py cannot be read",
-    "rollout.stop_strings=['#']": "no episodes with rollout.stop_strings",
-    "environment.turn_tokens=1000": "environment.turn_tokens=1000 is more than rollout.max_new_tokens=",
-    "warm_start.tool_share=0.5": "warm_start.tool_share=0.5 needs environment.name=calculator with options",
-}
-
-
-@pytest.mark.parametrize(("setting", "said"), MISTAKES.items(), ids=[*MISTAKES])
-def test_mistakes_are_one_line(setting, said, tmp_path, capsys):
-    begun = ["run", "tiny", "--set", f"runs={tmp_path}", "--set", "environment.name=calculator"]
-    code = main([*begun, "--set", setting, "--set", "warm_start.steps=1"])
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert code == 2
-    assert said in errors[-1]
-    assert sum(line.startswith("fp8-grpo") for line in errors) <= 1

@@ -124,28 +124,3 @@ def test_adapters_are_written_as_peft_names_them(adapted, export, tmp_path):
         assert torch.equal(weight.float().bfloat16(), tensor), name
     assert not adapters
     assert moved > 0
-
-
-def test_a_step_without_a_checkpoint_is_restored(whole_run, export, tmp_path):
-    code, _, errors = export(whole_run.folder, tmp_path / "bf16", "--step", 3)
-    assert (code, errors) == (0, "")
-    assert origin(tmp_path / "bf16")["weights_digest"] == whole_run.records[3]["weights_digest"]
-    exported = load_checkpoint(tmp_path / "bf16")
-    earlier, later = (
-        load_file(whole_run.folder / "checkpoints" / step / "masters.safetensors") for step in ("00002", "00004")
-    )
-    head = exported.tensors["lm_head.weight"]
-    assert not torch.equal(head, earlier["lm_head.weight"].bfloat16())
-    assert not torch.equal(head, later["lm_head.weight"].bfloat16())
-
-
-def test_bad_input_is_one_line_and_leaves_nothing(whole_run, export, tmp_path):
-    (tmp_path / "there").mkdir()
-    for target, step, said in (
-        ("there", 4, "already exists; an export is never written over something else"),
-        ("new", 9, "run whole: step 9 is not committed; steps 0 to 4 are"),
-    ):
-        code, printed, errors = export(whole_run.folder, tmp_path / target, "--step", step)
-        assert (code, printed, len(errors.splitlines())) == (2, "", 1)
-        assert said in errors
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]

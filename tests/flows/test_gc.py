@@ -44,11 +44,10 @@ def test_without_yes_it_lists_and_removes_nothing(copy, capsys):
         "steps kept:     0, 2, 4-5",
         "steps dropped:  1, 3",
     ]
-    table = {line.split()[0]: line.split()[1:] for line in lines[5:-2]}
-    assert table["rollouts"][0] == "2"
-    assert not {"metrics", "policy", "manifest", "checkpoint"} & set(table)
-    removed = next(line.split() for line in lines if line.startswith("in all"))
-    assert lines[-1] == f"nothing was removed yet: --yes removes {removed[2]} files, {removed[3]} bytes"
+    kinds = {line.split()[2] for line in lines if line.startswith("bytes of ")}
+    assert "rollouts:" in kinds
+    assert not {"metrics:", "policy:", "manifest:", "checkpoint:"} & kinds
+    assert re.fullmatch(r"nothing was removed yet: --yes removes \d+ files, [\d,]+ bytes", lines[-1])
     assert files(copy) == before
 
 
@@ -70,17 +69,3 @@ def test_a_run_goes_on_from_what_was_kept(run, copy, launch, capsys):
     assert all(store.get_json(entry.manifest) for entry in ledger.steps().values())
     assert main(["gc", str(copy), *NARROW]) == 0
     assert "steps kept:     0, 6" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["RUN", "--set", "steps=4"], "--set steps=4: gc takes settings of artifacts.keep alone"),
-        (["RUN", "--set", "artifacts.keep.best={metric: reward/mena}"], "no step has a metric reward/mena"),
-    ],
-)
-def test_mistakes_are_one_line(copy, capsys, arguments, message):
-    assert main(["gc", *(str(copy) if argument == "RUN" else argument for argument in arguments)]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert len(shown.splitlines()) == 1

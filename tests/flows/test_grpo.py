@@ -68,7 +68,7 @@ def test_mlflow_shows_the_run(three_steps):
     assert set(metric(three_steps, "core/heldout")) == {0, 2, 3}
     files = {file.path for folder in ("", "pictures", "samples") for file in
              three_steps.mlflow.list_artifacts(run.info.run_id, folder)}  # fmt: skip
-    assert {"config.yaml", "graph.md", "graph.txt", "summary.json", "pictures/curves.png"} <= files
+    assert {"config.yaml", "graph.md", "summary.json", "pictures/curves.png"} <= files
     assert any(file.startswith("samples/") for file in files)
 
 
@@ -123,13 +123,12 @@ def test_prefect_shows_each_step_as_a_flow_run_with_the_edges_of_the_plan(three_
         assert graph_as(steps[f"step {index}"].id, expected) == expected
 
 
-def test_prefect_shows_progress_and_the_way_to_mlflow(three_steps):
+def test_prefect_shows_the_way_to_mlflow(three_steps):
     mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[three_steps.state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:
         found = {artifact.key: artifact.data for artifact in client.read_artifacts(artifact_filter=mine)}
-    assert set(found) == {"three-1-progress", "three-2-mlflow"}
-    assert found["three-1-progress"] == 100
-    assert three_steps.mlflow_run().info.run_id in found["three-2-mlflow"]
+    assert set(found) == {"three-mlflow"}
+    assert three_steps.mlflow_run().info.run_id in found["three-mlflow"]
 
 
 def test_prefect_s_log_of_a_training_has_the_lines_of_the_console(three_steps):

@@ -8,17 +8,10 @@ def replayed(loop_run, small):
     return loop_run("experts", "tiny-moe", steps=2, **small, **{"rollout.router_replay": True})
 
 
-def rollouts(run, index):
-    return run.store.get_table(run.ledger.artifacts(index)["rollouts"])
-
-
-def test_a_mixture_of_experts_is_exact(replayed):
+def test_a_mixture_of_experts_is_exact_and_its_choice_is_stored(replayed):
     assert replayed.metric("alignment/token_mult_prob_error") == {1: 1.0, 2: 1.0}
     assert replayed.metric("alignment/tokens_differing") == {1: 0, 2: 0}
-
-
-def test_the_experts_of_every_position_are_stored(replayed):
-    for row in rollouts(replayed, 1).to_pylist():
+    for row in replayed.store.get_table(replayed.ledger.artifacts(1)["rollouts"]).to_pylist():
         positions = row["experts"]
         assert len(positions) == len(row["prompt_tokens"]) + len(row["tokens"]) - 1
         for layers in positions:
@@ -30,4 +23,3 @@ def test_replay_of_an_equal_choice_changes_no_weight(replayed, loop_run, small):
     """The trainer computes what the rollout computed, so it would have chosen the same experts."""
     own = loop_run("own-choice", "tiny-moe", steps=2, **small)
     assert own.records[2]["weights_digest"] == replayed.records[2]["weights_digest"]
-    assert "experts" not in rollouts(own, 1).column_names

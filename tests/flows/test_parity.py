@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from mlflow import MlflowClient
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
@@ -20,7 +19,6 @@ from prefect.states import Cancelled, Completed, Failed
 from flows.cli import main
 from flows.parity import parity
 from flows.parity_plan import VariantName
-from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.parity.measure import VARIANTS, variant_settings
 from fp8core.run.checks.settings import graph_of
@@ -73,28 +71,17 @@ def test_a_night_is_cut_short_continued_judged_and_compared(
     assert len(list((shelf / "warm_starts").glob("*.json"))) == 1
     page = (folder / "report.html").read_text()
     assert page.count("<figure") >= 4, "charts of one value are sentences"
-    _is_posted_and_logged(shelf, night["headline"])
+    _is_posted(night["headline"])
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:
         assert [run.name for run in client.read_flow_runs(flow_run_filter=below)] == ["fp8-end-to-end, seed 0"]
 
 
-def _is_posted_and_logged(shelf: Path, headline: str) -> None:
+def _is_posted(headline: str) -> None:
     with get_client(sync_client=True) as client:
         artifacts = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["night-verdict"])))
     assert all(one.type == "markdown" for one in artifacts)
     assert any(headline in one.data and "| bf16 |" in one.data for one in artifacts)
-    mlflow = MlflowClient(default_tracking_uri(shelf))
-    experiment = mlflow.get_experiment_by_name("fp8-grpo")
-    (run,) = mlflow.search_runs([experiment.experiment_id], "tags.`fp8_grpo.parity` = 'night'")
-    assert run.data.tags["fp8_grpo.verdict"] == "NOT ENOUGH DATA"
-    below = mlflow.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
-    assert {one.info.run_name for one in below} == {f"parity-night-{name}-0" for name in ("bf16", "fp8-end-to-end")}
-    # MLflow's UI has FINISHED in green, FAILED and KILLED in red.
-    assert run.info.status == "SCHEDULED"
-    assert run.data.metrics["parity/fp8-end-to-end/largest probability error"] == 1.0
-    names = {one.path for one in mlflow.list_artifacts(run.info.run_id)}
-    assert names == {"verdict.json", "report.html", "report.md"}
 
 
 @pytest.mark.parametrize(

@@ -54,18 +54,3 @@ def test_repair_puts_files_back_and_says_so(run_copy, replay):
     assert code == 0
     assert errors.startswith(f"step 2: artifact metrics was damaged ({metrics}: the file is missing); put back")
     assert metrics.read_bytes() == held
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--step", "9"], "run whole: step 9 is not committed; steps 0 to 4 are"),
-        (["--from", "9"], "--from 9: the last step is 4"),
-        (["--step", "1", "--set", "seeed=1"], "seeed: unknown key; did you mean seed? (--set)"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(whole_run, replay, arguments, said):
-    code, lines, errors = replay(whole_run.folder, *arguments)
-    assert (code, lines) == (2, [])
-    assert errors.startswith(f"fp8-grpo: {said}")
-    assert len(errors.splitlines()) == 1

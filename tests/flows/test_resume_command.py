@@ -34,17 +34,6 @@ def command(
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture
-def refused(command: Command) -> Callable[..., str]:
-    def call(*arguments: str) -> str:
-        code, out, err = command("resume", *arguments)
-        assert (code, out) == (2, ""), err
-        (line,) = err.splitlines()
-        return line.removeprefix("fp8-grpo: ")
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def begun(launch: Any, mlflow_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of two steps, in a folder of runs of its own."""
@@ -147,26 +136,3 @@ def test_new_code_goes_on_from_what_is_committed(begun: Any, moved: Path, comman
     assert ledger.segments()[:-1] == before.segments()
     assert ledger.segments()[-1].code_version == current_code()
     assert [ledger.tasks(step) for step in range(3)] == [before.tasks(step) for step in range(3)]
-
-
-def test_what_is_no_run(refused: Callable[..., str], tmp_path: Path) -> None:
-    absent = tmp_path / "absent"
-    assert refused(str(absent)) == f"{absent}: no run (no run.json in {absent})"
-
-
-ANOTHER = "begin another one for that: fp8-grpo run ... --set run=NAME"
-
-
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        ("seed=4", "run renamed exists with another configuration: seed: 0 -> 4; " + ANOTHER),
-        (
-            "steps=1",
-            "run renamed exists with another configuration: steps: 2 -> 1 (a run may get more steps, not fewer)",
-        ),
-        ("run=other", "run: {moved} is continued under its name and where it lies; leave run as it is"),
-    ],
-)
-def test_other_settings_are_named(moved: Path, refused: Callable[..., str], setting: str, reason: str) -> None:
-    assert refused(str(moved), "--set", setting) == reason.format(moved=moved)

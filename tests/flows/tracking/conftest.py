@@ -1,6 +1,5 @@
 """A finished small training, and places to publish it: a store on sqlite, and MLflow's server."""
 
-import io
 import os
 import shutil
 import signal
@@ -23,11 +22,8 @@ from flows.tracking.mlflow_tracker import MlflowTracker
 from flows.tracking.store import default_tracking_uri
 from fp8core.config.load import load_config
 from fp8core.config.run import RunConfig
-from fp8core.report.console import Console
-from fp8core.report.summary import Summary
-from fp8core.run.checks.settings import graph_of
-from fp8core.run.loop import train
-from fp8core.run.open import open_directory, open_run
+from fp8core.report.summary import summarise
+from fp8core.run.resume import history
 
 # Two checkpoints; held-out accuracy at steps 0, 2 and 3.
 STEPS = 3
@@ -60,43 +56,24 @@ def tracker(open_tracker: Callable[..., MlflowTracker]) -> MlflowTracker:
     return open_tracker()
 
 
-SUMMARY = Summary(
-    run="tiny-run",
-    mlflow_run_id="abc",
-    chain_head=f"{STEPS}:{64 * 'e'}",
-    weights_digest="def",
-    steps=STEPS,
-    reward_first10=0.5,
-    reward_last10=0.5,
-    reward_edge_steps=1,
-    heldout_first=None,
-    heldout_last=None,
-    tmpe_max=1.0,
-    tokens_differing=0,
-    steps_without_signal=0,
-    bounds="none",
-    bounds_crossed=None,
-    overhead_ms_per_step=None,
-    seconds={"total": 1.0},
-)
-
-
 @pytest.fixture(scope="session")
 def settings(small: dict[str, Any]) -> dict[str, Any]:
     return {**small, "steps": STEPS, "tracking.system_metrics": False}
 
 
 @pytest.fixture(scope="session")
-def trained(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(settings: dict[str, Any], loop_run: Callable[..., Any]) -> Path:
     """The folder of a training that was never published to MLflow."""
-    config = load_config("tiny", {**settings, "runs": str(tmp_path_factory.mktemp("trained"))})
-    console = Console(io.StringIO(), STEPS)
-    with open_directory(config, "tiny-run") as directory, open_run(config, graph_of(config), directory, console) as run:
-        train(run)
-        (directory.path / "curves.png").write_bytes(b"a picture")
-        (directory.path / "summary.json").write_text(SUMMARY.model_dump_json())
+    made = loop_run("tiny-run", **settings)
+    ends = {"run": "tiny-run", "mlflow_run_id": "abc", "chain_head": f"{STEPS}:{64 * 'e'}", "weights_digest": "def"}
+    seconds = {"total_seconds": 1.0, "task_seconds": dict[str, float]()}
+    with made.opened() as run:
+        summary = summarise(history(run), [], **ends, **seconds, bounds="none", bounds_crossed=None)
+        (made.folder / "curves.png").write_bytes(b"a picture")
+        (made.folder / "summary.json").write_text(summary.model_dump_json())
         write_report(run)
-    return directory.path
+    folder: Path = made.folder
+    return folder
 
 
 @pytest.fixture(scope="session")

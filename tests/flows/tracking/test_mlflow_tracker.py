@@ -5,12 +5,8 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from flows.tracking.mlflow_tracker import MlflowTracker
-from flows.tracking.tracker import Outage, Table
-from fp8core.config.load import load_config
-from fp8core.errors import UserError
+from flows.tracking.tracker import Table
 
 
 def metric_rows(runs: Path, run_id: str) -> list[tuple[str, int, float, int]]:
@@ -101,18 +97,3 @@ def test_the_load_is_logged_by_mlflow_itself(runs: Path, tracker: MlflowTracker,
     steps = [step for key, step, *_ in metric_rows(runs, tracker.run_id) if key == "system/cpu_utilization_percentage"]
     assert len(steps) > 1
     assert len(steps) == len(set(steps))
-
-
-MISTAKES = {
-    "sqlite:///{}/mlflow.db": r"tracking\.uri sqlite:.*not a database",
-    "sqlite://": "name a file",
-    "http://127.0.0.1:9": r"tracking\.uri http://127\.0\.0\.1:9: no server answers there",
-}
-
-
-@pytest.mark.parametrize("uri", MISTAKES)
-def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path, uri: str) -> None:
-    (tmp_path / "mlflow.db").write_text("not a database, but long enough to have a header")
-    config, place = load_config("tiny", {"runs": str(tmp_path)}), uri.format(tmp_path)
-    with pytest.raises((UserError, Outage), match=MISTAKES[uri]):
-        MlflowTracker.open(config, place, "tiny", "training", tmp_path, None)

@@ -41,7 +41,7 @@ def test_everything_is_there(expected) -> None:
     assert tags == {"config": "tiny", "precision": "fp8_block+fp8", "bounds": "kept"}
     steps = {f"manifests/{step:05d}.json" for step in range(4)} | {f"samples/step_00000{step}.json" for step in (1, 3)}
     result = {"pictures/curves.png", "summary.json", "report.html", "completions.json"}
-    assert {*steps, *result, "config.yaml", "graph.md", "graph.txt"} == set(run["files"])
+    assert {*steps, *result, "config.yaml", "graph.md"} == set(run["files"])
     assert run["outputs"] == [2, 3]
     assert [(model["name"], model["status"]) for model in expected.models] == [
         ("tiny-run-00002", "READY"),
@@ -57,8 +57,7 @@ def test_publishing_all_of_it_again_changes_nothing(expected, copy_of_trained, r
     assert shown(copy.config) == expected
 
 
-WRITES = ("create_experiment", "create_run", "log_batch", "log_text", "log_artifact", "log_outputs",
-          "create_logged_model", "finalize_logged_model", "set_terminated")  # fmt: skip
+WRITES = ("create_run", "log_batch", "log_text", "create_logged_model", "set_terminated")
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -72,9 +71,6 @@ def test_a_kill_after_any_kind_of_write_leaves_nothing_twice(expected, copy_of_t
     assert child.exitcode == KILLED
     assert copy.publish() == ""
     assert shown(copy.config) == expected
-
-
-# --- outages ---
 
 
 def test_an_outage_loses_nothing_and_holds_nobody_up(expected, copy_of_trained, server, shown, monkeypatch) -> None:
@@ -127,21 +123,6 @@ def test_a_failed_or_stopped_training_says_so(copy_of_trained, runs, shown) -> N
     copy.publish()
     (run,) = shown(copy.config).runs
     assert (run["status"], "error" in run["tags"]) == ("FINISHED", False)
-
-
-def test_a_run_that_is_deleted_in_mlflow_is_to_be_restored_before_a_resume(copy_of_trained, runs) -> None:
-    copy = copy_of_trained(default_tracking_uri(runs))
-    copy.publish()
-    with copy.session() as (session, out):
-        tracker = session.tracker
-        tracker.client.delete_run(tracker.run_id)
-        session.mlflow.add_result()
-    assert "MLflow refuses a request (" in out.getvalue()
-    assert f" will follow: fp8-grpo resume {copy.folder}" in out.getvalue().splitlines()[-1]
-    with pytest.raises(UserError, match="must be in the 'active' state"):
-        copy.publish()
-    tracker.client.restore_run(tracker.run_id)
-    assert copy.publish() == ""
 
 
 def test_dead_trainings_are_marked_and_no_other(open_tracker, tmp_path) -> None:
