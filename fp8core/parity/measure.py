@@ -22,7 +22,7 @@ from fp8core.report.run_verdict import rollout_speed
 from fp8core.rollout.registry import engine_entry
 from fp8core.store.artifacts import ArtifactError, ArtifactStore
 from fp8core.store.ledger import START
-from fp8core.store.metrics import ESS, GRAD_NORM, HELDOUT, K3, TMPE, series
+from fp8core.store.metrics import ESS, HELDOUT, K3, TMPE, series
 
 BASELINE = "bf16"
 STRESS = "stress"
@@ -109,8 +109,7 @@ class Measured:
 
     steps: committed, and requested. accuracy: held-out, mean of the last evaluations. Errors, k3 (nats), ess
     (share), weights and ratios (mean raw importance weight of the mismatch and of the updates) have a value for each
-    step. ratios are None for `gspo`, whose geometric mean is below 1. idle: steps whose update had a gradient and left
-    the weights as they were. speed: generated tokens per second.
+    step. ratios are None for `gspo`, whose geometric mean is below 1. speed: generated tokens per second.
     """
 
     variant: str
@@ -123,7 +122,6 @@ class Measured:
     ess: tuple[float, ...]
     weights: tuple[float, ...]
     ratios: tuple[float, ...] | None
-    idle: tuple[int, ...]
     speed: float | None
 
     @property
@@ -149,7 +147,6 @@ def measure(run: RunData, variant: str, seed: int, last: int) -> Measured:
         ess=values(ESS),
         weights=values(WEIGHT),
         ratios=None if run.view.config is not None and run.view.config.loss.policy == "gspo" else values(RATIO),
-        idle=tuple(_idle(run)),
         speed=rollout_speed(run),
     )
 
@@ -171,16 +168,6 @@ def learning_curve(run: RunData) -> LearningCurve | None:
         return None
     steps = tuple(sorted(scores))
     return LearningCurve(steps, prompts, np.array([[scores[step][prompt] for prompt in prompts] for step in steps]))
-
-
-def _idle(run: RunData) -> list[int]:
-    gradients = dict(zip(*series(run.history, GRAD_NORM), strict=True))
-    digests = {step: commit.entry.weights_digest for step, commit in run.view.steps.items()}
-    return [
-        step
-        for step, digest in sorted(digests.items())
-        if gradients.get(step, 0.0) > 0 and digests.get(step - 1) == digest
-    ]
 
 
 def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:

@@ -91,7 +91,6 @@ def judge(
         runs = by_variant[name]
         checks.append(_complete(name, runs, seeds, failures))
         checks += _alignment(name, runs, config)
-        checks.append(_updates(name, runs))
         if name not in (BASELINE, STRESS):
             checks += _learning(name, runs, by_variant.get(BASELINE, []), config)
             checks.append(_speed(name, runs, by_variant.get(BASELINE, []), config, platform))
@@ -158,15 +157,6 @@ def _placed(low: float, high: float) -> ParityOutcome:
     if low >= 0:
         return PASS
     return FAIL if high < 0 else NOT_ENOUGH
-
-
-def _updates(name: str, runs: Sequence[Measured]) -> Check:
-    idle = [f"seed {run.seed}, step {step}" for run in runs for step in run.idle]
-    reason = "an update with a gradient changes the policy, or it was skipped"
-    if not any(run.steps[0] for run in runs):
-        return Check(name, "skipped updates", NOT_ENOUGH, "not measured", "none", reason)
-    found = ", ".join(idle) if idle else "none"
-    return Check(name, "skipped updates", FAIL if idle else PASS, found, "none", reason, float(len(idle)))
 
 
 def _learning(

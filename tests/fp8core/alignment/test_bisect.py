@@ -115,18 +115,6 @@ def test_a_wrong_weight_is_the_whole_error_of_its_unit_and_of_no_other(case, par
     assert {(other.share, other.removed) for other in others} == {(0.0, 0.0)}
 
 
-@pytest.mark.parametrize(("part", "change"), [("head", SidePrecision(head="bf16")), ("values", None)])
-def test_head_and_rounding_are_units_too(case, part, change):
-    if change is None:
-        exact = reference_formats(2)
-        formats = replace(case.fp8.formats, rounding=exact.rounding, points=exact.points)
-    else:
-        formats = rollout_formats(PrecisionContract(rollout=change), 2)
-    suspect = replace(case.fp8, formats=formats)
-    result = bisect(case.arch, case.fp8, suspect, case.task, units_of(case.arch, "layer"))
-    assert [(unit.unit, unit.share) for unit in result.units if unit.share] == [(part, 1.0)]
-
-
 def test_equal_sides_have_nothing_to_rank(case):
     result = bisect(case.arch, case.fp8, case.fp8, case.task, units_of(case.arch, "layer"))
     assert result.units == ()

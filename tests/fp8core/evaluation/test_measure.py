@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8core.config.load import load_config
-from fp8core.config.precision import PrecisionContract, SidePrecision
 from fp8core.evaluation.measure import (
     Counting,
     Measurement,
-    contract_in,
     majority_at_k,
     measure,
     paired_differences,
@@ -122,12 +120,3 @@ def config(tmp_path):
     rows = [{"question": f"What is {n % 20} and 1?", "answer": f"#### {n + 1}"} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config("gsm8k", {"model": "any", "data.source": str(tmp_path / "rows.jsonl"), "evaluation.prompts": 1})
-
-
-def test_a_precision_changes_the_rollout_side_alone():
-    contract = PrecisionContract(rollout=SidePrecision(kv_cache="bf16", head="bf16"), bf16_last_layers=1)
-    assert contract_in("configured", contract) == contract
-    fp8, bf16 = (contract_in(name, contract) for name in ("fp8", "bf16"))
-    assert (fp8.rollout.linear, fp8.rollout.kv_cache, fp8.rollout.head) == ("fp8_block", "fp8", "bf16")
-    assert (bf16.rollout.linear, bf16.rollout.kv_cache, bf16.rollout.head) == ("bf16", "bf16", "bf16")
-    assert (fp8.bf16_last_layers, fp8.training) == (1, contract.training)

@@ -36,7 +36,6 @@ def training(variant, seed, **changed):
         ess=(0.999, 0.998) if mismatched else (1.0, 1.0),
         weights=(0.999, 1.001) if mismatched else (1.0, 1.0),
         ratios=(1.001, 0.999, 1.0) if variant == "stress" else (1.0, 1.0),
-        idle=(),
         speed=100.0 if variant == "bf16" else 150.0,
     )
     return replace(made, **changed)
@@ -81,7 +80,6 @@ def test_trainings_without_fault_pass(trainings):
         ("fp8-rollout", {"weights": (1.05, 1.06)}, "mean weight of the mismatch"),
         ("stress", {"ratios": (0.95, 0.94)}, "mean weight of the updates"),
         ("stress", {"ratios": (1.0, 60.0, 1.0)}, "largest weight of the updates"),
-        ("stress", {"idle": (4,)}, "skipped updates"),
         ("fp8-end-to-end", {"speed": 90.0}, "generation speed, of BF16's"),
     ],
 )
