@@ -59,15 +59,21 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
     for series in chart.series:
         points, style = series.finite(), series.style
         look: dict[str, Any] = {"color": colour(style), "ls": _DASHES[style % len(_DASHES)], "lw": 1.4, "ms": 4.5}
-        look |= {"marker": _MARKERS[style % len(_MARKERS)], "markevery": max(1, len(points) // 20)}
+        look |= {
+            "marker": _MARKERS[style % len(_MARKERS)],
+            "markevery": max(1, len(points) // 10) if len(points) > 40 else 1,
+        }
         axes.plot([x for x, _ in points], [y for _, y in points], label=series.label, **look)
     for bound in chart.bounds if values else ():
         axes.axhline(bound.y, color="0.2", lw=1.0, ls=":")
         place = (0.01, bound.y)
         axes.annotate(bound.label, place, xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8)
-    if chart.include:
+    included = [*chart.include, *((0.0, 1.0) if {*values} == {0.0} else ())]
+    if included:
         low, high = axes.get_ylim()
-        room = 0.03 * (max(chart.include) - min(chart.include))
-        axes.set_ylim(min(low, min(chart.include) - room), max(high, max(chart.include) + room))
+        room = 0.03 * (max(included) - min(included))
+        low, high = min(low, min(included) - room), max(high, max(included) + room)
+        # Room for half a marker.
+        axes.set_ylim(low, max(high, max(values, default=high) + 0.04 * (high - low)))
     if not values:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", fontsize=13)
