@@ -105,7 +105,9 @@ class Trainer(Protocol):
     """A resident policy that learns."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Updates of the policy."""
+        ...
 
     @property
     def arch(self) -> Architecture: ...
@@ -126,7 +128,9 @@ class Trainer(Protocol):
         """Report what really runs: formats by layer."""
         ...
 
-    def export(self) -> Shipped: ...
+    def export(self) -> Shipped:
+        """Weights for the rollout engine, in its stored formats."""
+        ...
 
     def digest(self) -> str:
         """Digest of the FP32 master weights, or of a policy with adapters (`training.lora`)."""
@@ -136,9 +140,13 @@ class Trainer(Protocol):
         """Write masters or adapters, optimiser states and counters (`saved_state`); the folder exists. No policy."""
         ...
 
-    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None: ...
+    def save_policy(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write the policy in BF16 with `save_checkpoint`."""
+        ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        ...
 
     def rest(self) -> None:
         """Free prepared weights where they are cheap to rebuild; the next pass rebuilds them."""

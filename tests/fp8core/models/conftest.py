@@ -68,7 +68,6 @@ def _qwen3_moe(**overrides: Any) -> PreTrainedModel:
 
 _MODELS = {
     "llama": lambda: _llama(),
-    "llama-tied": lambda: _llama(tie_word_embeddings=True, num_key_value_heads=4, rms_norm_eps=1e-5),
     "llama-3.2": lambda: _llama(
         rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True, num_key_value_heads=1, head_dim=64
     ),
@@ -84,7 +83,6 @@ _MODELS = {
         use_sliding_window=False,
     ),
     "qwen3": lambda: _qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    "qwen3-tied": lambda: _qwen3(tie_word_embeddings=True),
     "qwen3-moe": lambda: _qwen3_moe(norm_topk_prob=True, head_dim=24),
     "qwen3-moe-mixed": lambda: _qwen3_moe(
         num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3], num_experts_per_tok=3

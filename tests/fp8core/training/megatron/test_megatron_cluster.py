@@ -3,11 +3,7 @@
 One Ray cluster of this machine serves all tests. Other grids: test_megatron_processes.py.
 """
 
-import os
-import signal
-import time
 from importlib.util import find_spec
-from threading import Timer
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from stored_weights import masters_of, stored
 from fp8core.cluster.workers import Cluster
 from fp8core.config.capability import this_node
 from fp8core.config.load import load_config
-from fp8core.errors import MemberLost
 from fp8core.numerics.fingerprint import policy_digest
 from fp8core.run.machine import engine_environment
 from fp8core.training.megatron import parallel
@@ -94,21 +89,3 @@ def test_two_ranks_compute_what_one_process_does(together, alone, policy, ragged
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name
     assert largest(masters_of(together, tmp_path / "after"), one.masters) < 1e-4
     assert together.describe()["ranks"] == 2
-
-
-def test_a_rank_that_is_killed_in_a_step_is_a_typed_error_at_once(cluster_of_two, together, start, ragged_batch):
-    """The other rank waits for it in a collective; new ranks take their places."""
-    config, cluster = cluster_of_two
-    expected, pid = together.step(ragged_batch, 0.9, ()), cluster.places()["rank 1"]["pid"]
-    # It cannot finish the step before it is killed.
-    os.kill(pid, signal.SIGSTOP)
-    Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
-    started = time.monotonic()
-    with pytest.raises(MemberLost, match=f"^rank 1 ended: process {pid} "):
-        together.step(ragged_batch, 0.9, ())
-    assert time.monotonic() - started < 20
-    together.close()
-    cluster.replace()
-    again = cluster.build_trainer(config, *start)
-    assert again.step(ragged_batch, 0.9, ()) == expected
-    again.close()
