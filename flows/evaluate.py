@@ -6,7 +6,7 @@ fp8-grpo evaluate RUN --samples 8             this function, in this process
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import torch
 from prefect import flow, get_run_logger, task
@@ -157,7 +157,7 @@ def _in_a_task(name: str, shown: str, config: RunConfig, work: Callable[[Progres
         with long_part(shown) as part:
             return work(part)
 
-    return cast(Result, body())
+    return body()
 
 
 def _log(checkpoint: EvaluatedPolicy, result: EvaluationResult) -> str:

@@ -80,7 +80,7 @@ class Gang:
         arguments = dict(environment.required), dict(environment.suggested), threads, sys.path
         try:
             # Nodes that were lost may come back while the members wait for their places.
-            self.unit = checked_size(settings, tensor_parallel, wants_gpus)[0] if lost is None else lost.unit
+            self.unit: str = checked_size(settings, tensor_parallel, wants_gpus)[0] if lost is None else lost.unit
             self._place(settings, tensor_parallel, arguments)
         except BaseException:
             self.close()

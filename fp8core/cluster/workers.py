@@ -174,8 +174,8 @@ class ReplicatedEngine:
         layouts, ranks = dict(tensors), self._gang.ranks
         try:
             self._gang.gather(self._calls("expect", layouts, scales, version))
-            places = ([member.place for member in each] for each in (ranks, self._members))
-            routes = find_routes(*places, tensors.on_gpu if self._read_memory else (), self._colocated)
+            sources, targets = ([member.place for member in each] for each in (ranks, self._members))
+            routes = find_routes(sources, targets, tensors.on_gpu if self._read_memory else (), self._colocated)
             reports = self._take(routes, tensors.key, layouts, (scales, version))
         finally:
             if self._gang.alive:

@@ -157,7 +157,7 @@ def score_prompt(prompt_id: str, verdicts: Sequence[Verdict], k: Sequence[int]) 
 
 
 def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Counting) -> Measurement:
-    outcomes = {name: sum(score.outcomes.get(name, 0) for score in scores) for name in OUTCOMES}
+    outcomes: dict[str, int] = {name: sum(score.outcomes.get(name, 0) for score in scores) for name in OUTCOMES}
     values = {name: [score.measured[name] for score in scores] for name in scores[0].measured}
     # All estimates have one kind of interval: pass@2 has no lower bound below that of pass@1.
     whole = {value for each in values.values() for value in each} <= {0.0, 1.0}
@@ -165,7 +165,7 @@ def measure(scores: Sequence[PromptScore], lengths: Sequence[int], counting: Cou
     estimates = {
         name: estimate(each, confidence=counting.confidence, seed=counting.seed) for name, each in values.items()
     }
-    return Measurement(estimates, dict(outcomes), fmean(lengths), list(scores))
+    return Measurement(estimates, outcomes, fmean(lengths), list(scores))
 
 
 def paired_differences(base: Measurement, other: Measurement, counting: Counting) -> dict[str, Estimate]:

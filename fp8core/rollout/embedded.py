@@ -83,7 +83,7 @@ class EmbeddedEngine:
         self._decoder = Decoder(arch, formats)
         self._max_batch = max_batch
         # Completions whose room ended under the present policy.
-        self._open = ContinuedRows(("open",))
+        self._open = ContinuedRows({"open"})
         self._stored: dict[str, Tensor] = {}
         self._weights: PolicyWeights | None = None
         self._scales: PolicyScales | None = None

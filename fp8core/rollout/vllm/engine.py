@@ -33,7 +33,7 @@ from fp8core.models.architecture import Architecture
 from fp8core.rollout.requirements import EngineBuild
 from fp8core.rollout.resident import SEED_BITS, Output, Request, ResidentEngine, kernels_by_type
 from fp8core.rollout.shared_weights import TensorSpec
-from fp8core.rollout.slots import Share, filled_shapes, find_shares
+from fp8core.rollout.slots import Axis, Share, filled_shapes, find_shares
 from fp8core.rollout.vllm.internals import (
     end_calls,
     load_model_class,
@@ -155,8 +155,8 @@ class VllmEngine(ResidentEngine):
 
     def _find_shares(self, sent: Mapping[str, TensorSpec]) -> list[Share]:
         filled = filled_shapes(self._arch) if self._aligned else {}
-        ranks, last = self._options.tensor_parallel, 0 if self._aligned else 1
-        return find_shares(sent, filled, self._parameters, ranks, last)
+        last: Axis = 0 if self._aligned else 1
+        return find_shares(sent, filled, self._parameters, self._options.tensor_parallel, last)
 
     def _wake(self, part: Literal["weights", "kv_cache"]) -> None:
         self._ask(self._llm.wake_up, [part])
